@@ -24,6 +24,8 @@ class AnswerForm:
     reasoning: ReasoningFormat | None = None
     is_reasoning_open: bool = False
     """The prompt has already opened the reasoning."""
+    is_forced: bool = False
+    """The answer consists of calls."""
     max_calls: int | None = None
     """Further calls are not looked for; None: no limit."""
 
@@ -32,7 +34,7 @@ class AnswerForm:
         """Text that must be seen even where special tokens are hidden."""
         tool, reasoning = self.tool_format, self.reasoning
         found = [] if tool is None else list(tool.markers)
-        found += [] if reasoning is None else [reasoning.start, reasoning.end]
+        found += [] if reasoning is None else [reasoning.start, reasoning.end, reasoning.special]
         return [*found, *(HARMONY_MARKERS if self.has_channels else ())]
 
     @property
@@ -50,8 +52,8 @@ class AnswerReading(Protocol):
     def push(self, text: str) -> list[AnswerEvent]:
         """What this text adds to the answer."""
 
-    def finish(self) -> list[AnswerEvent]:
-        """The rest, at the end of the answer."""
+    def finish(self, *, is_cut: bool = False) -> list[AnswerEvent]:
+        """The rest, at the end of the answer. `is_cut`: the token limit ended it, so a part of a call is no text."""
 
 
 def answer_parser(form: AnswerForm) -> AnswerReading:
@@ -67,7 +69,9 @@ class AnswerParser:
         reasoning = form.reasoning
         is_open = form.is_reasoning_open or (reasoning is not None and reasoning.is_open)
         self._splitter = None if reasoning is None else ReasoningSplitter(reasoning, is_open=is_open)
-        self._tools = None if form.tool_format is None else ToolParser(form.tool_format, form.functions)
+        self._tools = None
+        if form.tool_format is not None:
+            self._tools = ToolParser(form.tool_format, form.functions, is_forced=form.is_forced)
 
     @property
     def is_reasoning(self) -> bool:
@@ -77,9 +81,9 @@ class AnswerParser:
     def push(self, text: str) -> list[AnswerEvent]:
         return self._parse(self._splitter.push(text) if self._splitter is not None else [TextSaid(text)])
 
-    def finish(self) -> list[AnswerEvent]:
+    def finish(self, *, is_cut: bool = False) -> list[AnswerEvent]:
         events = self._parse(self._splitter.finish()) if self._splitter is not None else []
-        return events + (self._tools.finish() if self._tools is not None else [])
+        return events + (self._tools.finish(is_cut=is_cut) if self._tools is not None else [])
 
     def _parse(self, pieces: Sequence[ReasoningSaid | TextSaid]) -> list[AnswerEvent]:
         if self._tools is None:

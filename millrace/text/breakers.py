@@ -6,8 +6,9 @@ of its own tokenisation.
 
 from __future__ import annotations
 
-import dataclasses
 from functools import lru_cache
+
+import msgspec
 
 from millrace.params import SamplingParams
 from millrace.text.tokenizers.tokenizer import Tokenizer
@@ -20,7 +21,7 @@ def with_breaker_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingPa
     """The parameters with the token ids of their breakers, if they use DRY."""
     if params.dry_multiplier == 0 or params.dry_breaker_ids is not None:
         return params
-    return dataclasses.replace(params, dry_breaker_ids=_breaker_ids(tokenizer, params.dry_sequence_breakers))
+    return msgspec.structs.replace(params, dry_breaker_ids=_breaker_ids(tokenizer, params.dry_sequence_breakers))
 
 
 @lru_cache(CACHED_SETS)

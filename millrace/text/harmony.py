@@ -76,12 +76,16 @@ class HarmonyParser:
         self._read(at_end=False)
         return self._take()
 
-    def finish(self) -> list[AnswerEvent]:
+    def finish(self, *, is_cut: bool = False) -> list[AnswerEvent]:
+        if is_cut and self._held and _num_held(self._held) == len(self._held):
+            self._held = ""
         self._read(at_end=True)
         if self._head is not None and not _CHANNEL.search(self._head):
             rest = self._head.removeprefix("<|start|>assistant")
             self._head = None
-            self._say(rest)
+            self._say("" if is_cut else rest)
+        if is_cut and self._body is not None:
+            self._body.break_off()
         self._end_message()
         return self._take()
 

@@ -37,8 +37,11 @@ def test_events_can_be_read_again() -> None:
         assert request(front.port, "DELETE", at).status == 200
         assert get(front.port, f"{at}?stream=true").status == 404
         plain = post(front.port, RESPONSES, {"input": "hi"}).json["id"]
-        refused = get(front.port, f"{RESPONSES}/{plain}?stream=true")
-        assert (refused.status, refused.json["error"]["param"]) == (400, "stream")
+        later = post(front.port, RESPONSES, {"input": "hi", "background": True}).json["id"]
+        for made in (plain, later):
+            for query in ("stream=true", "stream=true&starting_after=2"):
+                refused = get(front.port, f"{RESPONSES}/{made}?{query}")
+                assert (refused.status, refused.json["error"]["param"]) == (400, "stream")
 
 
 def test_a_failure_is_an_event() -> None:

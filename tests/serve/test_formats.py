@@ -29,7 +29,8 @@ LARK, GBNF = 'start: "a" start | "b"', 'root ::= "a" root | "b"'
 OPENAI_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 RESPONSES_SCHEMA = {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": False}
 ANTHROPIC_SCHEMA = {"type": "json_schema", "schema": SCHEMA}
-AS_SCHEMA, AS_OBJECT = Grammar("json_schema", TEXT), Grammar("json_object")
+CLOSED = json.dumps({**SCHEMA, "additionalProperties": False})
+AS_SCHEMA, AS_OBJECT = Grammar("json_schema", CLOSED), Grammar("json_object")
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +54,11 @@ SHARED: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"structured_outputs": {"grammar": GBNF}}, Grammar("gbnf", GBNF)),
     (
         {"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " ?"}},
-        Grammar("json_schema", TEXT, whitespace=" ?"),
+        Grammar("json_schema", CLOSED, whitespace=" ?"),
     ),
     (
         {"structured_outputs": {"json": SCHEMA, "disable_additional_properties": True}},
-        Grammar("json_schema", json.dumps({**SCHEMA, "additionalProperties": False})),
+        AS_SCHEMA,
     ),
     ({"guided_json": SCHEMA, "guided_decoding_backend": "xgrammar"}, AS_SCHEMA),
     ({"guided_json": TEXT, "guided_whitespace_pattern": None}, AS_SCHEMA),
@@ -101,7 +102,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "x", "schema": NOT}}}, "text.format", "'not'"),
     (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
     (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": NOT}}}, "output_config.format", "'not'"),
-    (MESSAGES, {"output_config": {"effort": "high"}}, "output_config.effort", "not supported"),
+    (MESSAGES, {"output_config": {"effort": "high"}}, "output_config.effort", "does not reason"),
     (
         MESSAGES,
         {"output_config": {"format": ANTHROPIC_SCHEMA}, "output_format": ANTHROPIC_SCHEMA},

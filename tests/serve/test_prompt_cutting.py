@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,3 +77,22 @@ def test_a_cut_prompt_that_does_not_fit_is_refused(front: Front) -> None:
     reply = post(front.port, COMPLETIONS, completion(truncate_prompt_tokens=125))
     assert reply.error["code"] == "context_length_exceeded"
     assert all(number in reply.error["message"] for number in ("125", "8", "128"))
+
+
+def test_ollama_drops_the_oldest_messages() -> None:
+    messages = [{"role": "system", "content": "S."}, *({"role": "user", "content": f"{n}" * 40} for n in range(6))]
+    with running_front(saying("ok")) as front:
+        body = {"model": front.state.model_name, "messages": messages, "options": {"num_ctx": 150, "num_predict": 4}}
+        assert post(front.port, "/api/chat", {**body, "stream": False}).status == 400
+        answer = post(front.port, "/api/chat", {**body, "stream": False, "truncate": True}).json
+        assert answer["truncated_messages"] > 0
+        assert answer["prompt_eval_count"] + 4 <= 150
+        sent = bytes(token for token in array("i", front.engine.received[-1].prompt) if token < 256).decode()
+        assert "S." in sent
+        assert "5" * 40 in sent
+        assert "0" * 40 not in sent
+        short = {**body, "messages": messages[-1:], "truncate": True, "stream": False}
+        assert post(front.port, "/api/chat", short).json["truncated_messages"] == 0
+        assert "truncated_messages" not in post(front.port, "/api/chat", {**short, "truncate": False}).json
+        generate = {"model": front.state.model_name, "prompt": "a", "truncate": True}
+        assert post(front.port, "/api/generate", generate).status == 400

@@ -296,7 +296,7 @@ def test_a_stream_whose_model_fails_to_load_ends_with_the_error(
     monkeypatch.setattr(early_stream, "COMMENT_EVERY_S", 0.02)
     ask(front, "POST", f"/v1/models/{OTHER}/unload")
     client = front.state.models.find(OTHER).client
-    monkeypatch.setattr(client, "on_wanted", lambda: front.loop.call_later(0.1, client.give_up, "It does not fit."))
+    monkeypatch.setattr(client, "on_wanted", lambda: front.loop.call_later(0.6, client.give_up, "It does not fit."))
     status, text = ask(front, "POST", path, {"model": OTHER, "stream": True, **body})
     assert status == 200
     assert text.startswith(": The model")

@@ -21,7 +21,7 @@ class TextBlock(Strict, kw_only=True, tag_field="type", tag="text"):
 
     text: str
     cache_control: CacheControl = UNSET
-    citations: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
+    citations: Annotated[Raw | UnsetType, described("Accepted, without effect: labels of the text.")] = UNSET
 
 
 class ImageBlock(msgspec.Struct, tag_field="type", tag="image"):
@@ -129,7 +129,10 @@ class JsonSchemaFormat(Strict, kw_only=True, tag_field="type", tag="json_schema"
 
 class OutputConfig(Strict, kw_only=True):
     format: Annotated[JsonSchemaFormat | None, described("Hold the answer to a JSON schema.")] = None
-    effort: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    effort: Annotated[
+        Literal["low", "medium", "high", "xhigh", "max"] | None,
+        described("How much a model that reasons should reason."),
+    ] = None
 
 
 class CountTokensRequest(Strict, kw_only=True):

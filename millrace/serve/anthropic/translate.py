@@ -6,7 +6,7 @@ import dataclasses
 from typing import Literal
 
 from millrace.errors import BadRequest
-from millrace.serve.anthropic.schemas import NOT_SUPPORTED, CountTokensRequest, MessagesRequest, Thinking
+from millrace.serve.anthropic.schemas import NOT_SUPPORTED, CountTokensRequest, MessagesRequest
 from millrace.serve.anthropic.translate_messages import messages_of, text_content
 from millrace.serve.anthropic.write import LIMIT_NAMES, MessageWriter
 from millrace.serve.generate.chat.open_chat import open_chat
@@ -49,7 +49,7 @@ async def count_input_tokens(state: FrontState, data: bytes) -> int:
     state = await state.for_model(body.model)
     _check(body)
     await state.await_engine()
-    wish = _wish(body.thinking)
+    wish = _wish(body)
     check_wish(state, wish)
     conversation = dataclasses.replace(
         _conversation(body), tools=_tools(body).shown, template_kwargs=wish.template_kwargs()
@@ -60,8 +60,6 @@ async def count_input_tokens(state: FrontState, data: bytes) -> int:
 def _check(body: CountTokensRequest) -> None:
     refuse_unsupported(body, NOT_SUPPORTED, "")
     check_integers(body)
-    if body.output_config is not None:
-        refuse_unsupported(body.output_config, {"effort": ()}, "output_config.")
 
 
 def _format(body: CountTokensRequest) -> Format | None:
@@ -86,9 +84,7 @@ async def _generation(state: FrontState, body: MessagesRequest, received: float)
         grammar=wanted.grammar if wanted is not None else None,
     )
     field = wanted.field if wanted is not None else ""
-    chat = await open_chat(
-        state, conversation, params, use=_tools(body), wish=_wish(body.thinking), grammar_field=field
-    )
+    chat = await open_chat(state, conversation, params, use=_tools(body), wish=_wish(body), grammar_field=field)
     return Generation(
         prompts=[chat.prompt],
         params=chat.params,
@@ -110,11 +106,12 @@ def _conversation(body: CountTokensRequest) -> Conversation:
     return Conversation(messages, continue_final_message=body.messages[-1].role == "assistant")
 
 
-def _wish(thinking: Thinking | None) -> ReasoningWish:
+def _wish(body: CountTokensRequest) -> ReasoningWish:
+    thinking, effort = body.thinking, body.output_config.effort if body.output_config is not None else None
     if thinking is None:
-        return NO_WISH
+        return NO_WISH if effort is None else ReasoningWish(effort=effort, field="output_config.effort")
     is_on = {"enabled": True, "disabled": False}.get(thinking.type)
-    return ReasoningWish(is_on=is_on, max_tokens=thinking.budget_tokens, field="thinking")
+    return ReasoningWish(is_on=is_on, effort=effort, max_tokens=thinking.budget_tokens, field="thinking")
 
 
 def _tools(body: CountTokensRequest) -> ToolUse:

@@ -12,7 +12,6 @@ from millrace.serve.anthropic.schemas import (
     ToolResultBlock,
     ToolUseBlock,
 )
-from millrace.serve.generate.checks import refuse_unsupported
 from millrace.serve.generate.messages import Message, PastCall
 
 _ERROR = "Error: "
@@ -70,5 +69,4 @@ def _text(block: Block, at: str) -> str:
             param=f"{at}.type",
             code="unsupported_parameter",
         )
-    refuse_unsupported(block, {"citations": ([],)}, f"{at}.")
     return block.text

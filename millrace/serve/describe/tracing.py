@@ -1,22 +1,29 @@
-"""Middleware that follows the caller's trace context and exports the spans of each request."""
+"""Middleware that follows the caller's trace context and exports the spans of each request; the spans of steps."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
+import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
+from millrace.errors import EngineUnavailable
 from millrace.observe.tracing.context import TRACEPARENT, TRACESTATE, enter_context
 from millrace.observe.tracing.exporter import SpanExporter
 from millrace.observe.tracing.otlp import Span
 from millrace.observe.tracing.request_trace import RequestTrace
+from millrace.observe.tracing.step_spans import step_spans
 from millrace.serve.http.app_keys import EXTRA_HEADERS, FINISH_REASON, MODEL, REQUEST_ID, TOKEN_COUNTS, TRACE
-from millrace.serve.state import STATE
+from millrace.serve.state import STATE, FrontState
 from millrace.serve.tenancy.access import OPEN_PATHS
 
+STEPS_EVERY_S = 1.0
+MAX_STEPS = 2000
+"""Steps that are asked for at once; earlier ones count as dropped spans."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -60,10 +67,35 @@ def _spans(request: web.Request, trace: RequestTrace, status: int) -> list[Span]
 
 
 async def run_exporter(app: web.Application) -> AsyncIterator[None]:
-    exporter = app[STATE].spans
-    task = asyncio.create_task(exporter.run()) if exporter is not None else None
+    state = app[STATE]
+    exporter, tasks = state.spans, []
+    if exporter is not None:
+        tasks = [asyncio.create_task(exporter.run())]
+        if state.config.observe.otlp_steps and state.client.front_index == 0:
+            tasks.append(asyncio.create_task(_export_steps(state, exporter)))
     yield
-    if task is not None:
+    for task in tasks:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+
+
+async def _export_steps(state: FrontState, exporter: SpanExporter) -> None:
+    """Ask each engine that has run steps for them, every `STEPS_EVERY_S`. An idle engine is not asked."""
+    exported: dict[str, int] = {}
+    while True:
+        await asyncio.sleep(STEPS_EVERY_S)
+        for model in state.models:
+            stats, client = model.client.stats, model.client
+            before = exported.get(model.name, 0)
+            if client.ready is None or stats is None or stats.step_no == before:
+                continue
+            before = before if stats.step_no > before else 0  # Another engine counts from zero.
+            exported[model.name] = stats.step_no
+            with contextlib.suppress(EngineUnavailable):
+                wanted = min(MAX_STEPS, stats.step_no - before)
+                body = await client.query("steps", str(wanted), None)
+                exporter.num_dropped += stats.step_no - before - wanted
+                steps = msgspec.json.decode(body)
+                exporter.add(step_spans(steps, before, model.name, time.time() - time.monotonic()))
+                exported[model.name] = max([stats.step_no, *steps.get("step_no", [])])

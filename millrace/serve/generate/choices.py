@@ -191,7 +191,7 @@ class ParsedCollectedChoice(CollectedChoice):
     def complete(self) -> None:
         assert self.reader is not None
         self._add(self.reader.read(self._last_text()))
-        self._add(self.reader.finish())
+        self._add(self.reader.finish(is_cut=self.finish_reason == "length"))
 
     def _add(self, events: list[AnswerEvent]) -> None:
         for event in events:
@@ -363,7 +363,7 @@ class ParsedChoice(DetailedChoice):
         assert self.reader is not None
         self._begin()
         self._send(self._last_text())
-        self._send_events(self.reader.finish())
+        self._send_events(self.reader.finish(is_cut=self.finish_reason == "length"))
         generation = self.job.generation
         if self._pending_ids and (generation.return_token_ids or generation.logprobs is not None):
             super()._send("")

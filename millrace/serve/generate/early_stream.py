@@ -55,13 +55,14 @@ async def begin_while_loading(request: web.Request, data: bytes, write_error: Wr
     deadline = time.monotonic() + state.loading_wait_s
     client.want()
     while client.ready is None and client.failure is None and not state.draining:
+        left_s = deadline - time.monotonic()
         with contextlib.suppress(EngineUnavailable):
-            await client.wait_ready(max(0.0, min(COMMENT_EVERY_S, deadline - time.monotonic())))
+            await client.wait_ready(max(0.0, min(COMMENT_EVERY_S, left_s)))
         if client.ready is not None or client.failure is not None:
             break
         text = loading_state(model.name, client)
         early = early or EarlyStream(_stream(request, state), write_error)
-        if time.monotonic() >= deadline:
+        if left_s <= COMMENT_EVERY_S:  # Not the clock: timers of the loop fire up to a millisecond early.
             return await _given_up(request, early, EngineUnavailable(f"{text}; try again in a few seconds."))
         early.out.send_comment(f"{text}; the answer follows.")
     return early

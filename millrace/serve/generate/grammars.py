@@ -14,7 +14,7 @@ from millrace.params import Grammar, GrammarKind
 from millrace.serve.generate.generation import Generation
 from millrace.serve.state import FrontState
 from millrace.text.grammar.compiler import Unusable
-from millrace.text.grammar.inline import closed_schema
+from millrace.text.grammar.inline import closed_schema, tightened_schema
 
 CHECK_LIMIT_S = 10.0
 RETRY_S = 5.0
@@ -37,13 +37,15 @@ def format_of(field: str, kind: GrammarKind, source: str = "", *, whitespace: st
 
 
 def schema_format(field: str, schema: msgspec.Raw, *, whitespace: str = "", closed: bool = False) -> Format:
-    """A schema, or a text that holds one. `closed`: objects have no properties besides those that are named."""
+    """A schema, or a text that holds one. `closed`: no object has properties besides those that are named, even if
+    their names stand in several places."""
     data = bytes(schema)
     try:
         if data.lstrip()[:1] == b'"':
             data = msgspec.json.decode(data, type=str).encode()
         text = data.decode()
-        return format_of(field, "json_schema", closed_schema(text) if closed else text, whitespace=whitespace)
+        source = closed_schema(text) if closed else tightened_schema(text)
+        return format_of(field, "json_schema", source, whitespace=whitespace)
     except UnicodeError:
         message = f"'{field}' is not valid UTF-8; encode its texts as UTF-8."
         raise BadRequest(message, param=field, code="invalid_utf8") from None

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import time
 from collections.abc import Callable
+
+import msgspec
 
 from millrace.errors import (
     BadRequest,
@@ -263,6 +264,6 @@ def _markers(tokenizer: Tokenizer, form: AnswerForm | None) -> dict[int, str]:
 def _params_of(params: SamplingParams, number: int) -> SamplingParams:
     """Parameters of choice `number` of a prompt. The seed wraps within its range."""
     if params.seed is None or number == 0:
-        return params if params.n == 1 else dataclasses.replace(params, n=1)
+        return params if params.n == 1 else msgspec.structs.replace(params, n=1)
     seed = params.seed + number
-    return dataclasses.replace(params, n=1, seed=seed if seed < 2**64 else seed - 2**64)
+    return msgspec.structs.replace(params, n=1, seed=seed if seed < 2**64 else seed - 2**64)

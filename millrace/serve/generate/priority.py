@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
+from millrace.errors import BadRequest
 from millrace.params import CLASS_NAMES
 from millrace.serve.generate.checks import check_range
 
@@ -12,9 +13,16 @@ PRIORITY_CLASSES: dict[str, int] = {name: number for number, name in enumerate(C
 STANDARD, BATCH = PRIORITY_CLASSES["standard"], PRIORITY_CLASSES["batch"]
 
 
-def priority_of(value: str | int | None) -> int:
+ServiceTier = Literal["auto", "default", "flex", "priority"]
+TIER_PRIORITIES = {"flex": BATCH, "priority": PRIORITY_CLASSES["interactive"]}
+
+
+def priority_of(value: str | int | None, tier: ServiceTier | None = None) -> int:
+    """`priority` says it in Millrace's words, `service_tier` in OpenAI's."""
     if value is None:
-        return STANDARD
+        return TIER_PRIORITIES.get(tier or "", STANDARD)
+    if tier in TIER_PRIORITIES:
+        raise BadRequest("'priority' and 'service_tier' both set the priority; send one of them.", param="service_tier")
     if isinstance(value, str):
         return PRIORITY_CLASSES[value]
     check_range("priority", value, 0, len(CLASS_NAMES) - 1)

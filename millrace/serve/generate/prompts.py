@@ -132,11 +132,13 @@ def template_input(
     return messages, [function.for_template() for function in conversation.tools] or None
 
 
-async def without_oldest(state: FrontState, conversation: Conversation, *, max_tokens: int | None) -> list[Message]:
+async def without_oldest(
+    state: FrontState, conversation: Conversation, *, max_tokens: int | None, max_context: int | None = None
+) -> list[Message]:
     """The messages without the oldest, as few as let the rest fit. System messages and the last message stay; if those
     do not fit, the request is refused as usual. The results of a call go with it."""
     ready = state.require_engine()
-    room = min(ready.max_context, ready.kv_tokens) - (max_tokens or 1)
+    room = min(ready.max_context, ready.kv_tokens, max_context or ready.max_context) - (max_tokens or 1)
     messages = conversation.messages
     droppable = [index for index, message in enumerate(messages[:-1]) if message.role != "system"]
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from millrace.errors import DeadlineExceeded
+from millrace.observe.audit import AuditLog
 from millrace.serve.generate.choosing.beam_job import make_job
 from millrace.serve.generate.gate import enter_unattended
 from millrace.serve.generate.generation import Generation
@@ -17,6 +18,7 @@ from millrace.serve.generate.usage import Usage
 from millrace.serve.generate.writer import Writer
 from millrace.serve.http.event_stream import EventStream
 from millrace.serve.state import FrontState
+from millrace.serve.tenancy.auditing import write_ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,8 @@ async def unattended_answer(
     received: float,
     out: EventStream | None = None,
 ) -> tuple[bytes, Usage]:
-    """Body and usage of work without an HTTP request. It counts against its owner's quotas and in the metrics. With
-    `out` the answer is streamed there, and its last frames are the body."""
+    """Body and usage of work without an HTTP request. It counts against its owner's quotas, in the metrics and in the
+    audit log. With `out` the answer is streamed there, and its last frames are the body."""
     state = work.state
     await check_grammar(state, work.generation, owner)
     generation, reservation = enter_unattended(state, owner, request_id, work.generation, received)
@@ -82,9 +84,29 @@ async def unattended_answer(
         finally:
             used = job.usage().total_tokens if job.is_started else 0
             observe(state, job, received)
+            if state.audit is not None and job.is_started:
+                _audit(state.audit, job, state.model_name, received)
         return body, job.usage()
     finally:
         reservation.release(used)
+
+
+def _audit(log: AuditLog, job: Job, model: str, received: float) -> None:
+    usage, error = job.usage(), job.error
+    write_ended(
+        log,
+        request_id=job.request_id,
+        tenant=job.owner,
+        peer=None,
+        method="BACKGROUND",
+        path=job.path,
+        model=model,
+        status=200 if error is None else error.status,
+        finish=job.finish_reason,
+        error=None if error is None else error.code or error.type,
+        counts=(usage.prompt_tokens, usage.output_tokens, usage.cached_tokens, usage.reasoning_tokens),
+        began=received,
+    )
 
 
 def observe(state: FrontState, job: Job, received: float) -> None:

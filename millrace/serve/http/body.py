@@ -34,6 +34,7 @@ _TYPE_NAMES = {
 _CURL_DEFAULT = "application/x-www-form-urlencoded"
 """The default of `curl -d`."""
 _MAX_SHOWN_CHARS = 80
+_MAX_LISTED_FIELDS = 8
 _MAX_EXPLAINED_BYTES = 1 << 20
 
 
@@ -177,7 +178,11 @@ def _unknown_field(field: str, at: str, path: str, struct: type[msgspec.Struct])
     known = sorted({name for kind in _structs_at(path, struct) for name in kind.__struct_encode_fields__})
     close = difflib.get_close_matches(field, known, n=1, cutoff=0.6)
     place = f"'{at}'" if at else "this endpoint"
-    hint = f"Did you mean '{close[0]}'?" if close else "Remove it; unknown fields are not ignored."
+    hint = "Remove it; unknown fields are not ignored."
+    if close:
+        hint = f"Did you mean '{close[0]}'?"
+    elif 0 < len(known) <= _MAX_LISTED_FIELDS:
+        hint = f"It has {', '.join(known)}."
     name = f"{at}.{field}" if at else field
     return BadRequest(
         f"'{field[:_MAX_SHOWN_CHARS]}' is not a parameter of {place}. {hint}",

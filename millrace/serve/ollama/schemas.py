@@ -129,7 +129,6 @@ class OllamaCommon(Strict, kw_only=True):
     think: Annotated[
         bool | Literal["low", "medium", "high"] | None, described("Whether, and how much, the model reasons.")
     ] = None
-    truncate: Annotated[Refused, unsupported("a prompt is never truncated; null and false are accepted.")] = UNSET
     shift: Annotated[Refused, unsupported("a context is never shifted; null and false are accepted.")] = UNSET
 
 
@@ -140,6 +139,10 @@ class OllamaChatRequest(OllamaCommon, kw_only=True):
         list[OllamaMessage] | None, described("The conversation; without messages the request only loads the model.")
     ] = None
     tools: Annotated[list[OllamaTool] | None, described("Functions that the model may call.")] = None
+    truncate: Annotated[
+        bool | None,
+        described("Drop the oldest messages of a conversation that is too long; `truncated_messages` says how many."),
+    ] = None
 
 
 class OllamaGenerateRequest(OllamaCommon, kw_only=True):
@@ -151,6 +154,7 @@ class OllamaGenerateRequest(OllamaCommon, kw_only=True):
     suffix: Annotated[
         str | None, described("Text after the answer, for models that can fill in the middle; without the template.")
     ] = None
+    truncate: Annotated[Refused, unsupported("a prompt is never truncated; null and false are accepted.")] = UNSET
     template: Annotated[Refused, unsupported('null and "" are accepted.')] = UNSET
     context: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
     images: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
@@ -183,7 +187,6 @@ class OllamaPullRequest(OllamaDeleteRequest, kw_only=True):
 
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "truncate": (False,),
     "shift": (False,),
     "template": ("",),
     "context": ([],),
@@ -192,6 +195,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "height": (),
     "steps": (),
 }
+GENERATE_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {**NOT_SUPPORTED, "truncate": (False,)}
 OPTIONS_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "tfs_z": (1, 1.0),
     "penalize_newline": (True,),
@@ -240,6 +244,8 @@ class OllamaAnswer(msgspec.Struct):
     prompt_eval_duration: int | UnsetType = UNSET
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET
+    truncated_messages: int | UnsetType = UNSET
+    """With `truncate`: messages that were dropped from the beginning."""
 
 
 class OllamaDetails(msgspec.Struct):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import msgspec
 from msgspec import Raw, UnsetType
 
 from millrace.errors import BadRequest, ContextOverflow
@@ -23,10 +24,11 @@ from millrace.serve.generate.choosing.sampler_fields import SAMPLER_NAMES, sampl
 from millrace.serve.generate.generation import Generation, Prompt
 from millrace.serve.generate.grammars import format_of, schema_format
 from millrace.serve.generate.messages import Conversation, Message, PastCall
-from millrace.serve.generate.prompts import encode_texts, fill_in_prompts
+from millrace.serve.generate.prompts import encode_texts, fill_in_prompts, without_oldest
 from millrace.serve.generate.sampling import complete, deadline_of, sampling_params
 from millrace.serve.http.ids import new_id
 from millrace.serve.ollama.schemas import (
+    GENERATE_NOT_SUPPORTED,
     MESSAGE_NOT_SUPPORTED,
     NOT_SUPPORTED,
     OPTIONS_NOT_SUPPORTED,
@@ -57,7 +59,8 @@ async def state_of_model(name: str, state: FrontState) -> FrontState:
 
 
 def check_body(body: OllamaCommon) -> None:
-    refuse_unsupported(body, NOT_SUPPORTED, "")
+    is_generate = isinstance(body, OllamaGenerateRequest)
+    refuse_unsupported(body, GENERATE_NOT_SUPPORTED if is_generate else NOT_SUPPORTED, "")
     check_integers(body)
     check_logprobs("top_logprobs", body.top_logprobs)
     if body.top_logprobs and not body.logprobs:
@@ -79,7 +82,8 @@ def check_sampling(state: FrontState, body: OllamaCommon) -> None:
 
 async def chat_generation(state: FrontState, body: OllamaChatRequest, received: float) -> Generation:
     try:
-        return await _chat(state, body, _messages(body.messages or []), received, _tools(body))
+        messages = _messages(body.messages or [])
+        return await _chat(state, body, messages, received, _tools(body), may_drop=bool(body.truncate))
     except BadRequest as error:
         raise name_fields(error, CHAT_NAMES) from None
 
@@ -119,10 +123,21 @@ async def _chat(
     messages: list[Message],
     received: float,
     use: ToolUse = NO_TOOLS,
+    *,
+    may_drop: bool = False,
 ) -> Generation:
+    """`may_drop`: the oldest messages of a conversation that is too long."""
     conversation = Conversation(messages, continue_final_message=messages[-1].role == "assistant")
-    chat = await open_chat(state, conversation, _params(state, body), use=use, wish=_wish(body), grammar_field="format")
-    return await _generation(state, body, chat, "chatcmpl-", received)
+    params = _params(state, body)
+    if may_drop:
+        shown = dataclasses.replace(conversation, tools=use.shown)
+        num_ctx = body.options.num_ctx if body.options is not None else None
+        kept = await without_oldest(state, shown, max_tokens=params.max_tokens, max_context=num_ctx)
+        conversation = dataclasses.replace(conversation, messages=kept)
+    chat = await open_chat(state, conversation, params, use=use, wish=_wish(body), grammar_field="format")
+    prompt = dataclasses.replace(chat.prompt, num_dropped=len(messages) - len(conversation.messages))
+    generation = await _generation(state, body, dataclasses.replace(chat, prompt=prompt), "chatcmpl-", received)
+    return dataclasses.replace(generation, reports_dropped=may_drop)
 
 
 async def _generation(state: FrontState, body: OllamaCommon, chat: Chat, id_prefix: str, received: float) -> Generation:
@@ -240,4 +255,4 @@ def _within_num_ctx(state: FrontState, params: SamplingParams, num_prompt: int, 
             " Shorten the prompt, lower num_predict or raise num_ctx.",
             param="options.num_ctx",
         )
-    return dataclasses.replace(params, max_tokens=asked or num_ctx - num_prompt)
+    return msgspec.structs.replace(params, max_tokens=asked or num_ctx - num_prompt)

@@ -81,6 +81,7 @@ class OllamaWriter:
             prompt_eval_duration=round(max(0.0, first_s - queued_s) * _NS_PER_S),
             eval_count=usage.output_tokens,
             eval_duration=round(max(0.0, total_s - first_s) * _NS_PER_S),
+            truncated_messages=choice.prompt.num_dropped if self._job.generation.reports_dropped else UNSET,
             **fields,
         )
 

@@ -12,8 +12,9 @@ from msgspec import UNSET, Raw, UnsetType
 
 from millrace.params import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from millrace.serve.generate.chat.reasoning import Effort
+from millrace.serve.generate.chat.verbosity import Verbosity
 from millrace.serve.generate.choosing.beam_fields import SelfConsistency
-from millrace.serve.generate.priority import PriorityClass
+from millrace.serve.generate.priority import PriorityClass, ServiceTier
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
 from millrace.serve.openai.formats import Formatted
 from millrace.serve.openai.schemas_tools import (
@@ -99,14 +100,14 @@ class AssistantMessage(Strict, kw_only=True, tag_field="role", tag="assistant"):
 
     content: Content | None = None
     name: Name = None
-    refusal: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    refusal: Annotated[str | None, described("Stands for `content` where that is missing.")] = None
     audio: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     tool_calls: Annotated[list[MessageCall] | None, described("Calls that the answer made.")] = None
     function_call: Annotated[CalledFunction | None, described("The older form of `tool_calls`.")] = None
     reasoning_content: Annotated[str | None, described("The answer's reasoning; the template decides its use.")] = None
     reasoning: Annotated[str | None, described("Another name of `reasoning_content`.")] = None
     parsed: Annotated[Raw | UnsetType, described("Accepted, without effect: `openai` adds it.")] = UNSET
-    annotations: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
+    annotations: Annotated[Raw | UnsetType, described("Accepted, without effect: labels of the content.")] = UNSET
 
 
 class ToolMessage(Strict, kw_only=True, tag_field="role", tag="tool"):
@@ -204,7 +205,10 @@ class Sampled(Formatted, kw_only=True):
     ] = None
     self_consistency: Annotated[
         SelfConsistency | None,
-        described("Generate several answers and return one of the majority; the answer has a `vote`."),
+        described(
+            "Generate `samples` answers and return one of the majority: `regex` or `json_path` extracts the vote."
+            " The answer has a `vote`."
+        ),
     ] = None
     truncate_prompt_tokens: Annotated[
         int | None,
@@ -254,7 +258,9 @@ class ChatRequest(Sampled, kw_only=True):
     thinking_token_budget: Annotated[
         int | None, described("Most tokens of reasoning; then the answer is begun.", minimum=0)
     ] = None
-    verbosity: Annotated[Refused, unsupported('null and "medium" are accepted.')] = UNSET
+    verbosity: Annotated[
+        Verbosity | None, described("Passed to the chat template; refused if the template does not read it.")
+    ] = None
     modalities: Annotated[Refused, unsupported('null and ["text"] are accepted.')] = UNSET
     audio: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     prediction: Annotated[
@@ -263,10 +269,17 @@ class ChatRequest(Sampled, kw_only=True):
     ] = None
     web_search_options: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     moderation: Annotated[Refused, unsupported("null is accepted.")] = UNSET
-    service_tier: Annotated[Refused, unsupported('null, "auto" and "default" are accepted; see `priority`.')] = UNSET
+    service_tier: Annotated[
+        ServiceTier | None, described("`flex` is the priority `batch`, `priority` is `interactive`; see `priority`.")
+    ] = None
     store: Annotated[bool | None, described("Store the completion and its messages for 30 days; default false.")] = None
-    prompt_cache_retention: Annotated[Refused, unsupported('null and "in_memory" are accepted.')] = UNSET
-    prompt_cache_options: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    prompt_cache_retention: Annotated[
+        Literal["in_memory", "in-memory", "24h"] | None,
+        described("Accepted, without effect: prefixes stay cached while there is room."),
+    ] = None
+    prompt_cache_options: Annotated[
+        dict[str, Any] | None, described("Accepted, without effect: equal prompt prefixes are always reused.")
+    ] = None
 
 
 _PROMPT_SCHEMA: dict[str, Any] = {
@@ -323,21 +336,15 @@ class DetokenizeRequest(Strict, kw_only=True):
 
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "verbosity": ("medium",),
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
     "moderation": (),
-    "service_tier": ("auto", "default"),
-    "prompt_cache_retention": ("in_memory",),
-    "prompt_cache_options": (),
 }
 """Unsupported fields, with the values (besides null) that have no effect and are accepted."""
 
 NOT_SUPPORTED_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
-    "refusal": (),
     "audio": (),
-    "annotations": ([],),
 }
 
 STREAM_OPTIONS_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {"include_obfuscation": (False,)}

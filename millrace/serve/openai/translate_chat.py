@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
+
+import msgspec
 
 from millrace.errors import BadRequest
 from millrace.params import NEUTRAL_DEFAULTS, SamplingParams
 from millrace.serve.generate.chat.open_chat import Chat, open_chat
 from millrace.serve.generate.chat.reasoning import ReasoningWish
+from millrace.serve.generate.chat.verbosity import verbosity_kwargs
 from millrace.serve.generate.checks import check_logprobs, check_num_sequences, name_fields
 from millrace.serve.generate.choosing.beam_fields import beam_params
 from millrace.serve.generate.generation import Generation
@@ -76,7 +78,7 @@ async def _generation(state: FrontState, request: ChatRequest, received: float) 
         num_sequences=per_prompt,
         vote=request.self_consistency,
         beams=beams,
-        priority=priority_of(request.priority),
+        priority=priority_of(request.priority, request.service_tier),
         cache_salt=salt_of(request.cache_salt),
         stream=bool(request.stream),
         holds_end=bool(request.store),
@@ -96,7 +98,7 @@ async def _chat(state: FrontState, request: ChatRequest, params: SamplingParams,
         request.messages,
         request.add_generation_prompt,
         request.continue_final_message,
-        request.chat_template_kwargs,
+        verbosity_kwargs(state, request.verbosity, "verbosity") | (request.chat_template_kwargs or {}),
     )
     use, keep = tools_of(request), request.truncate_prompt_tokens
     budget = request.thinking_token_budget
@@ -115,7 +117,7 @@ async def _predicted(state: FrontState, request: ChatRequest, params: SamplingPa
     content = request.prediction.content
     text = content if isinstance(content, str) else "".join(part.text for part in content)
     [token_ids] = await encode_texts(state, [text], add_special=False, max_tokens=None, may_cut=True)
-    return dataclasses.replace(params, prediction=tuple(token_ids[: state.require_engine().max_context]))
+    return msgspec.structs.replace(params, prediction=tuple(token_ids[: state.require_engine().max_context]))
 
 
 def _max_tokens(request: ChatRequest) -> tuple[int | None, str]:

@@ -48,9 +48,10 @@ def _assistant(message: AssistantMessage, at: str) -> internal.Message:
     calls = tuple(PastCall(call.id, *_called(call.function)) for call in message.tool_calls or ())
     if message.function_call is not None:
         calls += (PastCall("", *_called(message.function_call)),)
-    if message.content is None and not calls:
+    said = message.content if message.content is not None else message.refusal
+    if said is None and not calls:
         raise BadRequest(f"'{at}.content' is null; send a text.", param=f"{at}.content")
-    content = "" if message.content is None else _content(message.content, at)
+    content = "" if said is None else _content(said, at)
     reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
     return internal.Message("assistant", content, message.name, calls, reasoning=reasoning)
 

@@ -12,7 +12,7 @@ from millrace.errors import BadRequest
 from millrace.serve.http.event_stream import EventStream, TextHolder
 from millrace.serve.http.json_answer import encode, escape_lines
 from millrace.serve.responses.schemas import ResponseAnswer
-from millrace.serve.responses.store import OPEN, status_of
+from millrace.serve.responses.store import OPEN, is_unstreamed, status_of
 from millrace.serve.state import FrontState
 
 WRITE_S = 0.05
@@ -114,7 +114,7 @@ async def follow(state: FrontState, response_id: str, owner: str, starting_after
     """Events after this number until the last one, as they are stored. An event of failure is the last but one."""
     seen, told = starting_after, time.monotonic()
     events, status = await state.store.run(_after, response_id, owner, seen)
-    if not events and status not in OPEN and starting_after < 0:
+    if not events and await state.store.run(is_unstreamed, response_id, owner):
         raise BadRequest(
             f"The response {response_id!r} has no stored events: it was not made with 'stream' and 'background'.",
             param="stream",

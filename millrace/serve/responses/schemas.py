@@ -9,8 +9,9 @@ from msgspec import UNSET, Raw, UnsetType
 
 from millrace.params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from millrace.serve.generate.chat.reasoning import Effort
+from millrace.serve.generate.chat.verbosity import Verbosity
 from millrace.serve.generate.choosing.sampler_fields import SamplerFields
-from millrace.serve.generate.priority import PriorityClass
+from millrace.serve.generate.priority import PriorityClass, ServiceTier
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
 from millrace.serve.responses.schemas_items import (
     OutputItem,
@@ -69,7 +70,9 @@ class ResponseInputMessage(Strict, kw_only=True):
     type: Literal["message"] = "message"
     id: Annotated[str | None, described("Accepted; items get new ids.")] = None
     status: Annotated[Literal["in_progress", "completed", "incomplete"] | None, described("Accepted.")] = None
-    phase: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    phase: Annotated[
+        Literal["commentary", "final_answer"] | None, described("Accepted, without effect: a label of the message.")
+    ] = None
 
 
 _ITEMS_SCHEMA: dict[str, Any] = {
@@ -104,7 +107,9 @@ class ResponseText(Strict, kw_only=True):
     format: Annotated[
         ResponseFormat | None, described("Hold the answer to a form; not with `ignore_eos` or `min_tokens`.")
     ] = None
-    verbosity: Annotated[Refused, unsupported('null and "medium" are accepted.')] = UNSET
+    verbosity: Annotated[
+        Verbosity | None, described("Passed to the chat template; refused if the template does not read it.")
+    ] = None
 
 
 class ResponseStreamOptions(Strict, kw_only=True):
@@ -178,10 +183,19 @@ class ResponsesRequest(_ResponseInput, kw_only=True):
     user: Annotated[str | None, described("A label; no effect on generation.")] = None
     safety_identifier: Annotated[str | None, described("A label; no effect on generation.")] = None
     prompt_cache_key: Annotated[str | None, described("A label; equal prefixes are always reused.")] = None
-    prompt_cache_retention: Annotated[Refused, unsupported('null and "in_memory" are accepted.')] = UNSET
-    prompt_cache_options: Annotated[Refused, unsupported("null is accepted.")] = UNSET
-    service_tier: Annotated[Refused, unsupported('null, "auto" and "default" are accepted; see `priority`.')] = UNSET
-    max_tool_calls: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    prompt_cache_retention: Annotated[
+        Literal["in_memory", "in-memory", "24h"] | None,
+        described("Accepted, without effect: prefixes stay cached while there is room."),
+    ] = None
+    prompt_cache_options: Annotated[
+        dict[str, Any] | None, described("Accepted, without effect: equal prompt prefixes are always reused.")
+    ] = None
+    service_tier: Annotated[
+        ServiceTier | None, described("`flex` is the priority `batch`, `priority` is `interactive`; see `priority`.")
+    ] = None
+    max_tool_calls: Annotated[
+        int | None, described("Accepted: it limits built-in tools, of which this server has none.", minimum=1)
+    ] = None
     context_management: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     prompt: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     moderation: Annotated[Refused, unsupported("null is accepted.")] = UNSET
@@ -218,16 +232,11 @@ class ResponsesRequest(_ResponseInput, kw_only=True):
 
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "prompt_cache_retention": ("in_memory",),
-    "prompt_cache_options": (),
-    "service_tier": ("auto", "default"),
-    "max_tool_calls": (),
     "context_management": (),
     "prompt": (),
     "moderation": (),
 }
 STREAM_OPTIONS_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {"include_obfuscation": (False,)}
-TEXT_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {"verbosity": ("medium",)}
 
 
 # ── output ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -286,7 +295,7 @@ class ResponseAnswer(msgspec.Struct, kw_only=True):
     incomplete_details: Incomplete | None = None
     instructions: str | None
     max_output_tokens: int | None
-    max_tool_calls: None = None
+    max_tool_calls: int | None = None
     model: str
     output: list[OutputItem] = []
     parallel_tool_calls: bool = True
@@ -294,7 +303,7 @@ class ResponseAnswer(msgspec.Struct, kw_only=True):
     prompt_cache_key: str | None
     reasoning: UsedReasoning = msgspec.field(default_factory=UsedReasoning)
     safety_identifier: str | None
-    service_tier: Literal["default"] = "default"
+    service_tier: Literal["default", "flex", "priority"] = "default"
     store: bool
     temperature: float
     text: TextSettings

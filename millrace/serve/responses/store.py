@@ -66,6 +66,14 @@ def status_of(database: sqlite3.Connection, response_id: str, owner: str) -> str
     return str(_row(database, response_id, owner)["status"])
 
 
+def is_unstreamed(database: sqlite3.Connection, response_id: str, owner: str) -> bool:
+    """True if the response has no stored events and will have none."""
+    request = _row(database, response_id, owner)["request"]
+    if request is not None and msgspec.json.decode(request).get("stream"):
+        return False
+    return database.execute("SELECT 1 FROM response_events WHERE response_id = ?", (response_id,)).fetchone() is None
+
+
 def delete_response(database: sqlite3.Connection, response_id: str, owner: str) -> None:
     _row(database, response_id, owner)
     database.execute("DELETE FROM responses WHERE id = ?", (response_id,))

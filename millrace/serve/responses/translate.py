@@ -6,13 +6,14 @@ import dataclasses
 import time
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from millrace.errors import BadRequest
 from millrace.serve.generate.chat.open_chat import open_chat
 from millrace.serve.generate.chat.reasoning import ReasoningWish, check_wish
+from millrace.serve.generate.chat.verbosity import verbosity_kwargs
 from millrace.serve.generate.checks import (
     check_integers,
     check_logprobs,
@@ -25,7 +26,7 @@ from millrace.serve.generate.generation import Generation
 from millrace.serve.generate.grammars import Format, format_of, schema_format
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.messages import Conversation, Message
-from millrace.serve.generate.priority import priority_of
+from millrace.serve.generate.priority import ServiceTier, priority_of
 from millrace.serve.generate.prompts import encode_chat, without_oldest
 from millrace.serve.generate.sampling import complete, deadline_of, salt_of, sampling_params
 from millrace.serve.generate.work import Work
@@ -38,7 +39,6 @@ from millrace.serve.responses.schemas import (
     LOGPROBS,
     NOT_SUPPORTED,
     STREAM_OPTIONS_NOT_SUPPORTED,
-    TEXT_NOT_SUPPORTED,
     ConversationId,
     InputTextPart,
     InputTokensRequest,
@@ -149,7 +149,6 @@ def _item(data: bytes, at: str) -> InputItem:
 
 
 def _message_item(message: ResponseInputMessage, at: str) -> InputMessage:
-    refuse_unsupported(message, {"phase": ()}, f"{at}.")
     parts = [message.content] if isinstance(message.content, str) else _texts(message.content, f"{at}.content")
     content: list[InputText | OutputText] = [
         OutputText(text=text) if message.role == "assistant" else InputText(text=text) for text in parts
@@ -201,8 +200,6 @@ async def _state_of(state: FrontState, body: ResponsesRequest | InputTokensReque
 
 def _check(body: ResponsesRequest | InputTokensRequest) -> None:
     refuse_unsupported(body, NOT_SUPPORTED, "")
-    if body.text is not None:
-        refuse_unsupported(body.text, TEXT_NOT_SUPPORTED, "text.")
 
 
 # ── work ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -253,7 +250,8 @@ async def _generation(
         logprobs=num_top,
         grammar=wanted.grammar if wanted is not None else None,
     )
-    conversation = Conversation(messages, template_kwargs=body.chat_template_kwargs or {})
+    kwargs = verbosity_kwargs(state, body.text.verbosity if body.text is not None else None, "text.verbosity")
+    conversation = Conversation(messages, template_kwargs=kwargs | (body.chat_template_kwargs or {}))
     num_dropped = 0
     if body.truncation == "auto":
         shown = dataclasses.replace(conversation, tools=tools_of(body).shown)
@@ -269,7 +267,7 @@ async def _generation(
         form=chat.form,
         answer_id=response_id,
         deadline=deadline_of(body.timeout, state.config, received),
-        priority=priority_of(body.priority),
+        priority=priority_of(body.priority, body.service_tier),
         cache_salt=salt_of(body.cache_salt),
         stream=bool(body.stream),
         logprobs=num_top,
@@ -329,6 +327,8 @@ def opening_answer(state: FrontState, body: ResponsesRequest, response_id: str) 
         background=bool(body.background),
         instructions=body.instructions,
         max_output_tokens=body.max_output_tokens,
+        max_tool_calls=body.max_tool_calls,
+        service_tier=_tier(body.service_tier),
         model=state.model_name,
         previous_response_id=body.previous_response_id,
         prompt_cache_key=body.prompt_cache_key,
@@ -349,6 +349,10 @@ def opening_answer(state: FrontState, body: ResponsesRequest, response_id: str) 
         truncation=body.truncation or "disabled",
         conversation=None if body.conversation is None else ConversationId(id=conversation_id(body)),
     )
+
+
+def _tier(wanted: ServiceTier | None) -> Literal["default", "flex", "priority"]:
+    return "default" if wanted is None or wanted == "auto" else wanted
 
 
 def _logprobs(body: ResponsesRequest) -> int | None:

@@ -1,4 +1,4 @@
-"""Writes a line to the audit log when a request has ended."""
+"""Writes a line to the audit log when a request, a line of a batch or a background response has ended."""
 
 from __future__ import annotations
 
@@ -39,25 +39,57 @@ def audit(get_log: Callable[[], AuditLog | None]) -> Middleware:
             status, error = 500, "server_error"
             raise
         finally:
-            prompt_tokens, output_tokens, cached_tokens, reasoning_tokens = request.get(TOKEN_COUNTS, (None,) * 4)
-            log.write(
-                {
-                    "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-                    "request_id": request[REQUEST_ID],
-                    "tenant": tenant_of(request).name,
-                    "peer": request.remote,
-                    "method": request.method,
-                    "path": request.path[:200],
-                    "model": request.get(MODEL),
-                    "status": status,
-                    "finish": request.get(FINISH_REASON),
-                    "error": error,
-                    "prompt_tokens": prompt_tokens,
-                    "output_tokens": output_tokens,
-                    "cached_tokens": cached_tokens,
-                    "reasoning_tokens": reasoning_tokens,
-                    "seconds": round(time.monotonic() - began, 6),
-                }
+            write_ended(
+                log,
+                request_id=request[REQUEST_ID],
+                tenant=tenant_of(request).name,
+                peer=request.remote,
+                method=request.method,
+                path=request.path[:200],
+                model=request.get(MODEL),
+                status=status,
+                finish=request.get(FINISH_REASON),
+                error=error,
+                counts=request.get(TOKEN_COUNTS, (None,) * 4),
+                began=began,
             )
 
     return write_line
+
+
+def write_ended(
+    log: AuditLog,
+    *,
+    request_id: str,
+    tenant: str,
+    peer: str | None,
+    method: str,
+    path: str,
+    model: str | None,
+    status: int,
+    finish: str | None,
+    error: str | None,
+    counts: tuple[int | None, ...],
+    began: float,
+) -> None:
+    """`counts`: prompt tokens, output tokens, cached prompt tokens and output tokens of reasoning."""
+    prompt_tokens, output_tokens, cached_tokens, reasoning_tokens = counts
+    log.write(
+        {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "request_id": request_id,
+            "tenant": tenant,
+            "peer": peer,
+            "method": method,
+            "path": path,
+            "model": model,
+            "status": status,
+            "finish": finish,
+            "error": error,
+            "prompt_tokens": prompt_tokens,
+            "output_tokens": output_tokens,
+            "cached_tokens": cached_tokens,
+            "reasoning_tokens": reasoning_tokens,
+            "seconds": round(time.monotonic() - began, 6),
+        }
+    )

@@ -12,7 +12,8 @@ from millrace.params import Grammar
 from millrace.sources.resolve import ModelFiles
 from millrace.text.grammar.compiled import CompiledGrammar
 from millrace.text.grammar.compiler import GrammarError
-from millrace.text.grammar.matcher import Matcher, Uint32s
+from millrace.text.grammar.masks import ALL_TOKENS, MaskAsk, Uint32s
+from millrace.text.grammar.matcher import Matcher
 from millrace.text.grammar.problems import sentence_of
 from millrace.text.grammar.translate import guidance_source, limits, starting_after
 from millrace.text.tokenizers.load import load_tokenizer
@@ -72,16 +73,23 @@ class GrammarEnvironment:
                     raise GrammarError(f"The {noun} allows no answer at all.") from None
                 raise GrammarError(f"The {noun} is too complex: {error}") from None
 
-    def fill_masks(self, matchers: Sequence[Matcher], out: Uint32s) -> list[GrammarError | None]:
-        """Fill row i of `out` with the mask of matcher i, in parallel threads. An error leaves its row undefined."""
+    def fill_masks(self, asks: Sequence[MaskAsk], out: Uint32s) -> list[GrammarError | None]:
+        """Fill the rows of `out` that are asked for, in parallel threads. An error leaves its rows undefined."""
         if out.shape[1] != self.num_words or not out.flags.c_contiguous:
-            return [_fill_one(matcher, row) for matcher, row in zip(matchers, out, strict=True)]
+            return [ask.fill(out) for ask in asks]
         # Each thread takes a contiguous part: those that share a lexer should not wait for each other.
-        pairs = [(matcher.inner, index) for index, matcher in enumerate(matchers)]
-        pairs.sort(key=lambda pair: id(matchers[pair[1]].lexer))
-        self._threads.unsafe_compute_mask_ptr(pairs, out.ctypes.data, out.strides[0], len(out))
+        in_order = sorted(asks, key=lambda ask: id(ask.matcher.lexer))
+        plain = [(ask.matcher.inner, ask.first) for ask in in_order if not ask.drafts]
+        drafted = [(ask.matcher.inner, ask.first, list(ask.drafts)) for ask in in_order if ask.drafts]
+        memory = (out.ctypes.data, out.strides[0], len(out))
+        if plain:
+            self._threads.unsafe_compute_mask_ptr(plain, *memory)
+        if drafted:
+            for ask in asks:
+                ask.rows(out)[1:] = ALL_TOKENS  # Rows after a refused draft are not written.
+            self._threads.unsafe_compute_mask_ptr_with_draft_token(drafted, *memory)
         # A mask without a token is an error to llguidance.
-        return [matcher.error(True) if matcher.inner.is_error() else None for matcher in matchers]
+        return [ask.matcher.error(True) if ask.matcher.inner.is_error() else None for ask in asks]
 
     def consume(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> list[GrammarError | None]:
         """Advance matcher i, each of which occurs once, by token i, in parallel threads."""
@@ -100,14 +108,6 @@ class GrammarEnvironment:
             else:
                 errors[index] = GrammarError(matchers[index].problem)
         return errors
-
-
-def _fill_one(matcher: Matcher, row: Uint32s) -> GrammarError | None:
-    try:
-        matcher.fill_mask(row)
-    except GrammarError as error:
-        return error
-    return None
 
 
 def load_environment(files: ModelFiles, num_logits: int, num_threads: int) -> GrammarEnvironment:

@@ -22,6 +22,10 @@ MAX_MULTIPLE = 10_000
 _INLINE = re.compile(r"%json\s*(?=\{)")
 _DATA = frozenset(("const", "enum", "default", "example", "examples"))
 """Keywords whose values are not schemas."""
+_NOT_ALONE = frozenset(
+    ("anyOf", "oneOf", "not", "if", "then", "else", "$ref", "$dynamicRef", "dependentSchemas", "dependencies")
+) | {"minProperties", "patternProperties", "propertyNames", "unevaluatedProperties"}
+"""Keywords beside `properties` that may speak of further properties."""
 _MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 """Keywords whose values are schemas by name."""
 
@@ -52,17 +56,40 @@ def checked_schema(schema: str) -> dict[str, Any]:
 
 def closed_schema(schema: str) -> str:
     """The schema with objects that have no properties besides those that it names. Raises ValueError."""
-
-    def close(fields: dict[str, Any]) -> None:
-        for inner in _inner(fields):
-            close(inner)
-        if "properties" in fields or "patternProperties" in fields:
-            fields.setdefault("additionalProperties", False)
-
     loaded = json.loads(schema)
     if isinstance(loaded, dict):
-        close(loaded)
+        _close(loaded)
     return json.dumps(loaded, ensure_ascii=False)
+
+
+def tightened_schema(schema: str) -> str:
+    """As `closed_schema`, for a schema that does not say so itself: unchanged unless each object stands alone, so that
+    every answer also conforms to the schema as it was sent. Text that is no schema is returned, to be refused later."""
+    try:
+        loaded = json.loads(schema)
+        if not isinstance(loaded, dict) or not _can_be_closed(loaded):
+            return schema
+        _close(loaded)
+        return json.dumps(loaded, ensure_ascii=False, allow_nan=False)
+    except (ValueError, RecursionError):
+        return schema
+
+
+def _close(schema: dict[str, Any]) -> None:
+    for inner in _inner(schema):
+        _close(inner)
+    if "properties" in schema or "patternProperties" in schema:
+        schema.setdefault("additionalProperties", False)
+
+
+def _can_be_closed(schema: dict[str, Any]) -> bool:
+    """False if properties of one object are named in several places, or more are required than are named."""
+    if "properties" in schema and not _NOT_ALONE.isdisjoint(schema):
+        return False
+    properties, required = schema.get("properties"), schema.get("required")
+    if isinstance(properties, dict) and isinstance(required, list) and not set(map(str, required)) <= set(properties):
+        return False
+    return "allOf" not in schema and all(_can_be_closed(inner) for inner in _inner(schema))
 
 
 def check_inline(lark: str) -> None:

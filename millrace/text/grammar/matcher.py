@@ -29,7 +29,7 @@ class Lexer:
 class Matcher:
     """Used by one thread at a time. An error is final: every later call raises it again."""
 
-    __slots__ = ("_consumed", "_end_token_ids", "_num_words", "inner", "lexer")
+    __slots__ = ("_consumed", "_end_token_ids", "_num_words", "inner", "lexer", "num_consumed")
 
     def __init__(self, lexer: Lexer, num_words: int, end_token_ids: tuple[int, ...]) -> None:
         self.lexer = lexer
@@ -39,6 +39,7 @@ class Matcher:
         self._end_token_ids = end_token_ids
         self._consumed: list[int] = []
         """Tokens so far, as long as they are few."""
+        self.num_consumed = 0
         lexer.matchers.add(self)
 
     def release(self) -> None:
@@ -73,6 +74,7 @@ class Matcher:
 
     def note(self, token: int) -> None:
         """The token was consumed."""
+        self.num_consumed += 1
         if len(self._consumed) < MAX_REPLAYED:
             self._consumed.append(token)
 
@@ -92,9 +94,41 @@ class Matcher:
         if error := self.error(bool(row.any())):
             raise error
 
+    def fill_masks(self, rows: Uint32s, drafts: Sequence[int]) -> None:
+        """Fill row i with the mask after the first i drafts. What is drawn after a refused draft is discarded: such
+        rows allow everything."""
+        num_consumed = 0
+        self.fill_mask(rows[0])
+        for draft in drafts:
+            if not self.inner.try_consume_tokens([draft]):
+                break
+            num_consumed += 1
+            self.fill_mask(rows[num_consumed])
+        rows[num_consumed + 1 :] = 0xFFFFFFFF
+        if num_consumed:
+            self.inner.rollback(num_consumed)
+
     def forced_tokens(self) -> list[int]:
         """The tokens that must come next: before each, the mask has that token alone. May miss some."""
         return self.inner.compute_ff_tokens()
+
+    def guided(self, behind: Sequence[int], drafts: Sequence[int], max_drafts: int) -> tuple[list[int], bool]:
+        """The first of the drafts, as far as they may follow the answer and the tokens `behind`, which it was not
+        advanced by yet; end tokens are left out. Where other tokens must come: those, at most `max_drafts`, and True.
+        """
+        inner = self.inner
+        num_consumed = inner.try_consume_tokens(list(behind))
+        allowed: list[int] = []
+        is_forced = False
+        if num_consumed == len(behind) and not inner.is_stopped():
+            forced = inner.compute_ff_tokens()[:max_drafts]
+            is_forced = list(drafts[: len(forced)]) != forced
+            allowed = forced if is_forced else list(drafts[: inner.validate_tokens(list(drafts))])
+            end = next((at for at, token in enumerate(allowed) if token in self._end_token_ids), len(allowed))
+            allowed = allowed[:end]
+        if num_consumed:
+            inner.rollback(num_consumed)
+        return allowed, is_forced
 
     def error(self, has_tokens: bool) -> GrammarError | None:
         """Why the mask just computed cannot be used. No token can be drawn from a mask without one."""

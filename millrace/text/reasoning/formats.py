@@ -16,6 +16,8 @@ class ReasoningFormat:
     """The answer begins inside the reasoning even if the prompt does not show it."""
     mark: str = ""
     """Text in a chat template that shows this format; the end marker if empty."""
+    special: str = ""
+    """What the start marker begins with, if that is a token of its own."""
 
 
 FORMATS: dict[str, ReasoningFormat] = {
@@ -27,6 +29,7 @@ FORMATS: dict[str, ReasoningFormat] = {
         ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
         ReasoningFormat("seed", "<seed:think>", "</seed:think>"),
         ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
+        ReasoningFormat("gemma4", "<|channel>thought\n", "<channel|>", mark="<channel|>", special="<|channel>"),
         ReasoningFormat("granite", "Here is my thought process:", "Here is my response:"),
     )
 }
@@ -37,6 +40,7 @@ VLLM_PARSERS = {
     **dict.fromkeys(("deepseek_r1", "step3", "step3p5"), "think_open"),
     **dict.fromkeys(("qwen3", "deepseek_v3", "deepseek_v31", "deepseek_v32", "glm45", "glm47", "ernie45"), "think"),
     **dict.fromkeys(("hunyuan_a13b", "olmo3", "minimax_m2", "kimi_k2", "holo2", "nemotron_v3", "mimo"), "think"),
+    **dict.fromkeys(("deepseek_v4", "poolside_v1", "hy_v3", "minimax_m2_append_think"), "think"),
     **dict.fromkeys(("openai_gptoss", "gpt_oss", "openai"), "harmony"),
     **dict.fromkeys(("cohere_command3", "cohere_command4"), "cohere"),
     "mistral": "mistral",

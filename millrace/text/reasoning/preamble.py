@@ -23,7 +23,7 @@ def preamble(spec: ReasoningFormat, special_id: SpecialId, *, is_open: bool, hea
     the reasoning and the answer, as Lark tokens."""
     if spec.name == "harmony":
         return _channels(special_id, head)
-    start, rules = _token(spec.start, special_id), []
+    start, rules = _start(spec, special_id), []
     end_id = special_id(spec.end)
     if end_id is None:  # A lazy rule ends with the first occurrence of its text.
         free = "thoughts"
@@ -45,6 +45,12 @@ def _channels(special_id: SpecialId, head: str) -> str:
     closing = end if text == "TEXT" else ""
     thought = f'{channel} "analysis" {message} {text} {closing} {start} "assistant"'
     return f"{RULE}: ( {thought} ){{0,{MAX_MESSAGES}}} {head}\n{rule}"
+
+
+def _start(spec: ReasoningFormat, special_id: SpecialId) -> str:
+    if spec.special and special_id(spec.start) is None and special_id(spec.special) is not None:
+        return f"{_token(spec.special, special_id)} {json.dumps(spec.start.removeprefix(spec.special))}"
+    return _token(spec.start, special_id)
 
 
 def _token(text: str, special_id: SpecialId) -> str:

@@ -42,6 +42,11 @@ class CallBody(ABC):
         if self._call is not None:
             self._end_call(is_complete=False)
 
+    def cut(self) -> None:
+        """The token limit ends the text here: what is not yet a call is none, and no text either."""
+        self.break_off()
+        self.pending = ""
+
     # -- for subclasses ----------------------------------------------------------------------------------------------
     def _start_call(self, name: str, call_id: str = "") -> None:
         self._call = ToolCall(name, id=call_id)
@@ -67,6 +72,11 @@ class CallBody(ABC):
         self._start_call(name)
         self._add_arguments(arguments)
         self._end_call(is_complete=True)
+
+    def _cut_call(self, name: str) -> None:
+        """A call of which only the name is certain."""
+        self._start_call(name)
+        self._end_call(is_complete=False)
 
     def _refuse(self) -> bool:
         self.break_off()

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from millrace.errors import ConfigError
-from millrace.text.tools.shapes import HeadedShape, TaggedShape
+from millrace.text.tools.shapes import HeadedShape, QuotedShape, TaggedShape
 
-BodyKind = Literal["json", "named", "python", "headed", "tagged", "harmony"]
+BodyKind = Literal["json", "named", "python", "headed", "tagged", "quoted", "harmony"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +57,9 @@ class ToolFormat:
     is_list: bool = False
     """The calls of an answer are one list."""
     name_key: str = "name"
+    """Empty: a call is an object whose one key is the function's name and whose value are the arguments."""
     arguments_key: str = "arguments"
-    shape: HeadedShape | TaggedShape | None = None
+    shape: HeadedShape | TaggedShape | QuotedShape | None = None
     """How a call is written, if not as JSON or Python."""
     marks: tuple[str, ...] = ()
     """Text in a chat template that shows this format; the openings if empty."""
@@ -79,7 +80,9 @@ class ToolFormat:
     def markers(self) -> tuple[str, ...]:
         """All text of this format that may be a special token."""
         shape = self.shape
-        of_shape = (*shape.markers, shape.begin, shape.end) if isinstance(shape, HeadedShape) else ()
+        of_shape: tuple[str, ...] = (shape.quote,) if isinstance(shape, QuotedShape) else ()
+        if isinstance(shape, HeadedShape):
+            of_shape = (*shape.markers, shape.begin, shape.end)
         return tuple(dict.fromkeys(text for text in (*self.openings, self.close, *of_shape, *self.specials) if text))
 
 
@@ -151,6 +154,29 @@ FORMATS: dict[str, ToolFormat] = {
             specials=("｜DSML｜",),
         ),
         ToolFormat(
+            "deepseek_v4",
+            ("<｜DSML｜tool_calls>",),
+            "</｜DSML｜tool_calls>",
+            "tagged",
+            shape=_invoke_tags("｜DSML｜", attribute=r'(?: string="(?:true|false)")?'),
+            specials=("｜DSML｜",),
+        ),
+        ToolFormat(
+            "step3",
+            ("<｜tool_calls_begin｜>",),
+            "<｜tool_calls_end｜>",
+            "tagged",
+            shape=TaggedShape(
+                '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="',
+                '">',
+                '<steptml:parameter name="',
+                '">',
+                "</steptml:parameter>",
+                "</steptml:invoke><｜tool_call_end｜>",
+            ),
+            specials=("<｜tool_call_begin｜>", "<｜tool_sep｜>", "<｜tool_call_end｜>"),
+        ),
+        ToolFormat(
             "kimi_k2",
             _KIMI[:1],
             _KIMI[1],
@@ -176,6 +202,17 @@ FORMATS: dict[str, ToolFormat] = {
             shape=_FUNCTION_TAGS,
         ),
         ToolFormat(
+            "hy_v3",
+            ("<tool_calls>",),
+            "</tool_calls>",
+            "tagged",
+            marks=("<tool_sep>",),
+            shape=TaggedShape(
+                "<tool_call>", "<tool_sep>", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "</tool_call>"
+            ),
+            specials=("<tool_call>", "<tool_sep>", "</tool_call>"),
+        ),
+        ToolFormat(
             "glm45",
             ("<tool_call>",),
             "",
@@ -191,6 +228,28 @@ FORMATS: dict[str, ToolFormat] = {
             name_key="tool_name",
             arguments_key="parameters",
         ),
+        ToolFormat(
+            "minicpm5",
+            ('<function name="',),
+            "",
+            "tagged",
+            shape=TaggedShape('<function name="', '">', '<param name="', '">', "</param>", "</function>"),
+        ),
+        ToolFormat("apertus", ("<|tools_prefix|>",), "<|tools_suffix|>", is_list=True, name_key=""),
+        ToolFormat(
+            "gigachat3",
+            ("function call<|role_sep|>\n", "<|function_call|>"),
+            marks=("function call<|role_sep|>", "<|function_call|>"),
+            specials=("<|role_sep|>",),
+        ),
+        ToolFormat("gemma4", ("<|tool_call>",), "<tool_call|>", "quoted", shape=QuotedShape('<|"|>')),
+        ToolFormat(
+            "functiongemma",
+            ("<start_function_call>",),
+            "<end_function_call>",
+            "quoted",
+            shape=QuotedShape("<escape>"),
+        ),
         ToolFormat("llama3", ("<|python_tag|>",), bare="{", arguments_key="parameters"),
         ToolFormat("llama4", ("<|python_start|>",), "<|python_end|>", body="python", bare="[", is_list=True),
         ToolFormat("lfm2", ("<|tool_call_start|>",), "<|tool_call_end|>", body="python", is_list=True),
@@ -198,7 +257,13 @@ FORMATS: dict[str, ToolFormat] = {
         ToolFormat("gemma", ("```tool_code",), "```", body="python", marks=("tool_code",)),
         ToolFormat("jamba", ("<tool_calls>",), "</tool_calls>", is_list=True),
         ToolFormat("nemotron", ("<TOOLCALL>",), "</TOOLCALL>", is_list=True),
-        ToolFormat("internlm", ("<|action_start|><|plugin|>",), "<|action_end|>", arguments_key="parameters"),
+        ToolFormat(
+            "internlm",
+            ("<|action_start|><|plugin|>",),
+            "<|action_end|>",
+            arguments_key="parameters",
+            specials=("<|action_start|>", "<|plugin|>"),
+        ),
         ToolFormat("granite", ("<|tool_call|>", "<tool_call>"), is_list=True, marks=("<|tool_call|>",)),
         ToolFormat("granite_20b", ("<function_call>",), marks=("<function_call>",)),
         ToolFormat("phi4", ("functools",), is_list=True),
@@ -217,7 +282,7 @@ VLLM_PARSERS = {
     **dict.fromkeys(("qwen", "qwen25", "ernie45", "granite4"), "hermes"),
     **dict.fromkeys(("llama3_json", "llama4_json"), "llama3"),
     **dict.fromkeys(("qwen3_xml", "mimo", "step3p5", "nemotron_v3"), "qwen3_coder"),
-    **dict.fromkeys(("glm47", "glm4_moe"), "glm45"),
+    **dict.fromkeys(("glm47", "glm4_moe", "poolside_v1"), "glm45"),
     **dict.fromkeys(("hunyuan_a13b", "minimax"), "jamba"),
     **dict.fromkeys(("xlam", "openai_json"), "json"),
     **dict.fromkeys(("openai", "gpt_oss"), "harmony"),

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import keyword
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from millrace.params import Grammar
 from millrace.text.grammar.compiler import GrammarError
-from millrace.text.grammar.inline import inline_schema
+from millrace.text.grammar.inline import inline_schema, tightened_schema
+from millrace.text.tools.argument_kinds import parameter_schemas
 from millrace.text.tools.formats import Function, ToolFormat
-from millrace.text.tools.shapes import HeadedShape, TaggedShape
+from millrace.text.tools.shapes import HeadedShape, QuotedShape, TaggedShape
 from millrace.text.tools.tagged_grammar import TaggedGrammar
 from millrace.text.tools.written import HARMONY_ARGUMENTS, HARMONY_HEAD, CallFrame, frame_of, headed_call
 
@@ -52,14 +54,18 @@ class _Writer:
             return self._python_call(index, function)
         if isinstance(shape, TaggedShape):
             return TaggedGrammar(shape, function, index, self.text).rules()
+        if isinstance(shape, QuotedShape):
+            return self._quoted_call(index, function, shape)
         if isinstance(shape, HeadedShape):
             head, tail = headed_call(shape, function.name)
+        elif not spec.name_key:
+            head, tail = f"{{{json.dumps(function.name)}: ", "}"
         elif spec.body == "harmony":
             head, tail = f"{HARMONY_HEAD}{function.name}{HARMONY_ARGUMENTS}", ""
         else:
             head, tail = f'{{"{spec.name_key}": {json.dumps(function.name)}, "{spec.arguments_key}": ', "}"
         is_held = function.is_strict or not self.only_strict
-        schema = function.schema_text() if is_held else ANY_OBJECT
+        schema = tightened_schema(function.schema_text()) if is_held else ANY_OBJECT
         before = " /[0-9]{1,2}/ ".join(self.text(part) for part in head.split("{index}"))
         return [f"call_{index}: {before} args_{index} {self.text(tail)}", f"args_{index}: {inline_schema(schema)}"]
 
@@ -73,32 +79,29 @@ class _Writer:
                     f"The function {function.name!r} has the name {name[:80]!r}, which is no name in Python; this model"
                     " writes calls in Python, so rename it."
                 )
-        required = function.parameters.get("required")
-        required = required if isinstance(required, list) else []
         shared = {key: value for key, value in function.parameters.items() if key in ("$defs", "definitions")}
         rules: list[str] = []
-        before: list[str] = []
-        given: list[str] = []
+        items: dict[str, str] = {}
         for number, (name, schema) in enumerate(properties.items()):
             value = {**shared, **schema} if isinstance(schema, dict) else {}
             rules.append(f"value_{index}_{number}: {inline_schema(json.dumps(value))}")
-            item = f"{_quoted(name + '=')} value_{index}_{number}"
-            # A comma stands before every argument but the first one that is given, which must be a required one.
-            if name in required:
-                given.append(f"{_quoted(', ')} {item}" if given else item)
-            elif given:
-                given.append(f"( {_quoted(', ')} {item} )?")
-            else:
-                before.append(f"( {item} {_quoted(', ')} )?")
-        if not given:  # Only optional arguments: one rule for each that can be the first that is given.
-            items = [part[2:].removesuffix(f" {_quoted(', ')} )?") for part in before]
-            for number, item in enumerate(items):
-                more = (f"( {_quoted(', ')} {later} )?" for later in items[number + 1 :])
-                rules.append(f"first_{index}_{number}: {' '.join((item, *more))}")
-            given = [f"( {' | '.join(f'first_{index}_{number}' for number in range(len(items)))} )?"] if items else []
-            before = []
-        arguments = " ".join([*before, *given])
-        return [f"call_{index}: {_quoted(function.name + '(')} {arguments} {_quoted(')')}", *rules]
+            items[name] = f"{_quoted(name + '=')} value_{index}_{number}"
+        arguments, more = _listed(function, index, items, ", ")
+        return [f"call_{index}: {_quoted(function.name + '(')} {arguments} {_quoted(')')}", *rules, *more]
+
+    def _quoted_call(self, index: int, function: Function, shape: QuotedShape) -> list[str]:
+        """Strings stand between markers; other values are JSON."""
+        values = TaggedGrammar(TaggedShape("", "", "", "", shape.quote, ""), function, index, self.text)
+        items: dict[str, str] = {}
+        for number, (name, schema) in enumerate(parameter_schemas(function.parameters).items()):
+            if not re.fullmatch(r"[\w.-]+", name):
+                raise GrammarError(
+                    f"The function {function.name!r} has the parameter {name[:80]!r}, which this model cannot write;"
+                    " rename it with letters, digits, '_', '-' and '.'."
+                )
+            items[name] = f"{_quoted(name + ':')} {values.quoted(schema, f'value_{index}_{number}')}"
+        arguments, more = _listed(function, index, items, ",")
+        return [f"call_{index}: {_quoted(f'call:{function.name}{{')} {arguments} {_quoted('}')}", *values.extra, *more]
 
     def text(self, text: str) -> str:
         """Text as Lark tokens; special tokens in it are matched by their ids."""
@@ -110,6 +113,30 @@ class _Writer:
                 before, _, after = text.partition(marker)
                 return " ".join(part for part in (self.text(before), f"<[{token_id}]>", self.text(after)) if part)
         return _quoted(text)
+
+
+def _listed(function: Function, index: int, items: dict[str, str], comma: str) -> tuple[str, list[str]]:
+    """Arguments (`items`, by name) in their order with commas between those that are given, and further rules."""
+    required = function.parameters.get("required")
+    required = required if isinstance(required, list) else []
+    rules: list[str] = []
+    before: list[str] = []
+    given: list[str] = []
+    for name, item in items.items():
+        # A comma stands before every argument but the first one that is given, which must be a required one.
+        if name in required:
+            given.append(f"{_quoted(comma)} {item}" if given else item)
+        elif given:
+            given.append(f"( {_quoted(comma)} {item} )?")
+        else:
+            before.append(f"( {item} {_quoted(comma)} )?")
+    if not given and items:  # Only optional arguments: one rule for each that can be the first that is given.
+        all_items = list(items.values())
+        for number, item in enumerate(all_items):
+            more = (f"( {_quoted(comma)} {later} )?" for later in all_items[number + 1 :])
+            rules.append(f"first_{index}_{number}: {' '.join((item, *more))}")
+        return f"( {' | '.join(f'first_{index}_{number}' for number in range(len(items)))} )?", rules
+    return " ".join([*before, *given]), rules
 
 
 def forced_calls(

@@ -79,7 +79,9 @@ class JsonCalls(CallBody):
         depth, shown = scanner.depth, scanner.escaped(char)
         if not scanner.feed(char):
             return self._refuse()
-        if depth == 1 and scanner.string is not None and scanner.key == self._name_key:
+        if depth == 1 and not self._name_key and not self.is_writing:
+            self._name = scanner.key
+        elif depth == 1 and scanner.string is not None and scanner.key == self._name_key:
             self._name = scanner.string
         if self._is_other_object(depth):
             self.pending += char
@@ -99,7 +101,8 @@ class JsonCalls(CallBody):
     def _opens_arguments(self, depth: int, char: str) -> bool:
         scanner = self._scanner
         assert scanner is not None
-        return depth == 1 and scanner.depth == 2 and char == "{" and scanner.key in ARGUMENT_KEYS
+        is_key = not self._name_key or scanner.key in ARGUMENT_KEYS
+        return depth == 1 and scanner.depth == 2 and char == "{" and is_key
 
     def _is_other_object(self, depth: int) -> bool:
         """True as soon as an object without an opening cannot be a call, so that JSON answers are not held back."""
@@ -123,6 +126,11 @@ class JsonCalls(CallBody):
         self._num_calls += 1
         self._needs_comma = self._is_list
         return True
+
+    def cut(self) -> None:
+        if self._scanner is not None and not self.is_writing and self._name is not None and self._is_known(self._name):
+            self._cut_call(self._name)
+        super().cut()
 
     def _is_known(self, name: str | None) -> bool:
         return name is not None and name != "" and (self._names is None or name in self._names)
@@ -176,6 +184,8 @@ def call_in(value: Any, name_key: str = "name") -> tuple[str, str] | None:
         value = value["function"]
     if not isinstance(value, dict):
         return None
+    if not name_key:
+        return None  # Arguments that are no object.
     name = value.get(name_key, value.get("name", value.get("function")))
     if not isinstance(name, str) or not name:
         return None

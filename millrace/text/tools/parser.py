@@ -10,7 +10,8 @@ from millrace.text.tools.formats import Function, ToolFormat, names_of
 from millrace.text.tools.headed_calls import HeadedCalls
 from millrace.text.tools.json_calls import JsonCalls, NamedCalls
 from millrace.text.tools.python_calls import PythonCalls
-from millrace.text.tools.shapes import HeadedShape, TaggedShape
+from millrace.text.tools.quoted_calls import QuotedCalls
+from millrace.text.tools.shapes import HeadedShape, QuotedShape, TaggedShape
 from millrace.text.tools.tagged_calls import TaggedCalls
 
 _SPACE = " \t\n\r"
@@ -23,14 +24,18 @@ class ToolParser:
     reported, it ends incomplete, and what follows is text.
     """
 
-    def __init__(self, spec: ToolFormat, functions: Sequence[Function]) -> None:
+    def __init__(self, spec: ToolFormat, functions: Sequence[Function], *, is_forced: bool = False) -> None:
+        """`is_forced`: the answer consists of calls."""
         self._format = spec
+        self._is_forced = is_forced
         self._functions = functions
         self._held = ""
         """Text that may still become an opening, or space before one."""
         self._is_start = True
         """True while the answer consists of space."""
         self._body: CallBody | None = None
+        self._is_bare = False
+        """The calls began without an opening."""
         self._opening = ""
         """The text of the opening, until the first call after it."""
         self._closing = ""
@@ -44,16 +49,21 @@ class ToolParser:
         self._read(text)
         return self._take()
 
-    def finish(self) -> list[AnswerEvent]:
-        """The rest, at the end of the answer."""
+    def finish(self, *, is_cut: bool = False) -> list[AnswerEvent]:
+        """The rest, at the end of the answer. `is_cut`: the token limit ended it, so a part of a call is no text."""
         if self._body is not None:
-            self._body.break_off()
+            if is_cut and (self._is_forced or self._had_calls or not self._is_bare):
+                self._body.cut()
+                self._opening = ""
+            else:
+                self._body.break_off()
             self._read(self._end_body())
         if self._awaits_close:
             self._awaits_close = False
             self._say("" if self._format.close.startswith(self._closing.strip()) else self._closing)
         held, self._held = self._held, ""
-        if not (self._had_calls and not held.strip()):
+        is_syntax = is_cut and (self._had_calls or self._is_forced) and _may_open(held, self._format)
+        if not (self._had_calls and not held.strip()) and not is_syntax:
             self._say(held)
         return self._take()
 
@@ -103,6 +113,7 @@ class ToolParser:
     def _begin_body(self, opening: str, *, is_bare: bool) -> None:
         """A call without an opening must name a function that exists, since it may be an ordinary answer."""
         self._is_start = False
+        self._is_bare = is_bare
         self._opening = opening
         self._body = self._new_body(opening.strip(_SPACE), names_of(self._functions) if is_bare else None)
 
@@ -113,6 +124,8 @@ class ToolParser:
             return HeadedCalls(shape, names)
         if isinstance(shape, TaggedShape):
             return TaggedCalls(shape, self._functions, is_named=opening == shape.call_open)
+        if isinstance(shape, QuotedShape):
+            return QuotedCalls(shape, names)
         if self._format.body == "python":
             parameters = {function.name: function.parameter_names() for function in self._functions}
             return PythonCalls(parameters, needs_list=names is not None, any_name=names is None)
@@ -177,6 +190,11 @@ def _first(text: str, openings: Sequence[str]) -> tuple[int, str]:
         if at >= 0 and (at < best[0] or (at == best[0] and len(opening) > len(best[1]))):
             best = (at, opening)
     return best
+
+
+def _may_open(text: str, spec: ToolFormat) -> bool:
+    """True if nothing but an opening, or space before one, can begin with the text."""
+    return any(opening.startswith(text.strip(_SPACE)) for opening in spec.openings)
 
 
 def _num_held(text: str, openings: Sequence[str]) -> int:

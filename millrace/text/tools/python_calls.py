@@ -115,6 +115,12 @@ class PythonCalls(CallBody):
         self._num_calls += 1
         self._needs_comma = True
 
+    def cut(self) -> None:
+        name = self._text.partition("(")[0].strip()
+        if self._brackets and name != _PRINT:
+            self._cut_call(name)
+        super().cut()
+
     def _read(self, text: str) -> tuple[str, str] | None:
         try:
             node = ast.parse(text, mode="eval").body

@@ -25,6 +25,14 @@ class HeadedShape:
 
 
 @dataclass(frozen=True, slots=True)
+class QuotedShape:
+    """`call:NAME{key:value}` with strings between markers: FunctionGemma, Gemma 4."""
+
+    quote: str
+    """Before and after a string."""
+
+
+@dataclass(frozen=True, slots=True)
 class TaggedShape:
     """A tag with the name, then one tag for each argument: Qwen3-Coder, GLM, MiniMax."""
 

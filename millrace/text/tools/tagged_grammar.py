@@ -36,6 +36,8 @@ _FORMATS = {
 }
 """A subset of each format that models write."""
 
+EMPTY = '""'
+_MORE_OF_ARRAYS = frozenset(("prefixItems", "contains", "uniqueItems", "anyOf", "oneOf", "allOf", "enum", "const"))
 WriteText = Callable[[str], str]
 """Text as Lark tokens."""
 
@@ -70,6 +72,36 @@ class TaggedGrammar:
         head = self._write(f"{shape.call_open}{name}{tagged_name_end(shape)}")
         return [f"call_{self._index}: {head} {' '.join(parts)} {self._write(shape.call_end)}", *self._rules]
 
+    @property
+    def extra(self) -> list[str]:
+        """The rules that values need."""
+        return self._rules
+
+    def quoted(self, schema: Any, rule: str) -> str:
+        """A string between two of the shape's end markers; JSON if the value may be something else."""
+        end = self._shape.value_end
+        quote, schema = self._write(end), resolved(schema, self._root)
+        kinds = kinds_of(schema, self._root)
+        if kinds == {"array"} and isinstance(schema.get("items"), dict) and not _MORE_OF_ARRAYS & schema.keys():
+            return self._array(schema, rule)
+        if kinds != {STRING}:
+            return self._json(schema, rule)
+        value = self._value(schema, rule)
+        if value is None:
+            self._rules.append(self._free(rule, end))
+            return f"{quote} {rule}"
+        return f"{quote} ( {value} ) {quote}"
+
+    def _array(self, schema: Mapping[str, Any], rule: str) -> str:
+        least, most = int(schema.get("minItems", 0)), schema.get("maxItems")
+        item = f"{rule}_item"
+        self._rules.append(f"{item}: {self.quoted(schema['items'], f'{item}_value')}")
+        if most is not None and int(most) < max(least, 1):
+            return '"[" "]"'
+        more = f"{{{max(least - 1, 0)},{'' if most is None else int(most) - 1}}}"
+        items = f'{item} ( "," {item} ){more}'
+        return f'"[" {items} "]"' if least else f'"[" ( {items} )? "]"'
+
     def _argument(self, key: str, schema: Any, rule: str) -> str:
         is_string = STRING in kinds_of(schema, self._root)
         before, after = tagged_argument(self._shape, key, is_string=is_string)
@@ -84,7 +116,7 @@ class TaggedGrammar:
         before, special, after = self._write(end).partition("<[")
         if not special:
             return f"{rule}[lazy]: /(?s:.*)/ {json.dumps(end, ensure_ascii=False)}"
-        return f"{rule}: /(?s:.*){_regex(json.loads(before))}/ {special}{after}"
+        return f"{rule}: /(?s:.*){_regex(json.loads(before or EMPTY))}/ {special}{after}"
 
     def _value(self, schema: Any, rule: str) -> str | None:
         """A Lark expression of the value's text; None: any text."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.text.tools.formats import ToolFormat
-from millrace.text.tools.shapes import HeadedShape, TaggedShape
+from millrace.text.tools.shapes import HeadedShape, QuotedShape, TaggedShape
 
 HARMONY_HEAD, HARMONY_ARGUMENTS = "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>"
 
@@ -35,7 +35,13 @@ def frame_of(spec: ToolFormat) -> CallFrame:
             return CallFrame()
         case "glm45":
             return CallFrame(before_each=opening, between="\n")
-        case "gemma" | "olmo3" | "minimax_m2" | "deepseek_v32":
+        case "minicpm5":
+            return CallFrame(between="\n")  # Each call has the opening's text.
+        case "gigachat3":
+            return CallFrame(before_each=opening, between="\n")
+        case "gemma4" | "functiongemma":
+            return CallFrame(before_each=opening, after_each=spec.close)
+        case "gemma" | "olmo3" | "minimax_m2" | "deepseek_v32" | "deepseek_v4" | "step3" | "hy_v3":
             return CallFrame(f"{opening}\n", between="\n", after_all="\n" + spec.close)
         case "granite_20b":
             return CallFrame(before_each=f"{opening} ", between="\n")
@@ -64,6 +70,10 @@ def _write_call(spec: ToolFormat, name: str, arguments: Mapping[str, Any] | str,
         return f"{before.format(index=index)}{text}{after}"
     if spec.body == "harmony":
         return f"{HARMONY_HEAD}{name}{HARMONY_ARGUMENTS}{text}<|call|>"
+    if not spec.name_key:
+        return f"{{{json.dumps(name)}: {text}}}"
+    if isinstance(spec.shape, QuotedShape) and not isinstance(arguments, str):
+        return f"call:{name}{_quoted_value(arguments, spec.shape.quote)}"
     if isinstance(arguments, str):
         return f'{{"{spec.name_key}": {json.dumps(name)}, "{spec.arguments_key}": {arguments}}}'
     if isinstance(spec.shape, TaggedShape):
@@ -72,6 +82,16 @@ def _write_call(spec: ToolFormat, name: str, arguments: Mapping[str, Any] | str,
         given = ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in arguments.items())
         return f"{name}({given})"
     return json.dumps({spec.name_key: name, spec.arguments_key: dict(arguments)}, ensure_ascii=False)
+
+
+def _quoted_value(value: Any, quote: str) -> str:
+    if isinstance(value, str):
+        return f"{quote}{value}{quote}"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{_quoted_value(one, quote)}" for key, one in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(_quoted_value(one, quote) for one in value) + "]"
+    return json.dumps(value)
 
 
 def headed_call(shape: HeadedShape, name: str) -> tuple[str, str]:

@@ -94,6 +94,64 @@ def test_too_many_waiting_grammars_are_refused(monkeypatch: pytest.MonkeyPatch) 
     compiler.close()
 
 
+def test_a_tenant_delays_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant with many slow grammars leaves a thread to others, who take turns, and cannot fill the queue."""
+    monkeypatch.setattr(compiler_module, "MAX_PENDING_PER_SCOPE", 3)
+    go_on, begun = threading.Event(), []
+
+    def build(grammar: Grammar) -> bool:
+        begun.append(grammar)
+        return go_on.wait(30) if grammar.source.startswith('{"const": 1') else True
+
+    compiler = GrammarCompiler(build)
+    slow = [compiler.submit(numbered(10 + number), "hostile") for number in range(3)]
+    with pytest.raises(Overloaded, match="Of yours, 3 grammars"):
+        compiler.submit(numbered(19), "hostile")
+    for number in range(4):
+        assert compiler.submit(numbered(number + 20), "a").result(10)
+        assert compiler.submit(numbered(number + 20), "b").result(10)
+    assert begun[0].source == numbered(10).source
+    assert [grammar for grammar in begun if grammar == numbered(11)] == []
+    go_on.set()
+    assert all(future.result(10) for future in slow)
+    compiler.close()
+
+
+def test_scopes_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "NUM_THREADS", 1)
+    go_on, begun = threading.Event(), []
+
+    def build(grammar: Grammar) -> bool:
+        begun.append(grammar.source[10])
+        return go_on.wait(30)
+
+    compiler = GrammarCompiler(build)
+    asked = ((0, ""), (1, "a"), (2, "a"), (3, "a"), (4, "b"), (5, "c"), (6, "b"))
+    futures = [compiler.submit(numbered(number), scope) for number, scope in asked]
+    go_on.set()
+    assert all(future.result(10) for future in futures)
+    assert begun == ["0", "1", "4", "5", "2", "6", "3"]
+    compiler.close()
+
+
+def test_a_grammar_that_takes_much_memory_is_forgotten_sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    used = [0]
+
+    def build(grammar: Grammar) -> int:
+        used[0] += 100_000 if "7" in grammar.source else 0
+        return used[0]
+
+    monkeypatch.setattr(compiler_module, "resident_bytes", lambda: used[0])
+    compiler = GrammarCompiler(build, max_cached_bytes=500)
+    compiler.submit(numbered(1)).result(10)
+    compiler.submit(numbered(7)).result(10)
+    compiler.submit(numbered(2)).result(10)
+    assert compiler.num_compiled == 3
+    compiler.submit(numbered(7)).result(10)
+    assert compiler.num_compiled == 4
+    compiler.close()
+
+
 def test_a_large_source_is_refused() -> None:
     Grammar("json_schema", "é" * (MAX_GRAMMAR_BYTES // 2))
     with pytest.raises(BadRequest, match=str(MAX_GRAMMAR_BYTES + 1)):

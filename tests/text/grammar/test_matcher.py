@@ -16,6 +16,7 @@ from millrace.errors import ModelError
 from millrace.params import Grammar
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.environment import GrammarEnvironment
+from millrace.text.grammar.masks import ALL_TOKENS, MaskAsk
 from millrace.text.tokenizers.tokenizer import Tokenizer
 
 OBJECT = Grammar("json_object")
@@ -114,11 +115,67 @@ def test_rows_are_filled_together_as_one_by_one(environment: GrammarEnvironment,
     matchers = [environment.compile(of(schema)).matcher() for schema, _, _ in SCHEMAS.values()]
     for wider in (0, 3):
         together = np.full((len(matchers), environment.num_words + wider), 7, np.uint32)
-        assert environment.fill_masks(matchers, together) == [None] * len(matchers)
+        asks = [MaskAsk(matcher, row, ()) for row, matcher in enumerate(matchers)]
+        assert environment.fill_masks(asks, together) == [None] * len(matchers)
         for matcher, row in zip(matchers, together, strict=True):
             alone = np.empty_like(row)
             matcher.fill_mask(alone)
             assert np.array_equal(alone, row)
+
+
+@pytest.mark.parametrize("wider", [0, 3])
+def test_masks_of_drafts_are_those_after_the_drafts(
+    environment: GrammarEnvironment, default_tokenizer: Tokenizer, wider: int
+) -> None:
+    compiled = environment.compile(of(record({"colour": {"enum": ["red", "green"]}, "n": {"type": "integer"}})))
+    end = default_tokenizer.end_token_ids[0]
+    texts = ['{"colour": "green", "n": 12}', '{"colour": "blue", "n": 1}', "", '{"colour": "red", "n": 1}']
+    drafts = [default_tokenizer.encode(text, add_special=False) for text in texts]
+    drafts[3] += [end, end]
+    firsts = np.cumsum([0, *(1 + len(own) for own in drafts)]).tolist()
+    asks = [MaskAsk(compiled.matcher(), first, own) for first, own in zip(firsts, drafts, strict=False)]
+    out = np.full((firsts[-1], environment.num_words + wider), 7, np.uint32)
+    assert environment.fill_masks(asks, out) == [None] * 4
+    for ask in asks:
+        lone, row = compiled.matcher(), np.empty(environment.num_words + wider, np.uint32)
+        for place, draft in enumerate((*ask.drafts, None)):
+            lone.fill_mask(row)
+            assert np.array_equal(row, out[ask.first + place])
+            if draft is None or not row[draft // 32] >> np.uint32(draft % 32) & 1:
+                assert (ask.rows(out)[place + 1 :] == ALL_TOKENS).all()
+                break
+            if draft == end:
+                break
+            lone.consume([draft])
+        ask.matcher.consume(default_tokenizer.encode('{"colour": "green"', add_special=False))  # nothing was consumed
+
+
+def test_drafts_are_cut_where_the_grammar_refuses_them(
+    environment: GrammarEnvironment, default_tokenizer: Tokenizer
+) -> None:
+    def ids(text: str) -> list[int]:
+        return default_tokenizer.encode(text, add_special=False)
+
+    schema = {"type": "array", "items": {"enum": ["north-by-northwest", "south"]}, "maxItems": 2}
+    matcher = environment.compile(of(schema)).matcher()
+    start, rest = ids('["'), ids("north-by-northwest")
+    matcher.consume(start[:1])
+    behind, end = start[1:], default_tokenizer.end_token_ids[0]
+    assert matcher.guided(behind, ids("east"), 4) == ([], False)
+    assert matcher.guided(behind, rest[:1] + ids(" pole"), 4) == (rest[:1], False)
+    forced, is_forced = matcher.guided(behind + rest[:1], ids(" pole"), 3)
+    assert is_forced
+    assert len(forced) == 3
+    assert (
+        default_tokenizer.decode(rest[:1] + forced)
+        == "north-by-northwest"[: len(default_tokenizer.decode(rest[:1] + forced))]
+    )
+    assert matcher.guided(behind + rest[:1], [*forced, *ids("!!!!")], 7)[0][:3] == forced
+    whole = ids('["south"]')
+    assert matcher.guided(whole[1:], [end], 4) == ([], False)
+    assert matcher.guided([9, *behind], ids("east"), 4) == ([], False)  # Not an answer at all.
+    matcher.consume(behind)
+    assert matcher.num_consumed == len(start)
 
 
 def test_answers_move_to_new_lexers(environment: GrammarEnvironment, default_tokenizer: Tokenizer) -> None:
@@ -178,7 +235,7 @@ def test_an_error_concerns_its_matcher_only(environment: GrammarEnvironment, def
         wrong.consume(default_tokenizer.encode("no", add_special=False))
     assert not wrong.is_done
     out = np.zeros((2, environment.num_words), np.uint32)
-    first, second = environment.fill_masks([wrong, right], out)
+    first, second = environment.fill_masks([MaskAsk(wrong, 0, ()), MaskAsk(right, 1, ())], out)
     assert first is not None
     assert second is None
     assert out[1].any()

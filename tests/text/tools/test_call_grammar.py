@@ -37,7 +37,18 @@ SCHEMA: dict[str, Any] = {
 FUNCTIONS = (Function("get_weather", None, SCHEMA, is_strict=True), Function("now"))
 TAGGED = sorted(name for name, spec in FORMATS.items() if spec.body == "tagged")
 
-DRAWN = ("hermes", "cohere", "pythonic", "kimi_k2", "harmony", "qwen3_coder", "glm45", "deepseek_v32")
+DRAWN = (
+    "hermes",
+    "cohere",
+    "pythonic",
+    "kimi_k2",
+    "harmony",
+    "qwen3_coder",
+    "glm45",
+    "deepseek_v32",
+    "gemma4",
+    "apertus",
+)
 """One format of each way of writing; a draw takes a quarter of a second."""
 
 

@@ -189,6 +189,72 @@ ANSWERS: list[tuple[str, str, list[object]]] = [
         '<function_calls>\nget_weather(city="Paris")\nnow()\n</function_calls>',
         [("get_weather", PARIS), ("now", "{}")],
     ),
+    (
+        "deepseek_v4",
+        (
+            '<D>tool_calls>\n<D>invoke name="get_weather">\n<D>parameter name="city" string="true">Paris'
+            "</D>parameter>\n</D>invoke>\n</D>tool_calls>"
+        ).replace("D>", "｜DSML｜"),
+        [("get_weather", PARIS)],
+    ),
+    (
+        "step3",
+        (
+            "Hm.<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜>"
+            '<steptml:invoke name="get_weather">\n'
+            '<steptml:parameter name="city">a < b</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>\n'
+            '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="now">\n</steptml:invoke>'
+            "<｜tool_call_end｜>\n"
+            "<｜tool_calls_end｜>"
+        ),
+        ["Hm.", ("get_weather", '{"city": "a < b"}'), ("now", "{}")],
+    ),
+    (
+        "hy_v3",
+        (
+            "<tool_calls><tool_call>get_weather<tool_sep><arg_key>city</arg_key><arg_value>Paris</arg_value>"
+            "</tool_call>\n"
+            "<tool_call>now<tool_sep></tool_call></tool_calls>"
+        ),
+        [("get_weather", PARIS), ("now", "{}")],
+    ),
+    (
+        "minicpm5",
+        (
+            'Head\n<function name="get_weather"><param name="city">Paris</param></function>\n'
+            '<function name="now"></function>'
+        ),
+        ["Head", ("get_weather", PARIS), ("now", "{}")],
+    ),
+    ("minicpm5", 'The tag <function name="x"> is text.', ['The tag <function name="x"> is text.']),
+    (
+        "apertus",
+        '<|tools_prefix|>[{"get_weather": {"city": "Rome", "days": 2}}, {"now": {}}]<|tools_suffix|>',
+        [("get_weather", ROME), ("now", "{}")],
+    ),
+    ("apertus", '<|tools_prefix|>[{"now": 5}]', ['<|tools_prefix|>[{"now": 5}]']),
+    (
+        "gigachat3",
+        f'function call<|role_sep|>\n{{"name": "get_weather", "arguments": {PARIS}}}',
+        [("get_weather", PARIS)],
+    ),
+    ("gigachat3", '<|function_call|>{"name": "now", "arguments": {}}', [("now", "{}")]),
+    (
+        "gemma4",
+        (
+            'I look. <|tool_call>call:get_weather{city:<|"|>Paris, {"x"}<|"|>,days:{a:[1,true,<|"|>}<|"|>]}}'
+            "<tool_call|>"
+            "<|tool_call>call:now{}<tool_call|>"
+        ),
+        ["I look.", ("get_weather", '{"city": "Paris, {\\"x\\"}", "days": {"a": [1, true, "}"]}}'), ("now", "{}")],
+    ),
+    ("gemma4", '<|tool_call>call:now{a:"x}\\\\",b:null}<tool_call|>', [("now", '{"a": "x}\\\\", "b": null}')]),
+    ("gemma4", "<|tool_call>hello<tool_call|>", ["<|tool_call>hello<tool_call|>"]),
+    (
+        "functiongemma",
+        "<start_function_call>call:get_weather{city:<escape>Paris<escape>}<end_function_call>",
+        [("get_weather", PARIS)],
+    ),
     ("granite_20b", f'<function_call> {{"name": "get_weather", "arguments": {PARIS}}}', [("get_weather", PARIS)]),
 ]
 
@@ -254,10 +320,10 @@ def folded(events: list[AnswerEvent]) -> list[object]:
     return found
 
 
-def parsed(form: AnswerForm, pieces: list[str]) -> list[object]:
+def parsed(form: AnswerForm, pieces: list[str], *, is_cut: bool = False) -> list[object]:
     parser = answer_parser(form)
     events = [event for piece in pieces for event in parser.push(piece)]
-    return folded(events + parser.finish())
+    return folded(events + parser.finish(is_cut=is_cut))
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), ANSWERS)
@@ -306,6 +372,38 @@ def test_what_is_written_is_read(name: str) -> None:
     assert [(part[0], json.loads(part[1])) for part in found] == calls  # type: ignore[index]
 
 
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("is_forced", [True, False])
+def test_the_token_limit_leaves_no_part_of_a_call_as_text(name: str, is_forced: bool) -> None:
+    """Wherever calls are cut, what comes out are calls, of which the last one may be incomplete."""
+    calls = [("get_weather", {"city": 'a "b"', "days": [1, None]}), ("get_weather", {"city": "<"}), ("now", {})]
+    written = write_calls(FORMATS[name], calls)
+    form = AnswerForm(FORMATS[name], FUNCTIONS, is_forced=is_forced)
+    for place in range(1, len(written)):
+        found = parsed(form, [written[:place]], is_cut=True)
+        if is_forced or len(found) > 1:
+            assert all(isinstance(part, tuple) for part in found), written[:place]
+        whole = [part for part in found if len(part) == 2 and isinstance(part, tuple)]  # type: ignore[arg-type]
+        assert [(part[0], json.loads(part[1])) for part in whole] == calls[: len(whole)]
+        assert len(found) - len(whole) <= 1
+        assert found == parsed(form, list(written[:place]), is_cut=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("hermes", "2 <", ["2 <"]),
+        ("hermes", 'Hm. <tool_call>{"na', ["Hm."]),
+        ("hermes", '<tool_call>{"name": "now", "arg', [("now", "", "cut")]),
+        ("llama3", '{"name": "now", "par', ['{"name": "now", "par']),
+        ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}}, ', [("now", "{}")]),
+        ("lfm2", "<|tool_call_start|>[now(), get_weather(city='P", [("now", "{}"), ("get_weather", "", "cut")]),
+    ],
+)
+def test_an_answer_cut_by_the_token_limit(name: str, text: str, expected: list[object]) -> None:
+    assert parsed(AnswerForm(FORMATS[name], FUNCTIONS), [text], is_cut=True) == expected
+
+
 # ── reasoning ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
     ("text", "is_open", "expected"),
@@ -327,6 +425,14 @@ def test_reasoning_is_split_at_every_cut(text: str, is_open: bool, expected: lis
     assert parsed(form, list(text)) == expected
     for place in range(1, len(text)):
         assert parsed(form, [text[:place], text[place:]]) == expected
+
+
+def test_reasoning_of_gemma() -> None:
+    text = "<|channel>thought\nHm.\n<channel|>Yes."
+    form = AnswerForm(reasoning=REASONING["gemma4"])
+    assert "<|channel>" in form.markers
+    for place in range(len(text)):
+        assert parsed(form, [text[:place], text[place:]]) == [("think", "Hm."), "Yes."]
 
 
 # ── JSON ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -29,8 +29,9 @@ class AnswerReader:
     def read(self, text: str) -> list[AnswerEvent]:
         return self._keep(self._parser.push(text)) if text and not self.is_full else []
 
-    def finish(self) -> list[AnswerEvent]:
-        return [] if self.is_full else self._keep(self._parser.finish())
+    def finish(self, *, is_cut: bool) -> list[AnswerEvent]:
+        """`is_cut`: the token limit ended the answer."""
+        return [] if self.is_full else self._keep(self._parser.finish(is_cut=is_cut))
 
     @property
     def has_called(self) -> bool:

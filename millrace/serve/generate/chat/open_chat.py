@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+import msgspec
+
 from millrace.errors import BadRequest
 from millrace.params import Grammar, SamplingParams
 from millrace.serve.generate.chat.reasoning import NO_WISH, ReasoningWish, check_wish, thinking_limit
@@ -49,7 +51,7 @@ async def open_chat(
         grammar = dataclasses.replace(grammar, after=_before(state, prompt, has_head=grammar is not params.grammar))
     limit = thinking_limit(state, wish, prompt)
     if grammar is not params.grammar or limit is not None:
-        params = dataclasses.replace(params, grammar=grammar, thinking=limit)
+        params = msgspec.structs.replace(params, grammar=grammar, thinking=limit)
     return Chat(prompt, params, _form(state, use, prompt), field)
 
 
@@ -104,5 +106,6 @@ def _form(state: FrontState, use: ToolUse, prompt: Prompt) -> AnswerForm | None:
         functions=use.shown,
         reasoning=reasoning,
         is_reasoning_open=prompt.opens_reasoning,
+        is_forced=use.choice == "required",
         max_calls=use.max_calls,
     )

@@ -1,0 +1,37 @@
+"""What is asked of matchers before a draw. Imports no llguidance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from millrace.text.grammar.compiler import GrammarError
+
+if TYPE_CHECKING:
+    from millrace.text.grammar.matcher import Matcher
+
+ALL_TOKENS = np.uint32(0xFFFFFFFF)
+Uint32s = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskAsk:
+    """Masks of one answer: that of its next token in row `first` of `out`, and in the rows after it one per draft."""
+
+    matcher: Matcher
+    first: int
+    drafts: Sequence[int]
+
+    def rows(self, out: Uint32s) -> Uint32s:
+        return out[self.first : self.first + 1 + len(self.drafts)]
+
+    def fill(self, out: Uint32s) -> GrammarError | None:
+        try:
+            self.matcher.fill_masks(self.rows(out), self.drafts)
+        except GrammarError as error:
+            return error
+        return None

@@ -1,0 +1,50 @@
+"""Objects that name their properties have no others, unless the schema says so or names them in several places."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from millrace.text.grammar.inline import tightened_schema
+
+A, B = {"a": {"type": "string"}}, {"b": {"type": "integer"}}
+OPEN = {"type": "object", "properties": A}
+SHUT = {**OPEN, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "tight"),
+    [
+        (OPEN, SHUT),
+        ({"type": "object", "properties": {"o": OPEN}}, {"properties": {"o": SHUT}}),
+        ({"$defs": {"x": OPEN}, "anyOf": [{"$ref": "#/$defs/x"}, OPEN]}, {"$defs": {"x": SHUT}, "anyOf": [..., SHUT]}),
+        ({**OPEN, "required": ["a"]}, {**SHUT, "required": ["a"]}),
+    ],
+)
+def test_objects_are_closed(schema: dict[str, Any], tight: dict[str, Any]) -> None:
+    found = json.loads(tightened_schema(json.dumps(schema)))
+    for key, value in tight.items():
+        assert found[key] == value or (key == "anyOf" and found[key][1] == value[1])
+    assert ("properties" in schema) == (found.get("additionalProperties") is False)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {**OPEN, "additionalProperties": True},
+        {**OPEN, "additionalProperties": {"type": "integer"}},
+        {**OPEN, "required": ["b"]},
+        {**OPEN, "minProperties": 2},
+        {**OPEN, "patternProperties": {"^x": {}}},
+        {"allOf": [OPEN, {"type": "object", "properties": B}]},
+        {**OPEN, "anyOf": [{"properties": B}, {"properties": {}}]},
+        {"$defs": {"x": {"properties": B}}, "$ref": "#/$defs/x", "properties": A},
+        {"type": "object"},
+        {"enum": [{"properties": {}}]},
+        {"const": {"properties": {}}},
+    ],
+)
+def test_other_objects_stay_as_they_are(schema: dict[str, Any]) -> None:
+    assert json.loads(tightened_schema(json.dumps(schema))) == schema
