@@ -49,6 +49,8 @@ examples:
   millrace bench smooth --seconds 30                     streams beside a long prompt, a small tenant beside 60 streams
   millrace bench replay --step-log steps.log             run the steps of `serve --step-log` again, compare tokens
   millrace bench policies --trace trace.csv --svg p.svg  scheduling policies on a recorded trace, simulated device"""
+_ALLOWED = {"peers": ("quick",), "speculate": ("models", "shapes", "batches")}
+"""Options of `bench gpu` that other benchmarks take too."""
 _MODULES = (bench_peers, bench_serve, bench_observe, bench_speculate, bench_gpu)
 EXAMPLES = "\n\n".join([_EXAMPLES, *(module.EXAMPLES for module in _MODULES)])
 
@@ -89,6 +91,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bench_peers.add_arguments(parser)
     bench_serve.add_arguments(parser)
     bench_gpu.add_arguments(parser)
+    bench_speculate.add_arguments(parser)
     add_settings(parser, taken=("fronts", "step_ms"))
 
 
@@ -99,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
         return bench_gpu.run(args)
     if args.what == "serve":
         return bench_serve.run(args)
-    bench_gpu.reject_own_options(args, allowed=("quick",) if args.what == "peers" else ())
+    bench_gpu.reject_own_options(args, allowed=_ALLOWED.get(args.what, ()))
     bench_serve.reject_own_options(args)
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
         "local": _bench_server,
@@ -180,24 +183,28 @@ def _bench_smooth(args: argparse.Namespace) -> int:
     from millrace.bench.http.smooth import SmoothBench
     from millrace.bench.local_server import cancel_on_sigterm
 
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "settings.toml"
-        file.write_text("\n".join(toml_lines(load_settings(args))), encoding="utf-8")
-        line = StatusLine()
-        bench = SmoothBench(
-            ("--config", str(file)),
-            streams=numbers("--streams", args.streams or "60")[0],
-            seconds=args.seconds or 30.0,
-            seed=int(time.time()) if args.content_seed is None else args.content_seed,
-        )
+    code = 0
+    for streams in numbers("--streams", args.streams or "60"):
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "settings.toml"
+            file.write_text("\n".join(toml_lines(load_settings(args))), encoding="utf-8")
+            line = StatusLine()
+            bench = SmoothBench(
+                ("--config", str(file)),
+                streams=streams,
+                seconds=args.seconds or 30.0,
+                seed=int(time.time()) if args.content_seed is None else args.content_seed,
+            )
 
-        async def measure() -> list[Figure]:
-            cancel_on_sigterm()
-            return await bench.run(line.show)
+            async def measure(bench: SmoothBench = bench, line: StatusLine = line) -> list[Figure]:
+                cancel_on_sigterm()
+                return await bench.run(line.show)
 
-        figures = uvloop.run(measure())
-        line.clear()
-    return _print_figures(figures, "Streams beside another tenant's work", "smooth", as_json=args.json)
+            figures = uvloop.run(measure())
+            line.clear()
+        title = f"Streams beside another tenant's work; many streams are {streams}"
+        code = max(code, _print_figures(figures, title, "smooth", as_json=args.json))
+    return code
 
 
 def _bench_replay(args: argparse.Namespace) -> int:

@@ -25,18 +25,22 @@ bench observe:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 1 if the cost is surely above the bar, or a request failed."""
-    from millrace.bench.http.observing import ObserveBench
-    from millrace.bench.http.serving import ServeBench
-
+    """One measurement per number of streams. Exit code 1 if a cost is surely above the bar, or a request failed."""
     rounds = ROUNDS if args.rounds is None else args.rounds
     if not 2 <= rounds <= 100:
         raise UsageError(f"--rounds is {rounds}; it must be from 2 to 100.")
+    return max([_measure(args, streams, rounds) for streams in numbers("--streams", args.streams or STREAMS)])
+
+
+def _measure(args: argparse.Namespace, streams: int, rounds: int) -> int:
+    from millrace.bench.http.observing import ObserveBench
+    from millrace.bench.http.serving import ServeBench
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         measured = ServeBench(
             server_options(folder, load_settings(args)),
-            tuple(numbers("--streams", args.streams or STREAMS)[:1]),
+            (streams,),
             tokens=args.tokens,
             seconds=args.seconds or SECONDS,
             warm_up_s=WARM_UP_S,
@@ -48,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             found.append(one)
             off, on = one.off.output_tokens_per_s, one.on.output_tokens_per_s
             if not args.json:
-                print(f"round {len(found)}: {off:,.1f} tok/s off, {on:,.1f} on", flush=True)
+                print(f"{streams} streams, round {len(found)}: {off:,.1f} tok/s off, {on:,.1f} on", flush=True)
     return _report(found, as_json=args.json)
 
 

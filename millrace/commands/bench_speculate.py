@@ -1,10 +1,13 @@
-"""`millrace bench speculate`: what drafts give on copy-heavy work and on chat, in alternating rounds."""
+"""`millrace bench speculate`: what drafts give on copy-heavy work and on chat, in alternating rounds; with `--models`
+on GPU shapes, with drafts that are right as often as wanted."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +18,7 @@ from millrace.terminal.settings_table import toml_lines
 from millrace.terminal.status_line import StatusLine
 
 if TYPE_CHECKING:
+    from millrace.bench.gpu.speculating import SweepPoint
     from millrace.bench.http.speculating import Point
 
 ROUNDS = 4
@@ -23,11 +27,23 @@ LEAST = 0.98
 EXAMPLES = """\
 bench speculate:
   millrace bench speculate                                with drafts (auto) against none, 1, 4 and 16 streams
-  millrace bench speculate --speculate ngram --draft-tokens 3 --streams 1 --rounds 8 --svg speed-up.svg"""
+  millrace bench speculate --speculate ngram --draft-tokens 3 --streams 1 --rounds 8 --svg speed-up.svg
+  millrace bench speculate --models llama-3.1-8b          a GPU shape: off, auto and fixed numbers of drafts, right with
+                                                          a given probability; --batches 1,32 --acceptance 0,0.8"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument_group("bench speculate").add_argument(
+        "--acceptance", default="", metavar="P,…", help="with --models: how often drafts are right (default: 0,0.6,0.8)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 1 if drafts surely cost more than they may at some point."""
+    if args.models:
+        return asyncio.run(_run_sweep(args))
+    if args.acceptance:
+        raise UsageError("--acceptance needs --models: on a GPU shape, drafts are replayed.")
     from millrace.bench.http.speculating import STREAMS, SpeculateBench, plot_svg
 
     rounds = ROUNDS if args.rounds is None else args.rounds
@@ -49,6 +65,60 @@ def run(args: argparse.Namespace) -> int:
     if args.svg is not None:
         args.svg.write_text(plot_svg(points), encoding="utf-8")
     return int(any(point.speed_up.high < LEAST for point in points))
+
+
+async def _run_sweep(args: argparse.Namespace) -> int:
+    from millrace.bench.gpu.models import known_shapes, make_model
+    from millrace.bench.gpu.speculating import Sweep, SweepSizes
+
+    sizes = SweepSizes(rounds=2 if args.rounds is None else args.rounds, output=2 * args.tokens)
+    if args.batches:
+        sizes = replace(sizes, batches=tuple(numbers("--batches", args.batches)))
+    if args.acceptance:
+        sizes = replace(sizes, acceptances=_shares(args.acceptance))
+    loaded, shapes, failed = load_settings(args), known_shapes(args.shapes), False
+    for name in dict.fromkeys(args.models.split(",")):
+        model, line = make_model(name, loaded, shapes), StatusLine()
+        sweep = Sweep(model, sizes, seed=args.content_seed or 0, time_limit_s=args.time_limit)
+        async for point in sweep.run(line.show):
+            line.clear()
+            failed = failed or bool(point.failures)
+            print(json.dumps(_sweep_record(model.label, point)) if args.json else _sweep_line(point), flush=True)
+    return int(failed)
+
+
+def _shares(text: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(item) for item in text.split(","))
+    except ValueError:
+        found = (-1.0,)
+    if not all(0 <= share <= 1 for share in found):
+        raise UsageError(f"--acceptance is {text}; it must be numbers from 0 to 1, such as 0,0.6,0.8.")
+    return found
+
+
+def _sweep_line(point: SweepPoint) -> str:
+    off = sum(point.rates["off"]) / len(point.rates["off"])
+    ratios = ", ".join(f"{name} {point.ratio(name):.3f} ×" for name in point.rates if name != "off")
+    equal = min(point.equal.values())
+    failures = "".join(f"; {failure}" for failure in point.failures)
+    return (
+        f"{point.batch:4} at once, acceptance {point.acceptance:g}: {off:8.1f} tok/s off; {ratios}"
+        f" ({equal:.1%} of the tokens equal){failures}"
+    )
+
+
+def _sweep_record(label: str, point: SweepPoint) -> dict[str, object]:
+    return {
+        "case": "speculate",
+        "model": label,
+        "batch": point.batch,
+        "acceptance": point.acceptance,
+        "tokens_per_s": {name: [round(rate, 1) for rate in rates] for name, rates in point.rates.items()},
+        "ratio": {name: round(point.ratio(name), 4) for name in point.rates},
+        "equal": {name: round(share, 4) for name, share in point.equal.items()},
+        "failures": point.failures,
+    }
 
 
 def _options(folder: Path, settings: LoadedConfig) -> tuple[str, ...]:

@@ -71,6 +71,7 @@ def print_ops(device: torch.device, dtype: torch.dtype, deterministic: bool = Fa
         print(f"C++ kernels: {native_origin()}")
         if int8 and not native_missing(device):
             print(f"INT8 products: {int8_kernel()}")
+            print("KV cache: float16 unless --kv-dtype says otherwise")
 
 
 def table_lines(

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from millrace.supervise.engine_process import EngineHandle
     from millrace.supervise.fronts import Fronts
     from millrace.supervise.model_supervisor import ModelSupervisor
+    from millrace.supervise.spare_engine import SpareEngine
 
 USAGE = "millrace serve [MODEL …] [options]"
 EXAMPLES = """\
@@ -104,6 +105,7 @@ class Server:
         self._orders: set[asyncio.Task[None]] = set()
         self._front: FrontState | None = None
         """Of this process, once it serves."""
+        self._spare: SpareEngine | None = None
 
     def run(self) -> None:
         """Serve until a signal. Raises if the engine could not start or kept dying."""
@@ -172,6 +174,8 @@ class Server:
                 fronts.kill()
         finally:
             self._engines = models.close()
+            if self._spare is not None:
+                self._spare.close()
             for task in (*tasks, *self._orders):
                 task.cancel()
             for client in clients.values():
@@ -206,13 +210,17 @@ class Server:
     def _supervise(self, clients: Mapping[str, EngineClient], fronts: Fronts) -> ModelSupervisor:
         from millrace.supervise.engine_process import start_engine
         from millrace.supervise.model_supervisor import ModelSupervisor
+        from millrace.supervise.spare_engine import SpareEngine
 
+        server = self._config.server
+        spare = self._spare = SpareEngine(max(1, server.fronts))
         supervisor = ModelSupervisor(
             self._models,
             clients,
-            start=lambda model: start_engine(model.config),
+            start=lambda model: start_engine(model.config, spare.take()),
             announce=lambda event: self._tell_fronts(fronts, event),
             on_only_model_lost=self._end_with,
+            prepare=spare.prepare if server.spare_engine and not server.in_process else lambda: None,
         )
         supervisor.begin(self._engines[0] if self._engines else None)
         return supervisor
@@ -317,7 +325,9 @@ def on_front_lost(state: FrontState, index: int) -> None:
 
 
 def num_requests(state: FrontState) -> int:
-    """Requests of all fronts as the engines last reported them; at least this front's own."""
+    """This front's, if it is the only one; of several, as the engines last reported them, which may be a little old."""
+    if state.config.server.fronts <= 1:
+        return len(state.jobs)
     stats = [model.client.stats for model in state.models]
     return max(len(state.jobs), sum(one.running + one.waiting for one in stats if one is not None))
 

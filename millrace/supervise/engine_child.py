@@ -1,10 +1,12 @@
-"""Main module of the engine process: `python -m millrace.supervise.engine_child DIRECTORY NUM_FRONTS`.
+"""Main module of the engine process: `python -m millrace.supervise.engine_child DIRECTORY NUM_FRONTS [spare]`.
 
-Reads one JSON line of settings from standard input; stops when standard input closes.
+Reads one JSON line of settings from standard input; stops when standard input closes. A spare imports everything before
+it reads. The process is named after what it is, for `ps` and `top`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -27,6 +29,7 @@ GARBAGE_THRESHOLDS = (50_000, 20, 50)
 SWITCH_S = 0.0002
 """On a CPU the thread that runs steps needs the interpreter back while the previous step's tokens are still being sent;
 the default would make it wait up to 5 ms."""
+SPARE_NAME = "millrace-spare"
 HUNG = 75
 """Exit code of an engine whose step never ended."""
 
@@ -34,7 +37,14 @@ HUNG = 75
 def main() -> None:
     request_default_slices()  # The front that starts us has short slices, which children inherit.
     directory, num_fronts = sys.argv[1], int(sys.argv[2])
-    config = from_dict(json.loads(sys.stdin.buffer.readline()))
+    if "spare" in sys.argv[3:]:
+        _name_process(SPARE_NAME)
+        import millrace.engine.build  # noqa: F401
+    line = sys.stdin.buffer.readline()
+    if not line:
+        return  # The server ended before it needed this process.
+    _name_process("millrace-engine")
+    config = from_dict(json.loads(line))
     setup_logging(config.observe.log_level, process="engine")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.set_threshold(*GARBAGE_THRESHOLDS)
@@ -45,6 +55,12 @@ def main() -> None:
     if failure is not None:
         Path(failure_path(directory)).write_text(failure, encoding="utf-8")
     channel.close()
+
+
+def _name_process(name: str) -> None:
+    """At most 15 bytes."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name, encoding="ascii")
 
 
 def _stop_with_parent(channel: SocketEngineChannel) -> None:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -46,8 +47,9 @@ class EngineHandle(Protocol):
         """End the engine, within a bounded time."""
 
 
-def start_engine(config: Config) -> EngineHandle:
-    engine: EngineHandle = EngineThread(config) if config.server.in_process else EngineProcess(config)
+def start_engine(config: Config, spare: EngineChild | None = None) -> EngineHandle:
+    """`spare`: a process that waits for settings, used instead of a new one."""
+    engine: EngineHandle = EngineThread(config) if config.server.in_process else EngineProcess(config, spare)
     if config.run.device != "cpu" and has_gpu():
         read_libraries_ahead()
     return engine
@@ -88,29 +90,62 @@ class EngineThread:
         self._thread.join(timeout=STOP_TIMEOUT_S)
 
 
-class EngineProcess:
-    def __init__(self, config: Config) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="millrace-")
-        engine_path(self._directory.name)  # Raises if the path is too long, before a process is started.
-        environment = dict(os.environ)
-        avoid_spinning(environment)
-        keep_bytecode(environment)
-        self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "millrace.supervise.engine_child",
-                self._directory.name,
-                str(max(1, config.server.fronts)),
-            ],
-            stdin=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,  # Ctrl-C must reach only the front, which then drains.
-        )
+@dataclass(frozen=True, slots=True)
+class EngineChild:
+    """An engine process that waits for its settings."""
+
+    process: subprocess.Popen[bytes]
+    directory: tempfile.TemporaryDirectory[str]
+
+    def send(self, config: Config) -> None:
+        """Raises BrokenPipeError if the process has ended."""
         if self.process.stdin is None:
             raise AssertionError("the child has a pipe for its settings")
         self.process.stdin.write(json.dumps(as_dict(config)).encode() + b"\n")
         self.process.stdin.flush()
+
+    def discard(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        if self.process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
+        self.directory.cleanup()
+
+
+def start_child(num_fronts: int, *, is_spare: bool = False) -> EngineChild:
+    """`is_spare`: it will wait, and imports everything meanwhile."""
+    directory = tempfile.TemporaryDirectory(prefix="millrace-")
+    engine_path(directory.name)  # Raises if the path is too long, before a process is started.
+    environment = dict(os.environ)
+    avoid_spinning(environment)
+    keep_bytecode(environment)
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "millrace.supervise.engine_child",
+            directory.name,
+            str(num_fronts),
+            *(["spare"] if is_spare else []),
+        ],
+        stdin=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,  # Ctrl-C must reach only the front, which then drains.
+    )
+    return EngineChild(process, directory)
+
+
+class EngineProcess:
+    def __init__(self, config: Config, spare: EngineChild | None = None) -> None:
+        child = spare or start_child(max(1, config.server.fronts))
+        try:
+            child.send(config)
+        except BrokenPipeError:  # A spare that has just ended.
+            child.discard()
+            child = start_child(max(1, config.server.fronts))
+            child.send(config)
+        self._directory, self.process = child.directory, child.process
 
     @property
     def directory(self) -> str:

@@ -47,8 +47,11 @@ class ModelSupervisor:
         start: Callable[[ModelSettings], EngineHandle],
         announce: Announce,
         on_only_model_lost: Callable[[str], None],
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        """`start` starts an engine with these settings. `on_only_model_lost`: nothing is left to serve."""
+        """`start` starts an engine with these settings. `on_only_model_lost`: nothing is left to serve. `prepare`: an
+        engine will be started some time, and nothing else is going on."""
+        self._prepare = prepare
         self._start, self._announce, self._on_only_model_lost = start, announce, on_only_model_lost
         self._server = models[0].config.server
         self._models = {model.name: self._managed(model, clients[model.name]) for model in models}
@@ -69,7 +72,7 @@ class ModelSupervisor:
             lambda: self._start_engine(name),
             lambda engine: self._announce_engine(name, engine),
             lambda message: self._give_up(name, message),
-            lambda: self._announce({"event": "unloaded", "model": name}),
+            lambda: self._on_unloaded(name),
         )
         client.on_wanted = lambda: self._begin_loading(name)
         return model
@@ -135,6 +138,15 @@ class ModelSupervisor:
             self._give_up(name, f"The model {name!r} could not be loaded; see the server's log.")
         elif self._models[name].client.ready is not None and not self._closed:
             self._watch_idleness(self._models[name])
+        self._prepare_if_quiet()
+
+    def _on_unloaded(self, name: str) -> None:
+        self._announce({"event": "unloaded", "model": name})
+        self._prepare_if_quiet()
+
+    def _prepare_if_quiet(self) -> None:
+        if not self._closed and not self._loading and any(one.client.is_unloaded for one in self._models.values()):
+            self._prepare()
 
     async def _load(self, model: ManagedModel, engine: EngineHandle | None) -> None:
         until = time.monotonic() + self._server.loading_wait_s

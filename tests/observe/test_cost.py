@@ -61,6 +61,21 @@ def test_all_money_goes_somewhere() -> None:
     assert cost_report(samples(), None, 3.6, "another")["tenants"] == []
 
 
+@pytest.mark.parametrize("num_models", [1, 2, 5])
+def test_models_of_one_machine_pay_its_price_together(num_models: int) -> None:
+    """Two or three leave the device idle at times; five use it several at once."""
+    models = [samples() for _ in range(num_models)]
+    paid = 0.0
+    for index, own in enumerate(models):
+        report = cost_report(own, None, 3.6, beside=models[:index] + models[index + 1 :])
+        assert sum(item["share"] for item in report["items"]) == pytest.approx(1.0, rel=1e-3)
+        last, usd = own[-1].stats, report["usd_per_million"]
+        assert last is not None
+        paid += (last.prefill_tokens * usd["input"]["all_in"] + last.decode_tokens * usd["output"]["all_in"]) / 1e6
+        assert usd["output"]["busy"] <= usd["output"]["all_in"]
+    assert paid == pytest.approx(3.6 * 119 / 3600, rel=1e-3)
+
+
 def test_without_work_there_is_no_price() -> None:
     assert cost_report([], None, 1.0)["usd_per_million"] is None
     assert "note" in cost_report(samples(3), None, 1.0)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
+import msgspec
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from serve.front_under_test import MODEL, Front, endless, running_front
@@ -19,6 +20,7 @@ from millrace.config import Config, replace
 from millrace.observe.tracing import exporter as exporter_module
 from millrace.observe.tracing.context import enter_context
 from millrace.observe.tracing.otlp import Span, encode_request
+from millrace.observe.tracing.step_spans import DETAILS
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319d-b7ad6b7169203331-00"
@@ -103,6 +105,48 @@ def test_errors_have_a_span_and_unsampled_traces_have_none(front: Front, receive
     [span] = receiver.spans
     assert {one.key: one.value for one in span.attributes}["http.response.status_code"].int_value == 400
     assert not span.parent_span_id
+
+
+def test_steps_have_spans_and_none_twice(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.serve.describe.tracing.STEPS_EVERY_S", 0.02)
+    asked: list[int] = []
+
+    async def query(kind: str, last: str, tenant: str | None) -> bytes:
+        """Two steps more than were asked for."""
+        asked.append(int(last))
+        end, now = front.state.client.stats.step_no + 1, time.monotonic()
+        numbers = list(range(max(1, end - int(last) - 2), end))
+        steps = {name: [0 if name == "prefill_tokens" else 5] * len(numbers) for name in DETAILS}
+        steps |= {"step_no": numbers, "done": [now + n for n in numbers], "device_s": [0.5] * len(numbers)}
+        return msgspec.json.encode(steps)
+
+    url = f"http://127.0.0.1:{receiver.server_port}"
+    config = replace(Config(), server__port=0, observe__otlp_url=url, observe__otlp_steps=True)
+    receiver.spans.clear()
+    with running_front(endless, config=config, step_s=0.002) as front:
+        monkeypatch.setattr(front.state.client, "query", query)
+        for _ in range(3):
+            before = len(asked)
+            post(front.port, CHAT, body(max_tokens=5))
+            eventually(lambda before=before: len(asked) > before)
+        time.sleep(0.1)
+        before = len(asked)
+        time.sleep(0.1)
+        assert len(asked) == before, "an idle engine is not asked"
+        eventually(lambda: sum(span.name == "engine steps" for span in receiver.spans) >= 3)
+    spans = [span for span in receiver.spans if span.name in ("decode step", "engine steps")]
+    roots = {span.span_id: span for span in spans if span.name == "engine steps"}
+    numbers = []
+    for span in spans:
+        attributes = {one.key: one.value for one in span.attributes}
+        if span.name == "engine steps":
+            assert attributes["gen_ai.request.model"].string_value == MODEL
+            continue
+        numbers.append(attributes["millrace.step"].int_value)
+        assert attributes["millrace.rows"].int_value == 5
+        assert span.trace_id == roots[span.parent_span_id].trace_id
+        assert span.end_time_unix_nano - span.start_time_unix_nano == pytest.approx(5e8, rel=1e-3)
+    assert numbers == list(range(1, len(numbers) + 1)), "every step once"
 
 
 def test_a_receiver_that_fails_costs_spans_only(front: Front, receiver: Receiver) -> None:

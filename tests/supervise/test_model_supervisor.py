@@ -58,6 +58,8 @@ class Machine:
         )
         self.clients = {name: EngineClient(None) for name in names}
         self.lost: list[str] = []
+        self.prepared: list[str] = []
+        """The loaded models at each time that a spare engine was wanted."""
         self.news: list[dict[str, Any]] = []
         self.supervisor = ModelSupervisor(
             self.models,
@@ -65,6 +67,7 @@ class Machine:
             start=self.start,
             announce=self.news.append,
             on_only_model_lost=self.lost.append,
+            prepare=lambda: self.prepared.append(self.loaded),
         )
 
     def start(self, model: ModelSettings) -> Handle:
@@ -124,6 +127,25 @@ def test_ten_requests_load_a_model_once() -> None:
         assert machine.started == ["A", "b"], "a loaded model is not loaded again"
 
     run("Abc", work)
+
+
+def test_a_spare_engine_is_wanted_while_a_model_is_not_loaded_and_none_loads() -> None:
+    async def work(machine: Machine) -> None:
+        await machine.use("A")
+        await until(lambda: machine.prepared == ["A"])
+        await machine.use("b")
+        await asyncio.sleep(0.02)
+        assert machine.prepared == ["A"], "all are loaded"
+        machine.loading = "A"
+        await machine.supervisor.unload("A")
+        await until(lambda: machine.prepared == ["A", "b"])
+        machine.clients["A"].want()
+        await until(lambda: machine.started == ["A", "b", "A"])
+        await machine.supervisor.unload("b")
+        await until(lambda: {"event": "unloaded", "model": "b"} in machine.news)
+        assert machine.prepared == ["A", "b"], "A is being loaded"
+
+    run("Ab", work)
 
 
 def test_the_model_idle_longest_gives_way_and_never_a_busy_one() -> None:
@@ -191,8 +213,8 @@ def test_keep_alive_unloads_an_idle_model_and_a_request_wakes_it() -> None:
         await asyncio.sleep(0.05)
         assert machine.loaded == "A", "it has a request"
         machine.clients["A"].abort(busy)
-        await until(lambda: machine.loaded == "")
-        assert {"event": "unloaded", "model": "A"} in machine.news
+        await until(lambda: {"event": "unloaded", "model": "A"} in machine.news)
+        assert machine.loaded == ""
         await machine.use("A")
         await asyncio.sleep(0.05)
         assert machine.loaded == "A", "the configured time holds again"

@@ -22,8 +22,8 @@ def cost_report(
 ) -> dict[str, Any]:
     """Over the samples, at most the last quarter of an hour. `tenant`: only its own part; None = all.
 
-    `beside`: samples of the other models on the machine. A model pays for its own time, and idle time is shared by all
-    in proportion to what they used.
+    `beside`: samples of the other models on the machine. All models together pay the machine's price: each its share
+    of the device time that they used, whether the device was idle in between or several used it at once.
     """
     known = [sample for sample in samples if sample.stats is not None]
     first, last = _same_engine(known)
@@ -78,17 +78,18 @@ def _priced(
     steps = last.step_no - first.step_no
     prefill, decode = last.prefill_tokens - first.prefill_tokens, last.decode_tokens - first.decode_tokens
     used_s = busy_s + window.others_s
-    all_in = max(1.0, seconds / used_s) if used_s > 0 else 1.0
+    all_in = seconds / used_s if used_s > 0 else 1.0
+    at_once = min(1.0, all_in)
     per_token = _token_seconds(costs, steps, prefill, decode, last)
     usd = {
         name: {
-            "busy": MILLION * per_s * value,
+            "busy": MILLION * per_s * value * at_once,
             "all_in": MILLION * per_s * value * all_in,
             "interval": [MILLION * per_s * low * all_in, MILLION * per_s * high * all_in],
         }
         for name, (value, low, high) in per_token.items()
     }
-    items = _items(window, busy_s, costs, per_s * 3600 / seconds if seconds else 0.0)
+    items = _items(window, busy_s, costs, at_once, price_per_hour)
     return {
         "window_s": round(seconds, 1),
         "utilisation": busy_s / seconds,
@@ -130,8 +131,11 @@ def _token_seconds(
     }
 
 
-def _items(window: _Window, busy_s: float, costs: StepCosts, usd_per_s: float) -> list[dict[str, Any]]:
-    """Where the money went, largest first; dollars per hour."""
+def _items(
+    window: _Window, busy_s: float, costs: StepCosts, at_once: float, price_per_hour: float
+) -> list[dict[str, Any]]:
+    """Where the money went, largest first. `at_once`: share of its device time that a model pays for, below 1 if
+    several used the device at once."""
     first, last, seconds = window.first, window.last, window.seconds
     steps, decode = last.step_no - first.step_no, last.decode_tokens - first.decode_tokens
     prefill = last.prefill_tokens - first.prefill_tokens
@@ -145,9 +149,9 @@ def _items(window: _Window, busy_s: float, costs: StepCosts, usd_per_s: float) -
         "drafts that were not accepted": costs.decode_token_s * drafted,
     }
     found = [
-        {"item": name, "share": value / seconds, "usd_per_hour": value * usd_per_s}
+        {"item": name, "share": share, "usd_per_hour": share * price_per_hour}
         for name, value in spent.items()
-        if value > 0
+        if (share := value / seconds * (1.0 if name == "idle device" else at_once)) > 0
     ]
     return sorted(found, key=lambda item: -float(str(item["share"])))
 
