@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -51,6 +52,7 @@ class ServerProcess:
         self.stop()
 
     def start(self) -> None:
+        _exit_on_sigterm()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by stop
         self.started_at = time.monotonic()
         try:
@@ -117,6 +119,13 @@ class LocalServer(ServerProcess):
         port = free_port()
         command = [sys.executable, "-m", "millrace", "serve", *options, "--port", str(port)]
         super().__init__(command, port, start_timeout_s=start_timeout_s)
+
+
+def _exit_on_sigterm() -> None:
+    """Leave as after an error, through the code that stops the servers, unless somebody handles SIGTERM already."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def cancel_on_sigterm() -> None:

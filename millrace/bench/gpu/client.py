@@ -199,17 +199,24 @@ class EngineSession:
         self._handle.stop()
 
     async def generate(
-        self, prompts: Sequence[Sequence[int]], outputs: int | Sequence[int], *, row_type: type[Row] = Row
+        self,
+        prompts: Sequence[Sequence[int]],
+        outputs: int | Sequence[int],
+        *,
+        row_type: type[Row] = Row,
+        params: Sequence[SamplingParams] | None = None,
     ) -> Batch:
-        """Run all prompts at once, greedily and to full length. If cancelled, aborts the open requests."""
+        """Run all prompts at once to full length, greedily unless there are `params`. If cancelled, aborts the open
+        requests."""
         per_row = [outputs] * len(prompts) if isinstance(outputs, int) else list(outputs)
-        params = {n: SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in set(per_row)}
+        greedy = {n: SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in set(per_row)}
+        asked = [greedy[n] for n in per_row] if params is None else params
         batch = Batch(per_row, row_type)
         ids: list[int] = []
         batch.started_at = time.monotonic()
         try:
-            for prompt, row, count in zip(prompts, batch.rows, per_row, strict=True):
-                ids.append(self.client.submit(prompt, params[count], row))
+            for prompt, row, own in zip(prompts, batch.rows, asked, strict=True):
+                ids.append(self.client.submit(prompt, own, row))
             await batch.wait()
         finally:
             for request_id in ids:

@@ -64,7 +64,7 @@ def server_cpu_per_token(figures: ServingFigures) -> float:
 @dataclass(frozen=True, slots=True)
 class ObserveBench:
     measured: ServeBench
-    """Its `server_options` are those of both servers, and its first number of streams is used."""
+    """Its `server_options` are those of both servers; it has one number of streams."""
     rounds: int
     folder: Path
     """For the audit log."""

@@ -22,10 +22,12 @@ from millrace.bench.http.observing import T_95, Ratio
 from millrace.bench.http.serving import Progress, await_idle, await_warm, model_name
 from millrace.bench.local_server import LocalServer
 
-WORKLOADS = ("edit", "quote", "extract", "chat")
+WORKLOADS = ("edit", "quote", "extract", "rewrite", "chat")
 COPY_HEAVY = WORKLOADS[:3]
+"""A small model copies a settings file, but writes code anew (`rewrite`): there is less to draft."""
 STREAMS = (1, 4, 16)
 MAX_TOKENS = 128
+_FENCE = "```"
 _NAMES = ("price", "weight", "height", "volume", "score", "length", "amount", "width")
 _PEOPLE = (
     "Anna Keller",
@@ -55,6 +57,10 @@ def messages_of(workload: str, number: int) -> list[dict[str, str]]:
     if workload == "chat":
         return [{"role": "user", "content": _QUESTIONS[number % len(_QUESTIONS)]}]
     if workload == "edit":
+        lines = _settings(name, person)
+        asked = f"Change the port to 9090 and return the whole file.\n{_FENCE}\n{''.join(lines)}{_FENCE}"
+        begun = f"{_FENCE}\n{''.join(lines[:3])}port = 9090\n"
+    elif workload == "rewrite":
         code = _code(name)
         asked = f"Rename the function total to add_up and return the whole file.\n```python\n{code}```"
         begun = "Here is the whole file with the function renamed:\n```python\n" + code.splitlines(keepends=True)[0]
@@ -67,6 +73,15 @@ def messages_of(workload: str, number: int) -> list[dict[str, str]]:
         asked = f'List the sentences of the text as JSON: {{"sentences": [...]}}.\n\n{text}'
         begun = '{"sentences": ["' + text[:40]
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": begun}]
+
+
+def _settings(name: str, person: str) -> list[str]:
+    text = (
+        f'name = "{name}"\nowner = "{person}"\nhost = "10.0.0.7"\nport = 8080\nworkers = 4\ntimeout_s = 30\n'
+        'retries = 3\nlog_level = "info"\nlog_file = "/var/log/app.log"\ncache_dir = "/var/cache/app"\n'
+        "max_body_mib = 16\nkeep_alive_s = 75\ncompress = true\n"
+    )
+    return text.splitlines(keepends=True)
 
 
 def _code(name: str) -> str:
@@ -153,6 +168,7 @@ class SpeculateBench:
             "temperature": 0.7 if workload == "chat" else 0.0,
             "seed": 100 * number + stream,
             "max_tokens": self.max_tokens,
+            "stop": [_FENCE] if workload == "edit" else [],  # the end of the file
             "cache_salt": f"{workload} {number} {stream}",
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -192,7 +208,7 @@ async def _stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any]
     return first or last, last, max(tokens, 1)
 
 
-_COLOURS = ("#1f77b4", "#2ca02c", "#9467bd", "#ff7f0e")
+_COLOURS = ("#1f77b4", "#2ca02c", "#9467bd", "#8c564b", "#ff7f0e")
 
 
 def plot_svg(points: Sequence[Point]) -> str:

@@ -15,9 +15,10 @@ from millrace.bench.figures import Figure
 from millrace.config import Config, ModelConfig, PlanConfig, Quantization, RunConfig, Speculation
 from millrace.engine.drafting.find import find_drafter
 from millrace.models.load import load_decoder
-from millrace.plan.step import CapturePlan
+from millrace.plan.step import CapturePlan, Int32s, StepPlan
 from millrace.run.device.device import Device, open_device
 from millrace.run.device.kv_pool import KvFormat
+from millrace.run.drafting.drafter import DraftAsk, DraftGuide
 from millrace.run.make import make_runner
 from millrace.run.runner import AnyRunner
 from millrace.run.sampling.masks import Masks
@@ -54,10 +55,28 @@ def replay_log(file: Path, run: RunConfig) -> Replay:
         device.close()
 
 
+class LoggedDrafts(DraftGuide):
+    """Gives masked rows the drafts that they had, whatever is proposed."""
+
+    def __init__(self) -> None:
+        self._drafts: dict[int, Int32s] = {}
+
+    def take(self, plan: StepPlan, masked: Masked | None) -> None:
+        """For the next step."""
+        self._drafts = {}
+        if masked is not None and masked.drafts:
+            self._drafts = dict(zip(plan.rows[plan.masked].tolist(), masked.drafts, strict=True))
+
+    def guide(self, request_id: int, ask: DraftAsk, drafts: Int32s) -> tuple[Int32s, bool]:
+        return self._drafts.get(ask.row, drafts[:0]), True
+
+
 def replay(records: list[Record], runner: AnyRunner) -> Replay:
     """Steps one after the other, in the order of the log."""
     masks = {each.step_no: each for each in records if isinstance(each, Masked)}
     drawn = {each.step_no: each for each in records if isinstance(each, Drawn)}
+    logged = LoggedDrafts()
+    runner.guide_drafts(logged)
     done, began = Replay(), time.perf_counter()
     for record in records:
         if isinstance(record, Captured):
@@ -70,8 +89,9 @@ def replay(records: list[Record], runner: AnyRunner) -> Replay:
             continue
         plan = record.plan
         own, expected = masks.get(plan.step_no), drawn.get(plan.step_no)
+        logged.take(plan, own)
         runner.forward(plan)
-        given = Masks(own.index, own.bits.reshape(len(own.index), -1)) if own is not None else None
+        given = Masks(own.index, own.bits.reshape(len(own.index), -1), own.places) if own is not None else None
         found = runner.draw(plan, given).wait().drawn()
         done.num_steps += 1
         done.num_tokens += len(found)

@@ -89,7 +89,13 @@ def measure_steps(config: Config, cases: tuple[StepCase, ...] = CASES) -> Iterat
     device = CpuDevice(config.run.threads)
     precision = choose_precision(config.model, device, has_quantised_weights(files))
     dtype = precision.dtype
-    kv_dtype = resolve_kv_dtype(config.memory.kv_dtype, spec, dtype=dtype, device=device.torch_device)
+    kv_dtype = resolve_kv_dtype(
+        config.memory.kv_dtype,
+        spec,
+        dtype=dtype,
+        device=device.torch_device,
+        has_int8_products=precision.quantization == "int8",
+    )
     decoder = load_decoder(
         files, device=device.torch_device, dtype=dtype, seed=config.model.seed, quantization=precision.quantization
     )
