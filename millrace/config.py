@@ -23,9 +23,9 @@ from millrace.errors import ConfigError
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "fp8", "int8"]
 QuantizationSetting = Literal["auto", "none", "fp8", "int8"]
-KvDtype = Literal["auto", "full", "packed", "fp8", "int8"]
+KvDtype = Literal["auto", "full", "packed", "fp8", "float16", "int8"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
-Speculation = Literal["off", "ngram", "suffix", "draft", "medusa", "eagle", "auto"]
+Speculation = Literal["off", "ngram", "suffix", "draft", "medusa", "eagle", "replay", "auto"]
 Batching = Literal["continuous", "static"]
 PolicyName = Literal["fcfs", "shortest", "feedback", "deadline"]
 GenerationDefaults = Literal["model", "neutral"]
@@ -159,6 +159,9 @@ class ServerConfig:
     max_loaded: int = setting(
         0, "maximum number of models loaded at once; 0 = as many as fit in memory", minimum=0, maximum=1000
     )
+    spare_engine: bool = setting(
+        True, "while a model is not loaded, keep a process without a model ready, which halves the time to load it"
+    )
     loading_wait_s: float = setting(
         120.0, "seconds that a request waits while its model is being loaded, before it gets a 503", minimum=0.0
     )
@@ -203,7 +206,8 @@ class PlanConfig:
     speculate: Speculation = setting(
         "off",
         "guess the next tokens and verify several in one step; never changes an answer; ngram: what followed the last"
-        " few tokens before; suffix: what followed the longest text seen before; auto: suffix",
+        " few tokens before; suffix: what followed the longest text seen before; auto: suffix;"
+        " replay: for benchmarks, a request's prediction token by token",
     )
     step_log: str = setting(
         "", "ever growing file of all steps, with their token ids, for `millrace bench replay`; one per model"
@@ -213,13 +217,17 @@ class PlanConfig:
         "for --speculate draft: a smaller model with the same tokens; for medusa and eagle: trained heads",
     )
     max_drafts: int = setting(
-        7, "maximum guessed tokens per request and step; how many pay is measured", minimum=1, maximum=7
+        15,
+        "maximum guessed tokens per request and step; how many pay is measured; a GPU takes at most 7",
+        minimum=1,
+        maximum=15,
     )
     draft_tokens: int = setting(
         0,
-        "guess always this many tokens per request and step, whether or not they pay; 0 = as measured",
+        "guess always this many tokens per request and step, whether or not they pay; 0 = as measured; a GPU takes at"
+        " most 7",
         minimum=0,
-        maximum=7,
+        maximum=15,
     )
 
 
@@ -234,8 +242,8 @@ class MemoryConfig:
     )
     kv_dtype: KvDtype = setting(
         "auto",
-        "KV cache format; full: the model's dtype; packed: bfloat16 in 12 bits (GPU); auto: packed, else full;"
-        " half the size: fp8 (GPU), int8 (CPU)",
+        "KV cache format; full: the model's dtype; packed: bfloat16 in 12 bits (GPU); float16: float32 models on a CPU;"
+        " auto: packed on a GPU, float16 beside INT8 products, else full; smallest: fp8 (GPU), int8 (CPU)",
     )
     fraction: float = setting(
         0.0, "share of free memory to use; 0 = 0.9 on a GPU, 0.25 on a CPU", minimum=0.0, maximum=1.0
@@ -272,6 +280,7 @@ class ObserveConfig:
     otlp_url: str = setting(
         "", "OTLP/HTTP receiver of OpenTelemetry spans, such as http://127.0.0.1:4318; if empty, none are sent"
     )
+    otlp_steps: bool = setting(False, "send a span for each step of the engines too, to otlp_url")
 
 
 @dataclass(frozen=True, slots=True)

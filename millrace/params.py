@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, Literal
+
+import msgspec
 
 from millrace.errors import BadRequest
 
@@ -25,6 +29,8 @@ FinishReason = Literal["stop", "length", "abort", "deadline", "error", "cancelle
 """Why a request ended."""
 
 
+Pooling = Literal["", "last", "mean"]
+POOLINGS = ("last", "mean")
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf"]
 
 _GRAMMAR_NOUNS: dict[GrammarKind, str] = {
@@ -79,9 +85,11 @@ class ThinkingLimit:
     """The prompt has already begun the reasoning."""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Sampling and stopping. `None` and the neutral value both mean "off"."""
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Sampling and stopping. `None` and the neutral value both mean "off".
+
+    Fields at their defaults do not travel to the engine. `msgspec.structs.replace` makes a changed copy.
+    """
 
     max_tokens: int | None = None
     """Maximum number of output tokens; None = up to the end of the context."""
@@ -110,6 +118,8 @@ class SamplingParams:
     logprobs: int | None = None
     """None = off; k ≥ 0 = of the chosen token and of the k likeliest tokens."""
     prompt_logprobs: int | None = None
+    pooling: Pooling = ""
+    """Not "": the result is no text but one vector, pooled from the prompt's hidden states and normalised."""
     grammar: Grammar | None = None
     """Only tokens that the grammar allows are drawn; the answer ends where the grammar may end."""
     prediction: tuple[int, ...] = ()
@@ -154,9 +164,16 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._check_lengths()
         self._check_numbers()
-        self._check_shape()
+        if _shape_of(self) != _NEUTRAL_SHAPE:
+            self._check_shape()
         if self.grammar is not None:
             self._check_grammar()
+        if self.pooling and (self.pooling not in POOLINGS or self.max_tokens != 1 or self.is_constrained):
+            raise BadRequest(
+                f"pooling is {self.pooling!r}; it must be one of {', '.join(POOLINGS)}, with max_tokens 1 and no"
+                " grammar.",
+                param="pooling",
+            )
 
     @property
     def uses_penalties(self) -> bool:
@@ -184,11 +201,9 @@ class SamplingParams:
 
     def with_seed(self, seed: int) -> SamplingParams:
         """A copy with this seed (0 to 2**63 - 1). Skips validation, because it runs for most requests."""
-        copy = object.__new__(SamplingParams)
-        for name in SamplingParams.__slots__:
-            object.__setattr__(copy, name, getattr(self, name))
-        object.__setattr__(copy, "seed", seed)
-        return copy
+        seeded = copy(self)
+        msgspec.structs.force_setattr(seeded, "seed", seed)
+        return seeded
 
     def _check_lengths(self) -> None:
         _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
@@ -225,23 +240,11 @@ class SamplingParams:
 
     def _check_shape(self) -> None:
         """The options of docs/samplers.md."""
-        _in_range("typical_p", self.typical_p, 0.0, 1.0)
+        for name, (low, high) in _SHAPE_RANGES.items():
+            _in_range(name, getattr(self, name), low, high)
         if self.typical_p == 0.0:
             raise BadRequest("typical_p is 0, which keeps no token; 1 turns it off.", param="typical_p")
-        _in_range("top_a", self.top_a, 0.0, 1.0)
-        _in_range("xtc_probability", self.xtc_probability, 0.0, 1.0)
-        _in_range("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
-        _in_range("dry_multiplier", self.dry_multiplier, 0.0, 100.0)
-        _in_range("dry_base", self.dry_base, 1.0, 100.0)
-        _in_range("dry_allowed_length", self.dry_allowed_length, 0, 2**31 - 1)
-        _in_range("dry_range", self.dry_range, -1, 2**31 - 1)
         _at_most("dry_sequence_breakers", len(self.dry_sequence_breakers), MAX_BREAKERS)
-        _in_range("mirostat", self.mirostat, 0, 2)
-        _in_range("mirostat_tau", self.mirostat_tau, 0.0, 100.0)
-        _in_range("mirostat_eta", self.mirostat_eta, 0.0, 10.0)
-        _in_range("repeat_last_n", self.repeat_last_n, -1, 2**31 - 1)
-        _in_range("dynatemp_range", self.dynatemp_range, 0.0, 100.0)
-        _in_range("dynatemp_exponent", self.dynatemp_exponent, 0.0, 100.0)
         _at_most("logits_processors", len(self.logits_processors), MAX_LOGITS_PROCESSORS)
 
     def _check_numbers(self) -> None:
@@ -260,6 +263,29 @@ class SamplingParams:
             _in_range("logit_bias", bias, -100.0, 100.0)
         for token_id in self.stop_token_ids:
             _in_range("stop_token_ids", token_id, 0, 2**31 - 1)
+
+
+_SHAPE_RANGES: dict[str, tuple[float, float]] = {
+    "typical_p": (0.0, 1.0),
+    "top_a": (0.0, 1.0),
+    "xtc_probability": (0.0, 1.0),
+    "xtc_threshold": (0.0, 1.0),
+    "dry_multiplier": (0.0, 100.0),
+    "dry_base": (1.0, 100.0),
+    "dry_allowed_length": (0, 2**31 - 1),
+    "dry_range": (-1, 2**31 - 1),
+    "mirostat": (0, 2),
+    "mirostat_tau": (0.0, 100.0),
+    "mirostat_eta": (0.0, 10.0),
+    "repeat_last_n": (-1, 2**31 - 1),
+    "dynatemp_range": (0.0, 100.0),
+    "dynatemp_exponent": (0.0, 100.0),
+}
+_SHAPE = (*_SHAPE_RANGES, "dry_sequence_breakers", "logits_processors")
+_shape_of = attrgetter(*_SHAPE)
+_DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
+_NEUTRAL_SHAPE = tuple(_DEFAULTS[name] for name in _SHAPE)
+"""Most requests have this shape, which needs no check."""
 
 
 def check_drafter(params: SamplingParams, offered: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,9 @@ def test_variables_of_the_kubernetes_service_are_not_read_as_settings() -> None:
     objects = yaml.safe_load_all((ROOT / "deploy" / "kubernetes.yaml").read_text(encoding="utf-8"))
     pods = [one["spec"]["template"]["spec"] for one in objects if one["kind"] == "Deployment"]
     assert [pod["enableServiceLinks"] for pod in pods] == [False]
+
+
+def test_the_image_is_built_from_all_that_the_wheel_needs() -> None:
+    kept = {line[1:] for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line[:1] == "!"}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert kept == {"pyproject.toml", "setup.py", "millrace", project["readme"], *project["license-files"]}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
 import pydantic
 import pytest
 from helpers.tiny_models import config_of, make_reference
@@ -207,3 +208,18 @@ def test_repr_names_model_and_device_until_it_is_closed(tmp_path: Path) -> None:
         check_constrained(llm)
         check_neighbours(llm)
     assert repr(llm) == f"LLM('{source}', closed)"
+
+
+def test_embeddings_are_of_length_one_and_close_for_equal_meanings() -> None:
+    texts = ["The cat sits on the mat.", "A cat is sitting on a mat.", "Interest rates rose by a quarter of a point."]
+    with LLM(dtype="float32", token_budget=5) as llm:
+        last, mean = llm.embed(texts), llm.embed(texts, pooling="mean")
+        short = llm.embed(texts[0], dimensions=8)[0]
+        with pytest.raises(BadRequest, match="dimensions"):
+            llm.embed("x", dimensions=0)
+        with pytest.raises(BadRequest, match="no tokens"):
+            llm.embed([[]])
+    for vectors in (last, mean):
+        assert [float(np.linalg.norm(vector)) for vector in vectors] == pytest.approx([1.0] * 3, abs=1e-5)
+        assert vectors[0] @ vectors[1] > vectors[0] @ vectors[2]
+    assert short == pytest.approx(last[0][:8] / np.linalg.norm(last[0][:8]))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from millrace.config import Config, all_settings, load_config
 from millrace.errors import BadRequest, ConfigError
@@ -18,7 +19,7 @@ Messages = str | Sequence[Mapping[str, Any]]
 """A conversation as OpenAI writes it; a string is one user message."""
 
 _SAMPLING_NAMES = tuple(
-    declared.name for declared in dataclasses.fields(SamplingParams) if declared.name not in FORMATS
+    declared.name for declared in msgspec.structs.fields(SamplingParams) if declared.name not in FORMATS
 )
 
 
@@ -47,7 +48,7 @@ def read_params(
     chosen = _read_sampling(method, params, given, defaults)
     if grammar is not None and chosen.grammar is not None:
         raise BadRequest(f"{method}() was given SamplingParams.grammar and another format; give one of them.")
-    return chosen if grammar is None else dataclasses.replace(chosen, grammar=grammar)
+    return chosen if grammar is None else msgspec.structs.replace(chosen, grammar=grammar)
 
 
 def _read_sampling(

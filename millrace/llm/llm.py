@@ -7,24 +7,26 @@ its own thread, so these methods work in scripts, in notebooks and inside other 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar
 
+import msgspec
+
 from millrace.config import DEFAULT_MAX_RUNNING
 from millrace.errors import BadRequest, MillraceError
 from millrace.link.client import EngineClient
 from millrace.link.messages import EngineLoading, EngineReady
+from millrace.link.vectors import Embedding, Float32s, VectorRequest, shortened
 from millrace.llm.arguments import Messages, Prompt, as_batch, as_messages, read_config, read_params
 from millrace.llm.beams import search_one
 from millrace.llm.collector import Collector, OnPart
 from millrace.llm.outputs import Generation
 from millrace.llm.stream import GenerationStream
 from millrace.observe.progress import count_progress, is_watched
-from millrace.params import NEUTRAL_DEFAULTS, BeamParams, SamplingParams, check_drafter
+from millrace.params import NEUTRAL_DEFAULTS, BeamParams, Pooling, SamplingParams, check_drafter
 from millrace.sources.resolve import resolve_model
 from millrace.sources.sampling_defaults import sampling_defaults
 from millrace.supervise.engine_process import EngineThread
@@ -123,6 +125,15 @@ class LLM:
         chosen = read_params("chat", params, sampling, self.sampling_defaults)
         return self.generate([self.encode_chat(messages, **(chat_template_kwargs or {}))], chosen)[0]
 
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling = "last", dimensions: int | None = None
+    ) -> list[Float32s]:
+        """A vector of length 1 for each prompt: the hidden state of its last token after the final norm, or the mean
+        over its tokens. `dimensions` keeps the first ones."""
+        batch = [self._encode(prompt) for prompt in as_batch(prompts)]
+        found = self._call(self._embed_all(batch, pooling))
+        return [shortened(one.vector, dimensions) for one in found]
+
     def encode_chat(self, messages: Messages, **template_options: Any) -> list[int]:
         rendered = self.chat_template.render(as_messages(messages), **template_options)
         return self.tokenizer.encode(rendered, add_special=False)
@@ -184,6 +195,15 @@ class LLM:
                 for task in tasks:
                     task.cancel()
 
+    async def _embed_all(self, batch: list[list[int]], pooling: Pooling) -> list[Embedding]:
+        requests: list[VectorRequest] = []
+        try:
+            requests.extend(VectorRequest(self._client, token_ids, pooling) for token_ids in batch)
+            return [await request.done for request in requests]
+        finally:
+            for request in requests:
+                request.cancel()
+
     async def _generate_one(self, token_ids: list[int], params: SamplingParams) -> Generation:
         collectors = await self._submit(token_ids, params, None)
         try:
@@ -202,7 +222,7 @@ class LLM:
             choice_params = params
             if index > 0:
                 seed = None if params.seed is None else (params.seed + index) % 2**64
-                choice_params = dataclasses.replace(params, seed=seed, prompt_logprobs=None)
+                choice_params = msgspec.structs.replace(params, seed=seed, prompt_logprobs=None)
             collector = Collector(self._client, self.tokenizer, choice_params, index, on_part)
             collectors.append(collector)
             try:

@@ -41,8 +41,9 @@ def bottleneck(stats: dict[str, Any] | None, late_ms: float | None, ttft_ms: flo
         return "unknown: the server has no /v1/stats, so only its latency is seen."
     series = stats["series"]
     kv_used, waiting = _mean(series["kv_share"]["used"]), _mean(series["waiting"])
-    step = {name: _mean(values) for name, values in series["step_ms"].items()}
-    rows, busy = _mean(series["rows_per_step"]), step["device"] * _mean(series["steps_per_s"]) / 1e3
+    steps_per_s = series["steps_per_s"]
+    step = {name: _mean_per_step(values, steps_per_s) for name, values in series["step_ms"].items()}
+    rows, busy = _mean_per_step(series["rows_per_step"], steps_per_s), step["device"] * _mean(steps_per_s) / 1e3
     rows_free = stats["now"].get("rows_free", 1)
     if _mean(series["refused_per_s"]) > 0:
         return "admission control: requests were refused because their first token would have come too late."
@@ -53,8 +54,8 @@ def bottleneck(stats: dict[str, Any] | None, late_ms: float | None, ttft_ms: flo
     host = step["plan"] + step["launch"] + step["apply"]
     if host > step["device"]:
         return f"the engine's host code: {host:.1f} ms per step against {step['device']:.1f} ms on the device."
-    prefill = _mean(series["prefill_tokens_per_step"])
-    decode = _mean(series["decode_tokens_per_step"])
+    prefill = _mean_per_step(series["prefill_tokens_per_step"], steps_per_s)
+    decode = _mean_per_step(series["decode_tokens_per_step"], steps_per_s)
     if busy > 0.8:
         kind = "prefill (compute)" if prefill > decode else "decode (memory bandwidth)"
         return (
@@ -69,3 +70,9 @@ def bottleneck(stats: dict[str, Any] | None, late_ms: float | None, ttft_ms: flo
 def _mean(values: list[float | None]) -> float:
     known = [value for value in values if value is not None]
     return float(np.mean(known)) if known else 0.0
+
+
+def _mean_per_step(values: list[float | None], steps_per_s: list[float | None]) -> float:
+    """Mean over all steps of values that are means over the steps of an interval."""
+    pairs = [(value, steps) for value, steps in zip(values, steps_per_s, strict=True) if value is not None and steps]
+    return sum(value * steps for value, steps in pairs) / sum(steps for _, steps in pairs) if pairs else 0.0

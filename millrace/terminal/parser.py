@@ -39,6 +39,8 @@ class CommandParser(argparse.ArgumentParser):
         return parsed
 
     def _explain_unknown(self, item: str) -> str:
+        if item.startswith(("http://", "https://")) and "--url" in self._option_string_actions:
+            return f"Unexpected argument '{item}'. Did you mean '--url {item}'?"
         if not item.startswith("-"):
             hint = "Quote the prompt." if "PROMPT" in (self.usage or "") else self._see_help()
             return f"Unexpected argument '{item}'. {hint}"

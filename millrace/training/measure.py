@@ -1,4 +1,4 @@
-"""Acceptance on held-out answers: how often each drafted place would be accepted, given that those before it were.
+"""Acceptance on held-out answers: how often each place is accepted when served, given that those before it were.
 
 Greedy answers make this exact: a draft is accepted if it is the token that the target wrote next.
 """
@@ -8,12 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from millrace.training.answers import Answer
 from millrace.training.batches import batches_of
 from millrace.training.target import Batch
 from millrace.training.tasks.task import Task
+
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +72,22 @@ def overall(by_workload: Mapping[str, Acceptance]) -> Acceptance:
 
 
 def _of_batch(task: Task, batch: Batch) -> Acceptance:
-    right, known = task.correct(batch)
-    alive = torch.ones_like(right[0])
-    reached, accepted = [], []
-    for own, has_token in zip(right, known, strict=True):
-        alive = alive & has_token
-        reached.append(int(alive.sum()))
-        alive = alive & own
-        accepted.append(int(alive.sum()))
-    return Acceptance(tuple(reached), tuple(accepted))
+    right, known = (part.cpu().numpy() for part in task.correct(batch))
+    has_token = np.logical_and.accumulate(known, axis=0)
+    is_accepted = np.logical_and.accumulate(known & right, axis=0)
+    starts = is_start(is_accepted.sum(axis=0), has_token[0])
+    was_right = np.concatenate([np.ones_like(is_accepted[:1]), is_accepted[:-1]])
+    reached, accepted = has_token & was_right & starts, is_accepted & starts
+    return Acceptance(*(tuple(part.sum(axis=(1, 2)).tolist()) for part in (reached, accepted)))
+
+
+def is_start(num_accepted: Ints, has_draft: Bools) -> Bools:
+    """Where chains start when served, [B, T]: a step gives the accepted drafts and one token more, so places inside an
+    accepted chain start none. Chains from every place would count those, where drafting is easy, again and again."""
+    starts = np.zeros_like(has_draft)
+    for row, places in enumerate(has_draft):
+        at = int(places.argmax())
+        while at < len(places) and places[at]:
+            starts[row, at] = True
+            at += int(num_accepted[row, at]) + 1
+    return starts

@@ -16,6 +16,8 @@ from serve.wire import eventually, get, post, request
 
 from millrace.config import Config, replace
 from millrace.link.messages import NewRequest, unpack_tokens
+from millrace.observe.audit import AuditLog
+from millrace.observe.cost.billing import Prices, bills
 
 TEXT = "fine"
 CHAT = "/v1/chat/completions"
@@ -66,6 +68,25 @@ def lines_of(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]
     if file_id is None:
         return []
     return [json.loads(line) for line in client.files.content(file_id).text.splitlines()]
+
+
+def test_batches_and_background_responses_are_billed(tmp_path: Path) -> None:
+    log = tmp_path / "audit.jsonl"
+    config = config_in(tmp_path / "data")
+    with running_front(saying(TEXT), config=config) as front, client_of(front) as client:
+        front.state.audit = AuditLog(str(log))
+        wrong = chat_line(3, max_tokens=0)
+        ended(client, begin(client, [chat_line(1), chat_line(2), wrong]))
+        response = client.responses.create(model=MODEL, input="hi", background=True)
+        eventually(lambda: client.responses.retrieve(response.id).status == "completed")
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    made = [record for record in records if record["method"] == "BACKGROUND"]
+    assert [record["path"] for record in made] == [CHAT, CHAT, "/v1/responses"]
+    assert {(record["model"], record["status"], record["finish"]) for record in made} == {(MODEL, 200, "stop")}
+    assert made[2]["request_id"] == response.id
+    [bill], broken = bills(log.read_text().splitlines(), Prices(output=1e6))
+    assert (bill.requests, bill.failed, broken) == (3, 0, 0)
+    assert bill.usd == bill.output_tokens == sum(record["output_tokens"] for record in made) > 0
 
 
 # ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,6 +10,7 @@ from pathlib import Path
 from helpers.served import MODEL, Served, serving, wait_until
 
 from millrace.bench.local_server import descendants
+from millrace.supervise.engine_child import SPARE_NAME
 from millrace.terminal.model_download import is_downloaded
 
 SECOND = "gemma-3-270m"
@@ -39,7 +40,8 @@ def status(served: Served) -> dict[str, str]:
 def engines(served: Served) -> set[int]:
     def is_engine(pid: int) -> bool:
         try:
-            return b"supervise.engine_child" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            is_spare = Path(f"/proc/{pid}/comm").read_text().strip() == SPARE_NAME
+            return not is_spare and b"supervise.engine_child" in Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             return False
 

@@ -95,12 +95,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_reference(case: str, seed: int = 0) -> Any:
+def make_reference(case: str, seed: int = 0, **changes: Any) -> Any:
     """The `transformers` model in float32 with all parameters random, so that a missing norm or bias is noticed."""
     import transformers
 
     kind, values = CASES[case]
-    config = getattr(transformers, f"{kind}Config")(**values)
+    config = getattr(transformers, f"{kind}Config")(**(values | changes))
     name = "Gemma3ForCausalLM" if kind == "Gemma3Text" else f"{kind}ForCausalLM"
     config.architectures = [name]
     config._attn_implementation = "eager"

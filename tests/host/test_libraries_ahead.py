@@ -282,6 +282,6 @@ def test_libraries_are_read_only_for_a_gpu_engine(
     calls: list[str] = []
     monkeypatch.setattr(process, "has_gpu", lambda: has_gpu)
     monkeypatch.setattr(process, "read_libraries_ahead", lambda: calls.append("read"))
-    monkeypatch.setattr(process, "EngineProcess", lambda config: calls.append("engine"))
+    monkeypatch.setattr(process, "EngineProcess", lambda config, spare: calls.append("engine"))
     process.start_engine(load_config(None, {"run.device": device}).config)
     assert calls == ["engine"] + ["read"] * expected, "the engine starts before the libraries are read"

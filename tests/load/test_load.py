@@ -249,6 +249,17 @@ def test_bottlenecks_are_named() -> None:
     assert "host code" in bottleneck({**stats, "series": {**series, "step_ms": {**quiet, "plan": [40.0]}}}, 0.1, 50.0)
 
 
+def test_a_few_long_steps_do_not_make_a_device_busy() -> None:
+    step_ms = {"plan": [0.1, 0.1, None], "launch": [0.1, 0.1, None], "device": [400.0, 10.0, None]}
+    series = {
+        "kv_share": {"used": [0.2]}, "waiting": [0.0], "step_ms": {**step_ms, "apply": step_ms["plan"]},
+        "rows_per_step": [1.0, 2.0, None], "steps_per_s": [1.0, 29.0, 0.0], "refused_per_s": [0.0],
+        "preemptions_per_s": [0.0], "prefill_tokens_per_step": [100.0, 0.0, None],
+        "decode_tokens_per_step": [0.0, 2.0, None], "event_loop_lag_ms": [0.1],
+    }  # fmt: skip
+    assert "none was saturated: the device was busy 23%" in bottleneck({"series": series, "now": {}}, 0.1, 50.0)
+
+
 def test_goodput_wants_every_objective() -> None:
     objectives = (parse_objective("ttft p95 < 500 ms"), parse_objective("itl p99 < 50 ms"))
     good = Record(0, 0, 0.0, ttft_s=0.4, e2e_s=1.0, gaps_s=[0.01], output_tokens=2)

@@ -20,6 +20,7 @@ from millrace.models.batch import ForwardBatch
 from millrace.models.drafters.spec import DrafterSpec
 from millrace.models.layers import DecoderLayer
 from millrace.models.op_program import DecoderOps
+from millrace.ops.attention import Attention
 from millrace.ops.kv.cache import format_of
 from millrace.ops.linear.dense import Head, Linear
 
@@ -76,6 +77,10 @@ class EagleDrafter:
         self.logits = weights.logits
         self._weights, self._ops, self._angles, self._eps = weights, ops, angles, spec.decoder.norm_eps
 
+    @property
+    def attention(self) -> Attention:
+        return self._ops.attention
+
     @torch.inference_mode()
     def fuse(self, states: Tensor) -> Tensor:
         """The target's states [T, states · hidden], those of `spec.target_layers` joined, as the hidden states of the
@@ -94,6 +99,18 @@ class EagleDrafter:
     def step(self, hidden: Tensor, batch: ForwardBatch, kv: Sequence[Tensor]) -> DraftStates:
         """One step for `batch.token_ids` and the hidden states before them [T, hidden], which may be overwritten.
         `kv`: the drafter's KV tensors, in the blocks of KV group 0 of the batch."""
+        states = self._run(hidden, batch, kv, only_writes=False)
+        assert states is not None
+        return states
+
+    @torch.inference_mode()
+    def write(self, hidden: Tensor, batch: ForwardBatch, kv: Sequence[Tensor]) -> None:
+        """`step`, of which only the keys and values are needed."""
+        self._run(hidden, batch, kv, only_writes=True)
+
+    def _run(
+        self, hidden: Tensor, batch: ForwardBatch, kv: Sequence[Tensor], *, only_writes: bool
+    ) -> DraftStates | None:
         ops, weights, layers = self._ops, self._weights, self._weights.layers
         angles = self._angles.of(batch.positions)
         attended = {
@@ -107,6 +124,8 @@ class EagleDrafter:
             own = kv[layer.kv_index]
             rotation = None if layer.rope is None else angles[layer.rope]
             queries = layer.prepare_qkv(layer.qkv(x), rotation, own, batch.block_ids[0], batch.offsets)
+            if only_writes and index + 1 == len(layers):
+                return None
             x = layer.out(ops.attention(queries, own, attended[layer.window]))
             x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, self._eps)
             residual = residual + _dense(layer.mlp(x))

@@ -26,6 +26,9 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 _OCTAVE_RMS = math.sqrt(7 / 3)
 """Root mean square of numbers uniform in [1, 2)."""
 _CHUNK_ITEMS = 1 << 22
+RESIDUAL_KEY = "residual_initializer_range"
+"""Key of a config: range of the weights whose products are added to the residual stream; as the others by default."""
+_RESIDUAL_NAMES = ("o_proj.weight", "down_proj.weight")
 
 
 class RandomWeights:
@@ -34,6 +37,7 @@ class RandomWeights:
         spec = spec_from_config(config)
         self._shapes = {part.name: part.shape for part in all_tensors(layout_of(spec))}
         self._std = float(config.get("initializer_range") or 0.02)
+        self._residual_std = float(config.get(RESIDUAL_KEY) or self._std)
         self._dtype = _DTYPES.get(str(config.get("torch_dtype") or config.get("dtype")), torch.float32)
         self._norm_value = 1.0 - spec.norm_offset
 
@@ -54,12 +58,13 @@ class RandomWeights:
         out = torch.empty(shape, device=device, dtype=dtype)
         if name.endswith("norm.weight"):
             return out.fill_(self._norm_value)
+        std = self._residual_std if name.endswith(_RESIDUAL_NAMES) else self._std
         seed = int.from_bytes(hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest(), "little")
         if out.device.type == "cpu" and dtype in _MANTISSA_BITS:
-            _fill_with_bits(out, self._std, seed)
+            _fill_with_bits(out, std, seed)
             return out
         generator = torch.Generator(out.device).manual_seed(seed & (2**63 - 1))
-        return out.normal_(0.0, self._std, generator=generator)
+        return out.normal_(0.0, std, generator=generator)
 
 
 def _fill_with_bits(out: torch.Tensor, std: float, seed: int) -> None:

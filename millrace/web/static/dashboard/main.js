@@ -27,7 +27,7 @@ function tiles({ now, series, totals }) {
     ["Output tokens/s", shown(last(series.output_tokens_per_s), count), `${shown(last(series.input_tokens_per_s), count)} input`],
     ["KV pool in use", blocks?.total ? share(blocks.used / blocks.total) : "–", blocks ? `${count(blocks.cached)} blocks cached` : ""],
     ["Prefix hits", shown(last(series.prefix_hit_rate), share), `${shown(totals.cached_tokens, count)} tokens so far`],
-    ["Requests", shown(totals.requests, count), `${count(Object.values(totals.errors ?? {}).reduce((sum, one) => sum + one, 0))} errors, ${shown(totals.refused, count)} refused`],
+    ["Requests", shown(totals.requests, count), `${errorCount(totals)}, ${shown(totals.refused, count)} refused`],
     ["Open streams", shown(now.open_streams, count), `${now.fronts} front${now.fronts === 1 ? "" : "s"}`],
   ];
   byId("tiles").replaceChildren(...list.map(([name, value, more]) => el("div", { class: "tile card" }, el("span", { class: "label" }, name), el("strong", {}, value), el("small", {}, more))));
@@ -62,6 +62,11 @@ async function readCost({ price_per_hour: price }) {
   if (!price || performance.now() < costDue) return;
   costDue = performance.now() + COST_EVERY_MS;
   cost = await getJson(`/v1/cost${chosen ? `?model=${encodeURIComponent(chosen)}` : ""}`);
+}
+
+function errorCount({ errors }) {
+  const sum = Object.values(errors ?? {}).reduce((total, one) => total + one, 0);
+  return `${count(sum)} ${sum === 1 ? "error" : "errors"}`;
 }
 
 function errors({ totals }) {
