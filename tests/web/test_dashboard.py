@@ -142,7 +142,7 @@ def test_a_round_is_quick_with_many_streams(browser: Browser, front: Front) -> N
                 return best;
             }"""
         )
-        assert took < 200, f"drawing all charts took {took:.0f} ms"
+        assert took < 500, f"drawing all charts took {took:.0f} ms"
         assert all("limit=50" in url for url in asked if "/v1/requests?" in url)
         assert sum("/explain" in url for url in asked) <= 8 * sum("/v1/stats" in url for url in asked)
 
