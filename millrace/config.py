@@ -206,7 +206,8 @@ class PlanConfig:
     speculate: Speculation = setting(
         "off",
         "guess the next tokens and verify several in one step; never changes an answer; ngram: what followed the last"
-        " few tokens before; suffix: what followed the longest text seen before; auto: suffix;"
+        " few tokens before; suffix: what followed the longest text seen before; draft, medusa, eagle: a drafter that"
+        " is a model (--drafter); auto: suffix and, where it pays, --drafter (on a GPU: --drafter, else suffix);"
         " replay: for benchmarks, a request's prediction token by token",
     )
     step_log: str = setting(
@@ -214,7 +215,8 @@ class PlanConfig:
     )
     drafter: str = setting(
         "",
-        "for --speculate draft: a smaller model with the same tokens; for medusa and eagle: trained heads",
+        "for --speculate draft: a smaller model with the same tokens; for medusa and eagle: trained heads; for auto:"
+        " any of these",
     )
     max_drafts: int = setting(
         15,

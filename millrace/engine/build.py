@@ -37,7 +37,7 @@ from millrace.plan.shapes.choice import make_shape_choice
 from millrace.run.device.device import Device, available_memory, open_device
 from millrace.run.device.kv_pool import KvFormat, bytes_per_token, resolve_kv_dtype
 from millrace.run.device.precision import Precision, choose_precision
-from millrace.run.drafting.drafters import offered_drafters
+from millrace.run.drafting.drafters import AUTO, AUTO_TEXT, offered_drafters
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.make import make_runner
 from millrace.run.runner import AnyRunner
@@ -136,27 +136,29 @@ def build_engine(
         policy=make_policy(config.plan.policy),
         static_batching=config.plan.batching == "static",
         aging_s=config.plan.aging_s,
-        drafts=draft_settings(config, plan.max_running, is_gpu=device.kind == "cuda"),
+        drafts=draft_settings(config, plan.max_running, is_gpu=device.kind == "cuda", has_drafter=drafter is not None),
         groups=KvGroups(spec.kv_groups.windows),
         host_tier=host_tier,
         shapes=make_shape_choice(runner.shapes),
     )
     measured = processor_limits(dtype) if device.kind == "cpu" else limits
+    kind = "" if drafter is None else drafter.kind
     ready = msgspec.structs.replace(
         _ready(config, files, spec, precision, device, plan),
+        drafters=offered_drafters(config.plan.speculate, device.kind, kind),
         device_bytes_per_s=measured.bytes_per_s,
         device_flops=measured.flops,
     )
     constrained = ConstrainedRequests(make_grammars(files, spec.vocab_size))
     work = step_work(spec, plan.weights_bytes, kv_token_bytes)
     has_figures = config.observe.figures
-    drafter_name = "suffix" if config.plan.speculate == "auto" else config.plan.speculate
+    text = AUTO_TEXT if config.plan.speculate == AUTO else config.plan.speculate
     engine = Engine(
         *(scheduler, runner, device, channel),
         constrained=constrained,
         work=work,
         has_figures=has_figures,
-        drafter=drafter_name,
+        drafter=kind or text,
     )
     return engine, ready
 
@@ -183,8 +185,9 @@ def _setup(
     )
 
 
-def draft_settings(config: Config, max_running: int, *, is_gpu: bool) -> DraftSettings:
-    """A step verifies at most as many tokens as it may have rows: buffers exist for that many."""
+def draft_settings(config: Config, max_running: int, *, is_gpu: bool, has_drafter: bool = False) -> DraftSettings:
+    """A step verifies at most as many tokens as it may have rows: buffers exist for that many. On a GPU all drafts come
+    from one drafter."""
     if config.plan.speculate == "off":
         return DraftSettings()
     fixed, most = config.plan.draft_tokens, MAX_PADDED_DRAFTS if is_gpu else MAX_DRAFTS
@@ -195,6 +198,7 @@ def draft_settings(config: Config, max_running: int, *, is_gpu: bool) -> DraftSe
         max_places=max_running,
         is_fixed=bool(fixed),
         is_padded=is_gpu,
+        has_trained=has_drafter and config.plan.speculate == AUTO and not is_gpu,
     )
 
 
@@ -234,6 +238,5 @@ def _ready(
         notes=(*plan.notes, *precision.notes, *native_notes(device.torch_device)),
         num_parameters=spec.num_parameters,
         step_ms=1e3 * target_step_s(config, device.kind),
-        drafters=offered_drafters(config.plan.speculate, device.kind),
         fingerprint="mr-" + hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12],
     )

@@ -284,7 +284,8 @@ class Cycle:
         self._launched.popleft()
         now = self._clock()
         times.waited_s += now - wait_began
-        outcome = self._scheduler.confirm(oldest.plan.step_no, result.drawn(), result.counts, result.num_drafts)
+        columns = (result.drawn(), result.counts, result.num_drafts, result.trained)
+        outcome = self._scheduler.confirm(oldest.plan.step_no, *columns)
         times.plan_s += self._clock() - now
         if self._masks is not None and self._scheduler.rows.num_constrained:
             self._masks.consume(outcome)

@@ -8,7 +8,7 @@ from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.repeated_decode import RepeatedDecode, repeated_decode_from
 from millrace.plan.seating import Seating
 from millrace.plan.shapes.choice import ShapeChoice, StepSizes
-from millrace.plan.step import Admission, Bools, Int32s, Int64s, StepPlan
+from millrace.plan.step import Admission, Bools, Int32s, Int64s, StepPlan, TrainedPlaces
 
 
 class Composer:
@@ -28,7 +28,12 @@ class Composer:
         self._repeated = None
 
     def compose(
-        self, singles: Int64s, chunks: dict[int, int], drafts: Int32s | None = None, draft_floor: float = 0.0
+        self,
+        singles: Int64s,
+        chunks: dict[int, int],
+        drafts: Int32s | None = None,
+        draft_floor: float = 0.0,
+        trained: TrainedPlaces | None = None,
     ) -> StepPlan:
         """`singles` get one token each and, with `drafts`, that many places for drafts; `chunks` are tokens by row."""
         repeated, rows = self._repeated, self._rows
@@ -44,7 +49,7 @@ class Composer:
         samples = ends == known
         if drafts is not None:
             rows.slack[singles] += drafts
-            drafts = np.concatenate([drafts, np.zeros(len(chunks), np.int32)]) if chunks else drafts
+            drafts, trained = _with_chunks(drafts, trained, len(chunks))
         admitted = self._admissions(chunks, singles)
         shared_blocks = 0 if chunks or drafts is not None else self._seating.shared_blocks(int(table_rows[0]))
         scored, pooled = self._scored(table_rows, starts), self._pooled(table_rows, starts)
@@ -78,6 +83,7 @@ class Composer:
             block_groups=block_groups if self._has_groups else None,
             draft_places=drafts,
             draft_floor=draft_floor,
+            trained=trained,
             masked=self._masked(table_rows, samples),
             scored=scored,
             pooled=pooled,
@@ -142,6 +148,16 @@ class Composer:
         # The last prompt token scores nothing: what follows it is drawn.
         scored: Bools = rows.scored[table_rows] & (starts < rows.num_prompt[table_rows] - 1)
         return scored if scored.any() else None
+
+
+def _with_chunks(drafts: Int32s, trained: TrainedPlaces | None, num_chunks: int) -> tuple[Int32s, TrainedPlaces | None]:
+    """Columns over the rows with one token as columns over all rows of a step."""
+    if not num_chunks:
+        return drafts, trained
+    none = np.zeros(num_chunks, np.int32)
+    if trained is not None:
+        trained = TrainedPlaces(np.concatenate([trained.places, none]), trained.worth)
+    return np.concatenate([drafts, none]), trained
 
 
 def _columns(singles: Int64s, chunks: dict[int, int]) -> tuple[Int64s, Int32s]:

@@ -8,7 +8,7 @@ from millrace.plan.drafts import DraftPlaces
 from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.outcome import Delivered, DraftedOutcome, PendingOutcome, make_pending_outcome
 from millrace.plan.seating import Seating
-from millrace.plan.step import Ended, Int32s, StepPlan
+from millrace.plan.step import Ended, Int32s, StepPlan, TrainedDrafts
 
 
 @dataclass(slots=True)
@@ -51,7 +51,12 @@ class Confirming:
         return make_pending_outcome(plan, self._rows)
 
     def confirm(
-        self, step_no: int, tokens: Int32s, counts: Int32s | None, num_drafts: Int32s | None
+        self,
+        step_no: int,
+        tokens: Int32s,
+        counts: Int32s | None,
+        num_drafts: Int32s | None,
+        trained: TrainedDrafts | None = None,
     ) -> tuple[Delivered, int]:
         """What the oldest step in flight delivers, and how many of the tokens were appended without a draw. The
         arguments are those of `Scheduler.confirm`."""
@@ -65,7 +70,7 @@ class Confirming:
             if counts is None:
                 raise AssertionError("a step with draft places needs the number of tokens per row")
             self.forget()
-            self._drafts.observe(plan, counts, num_drafts)
+            self._drafts.observe(plan, counts, num_drafts, trained)
             outcome = DraftedOutcome(plan, rows, counts)
         delivered = outcome.deliver(rows, tokens)
         appended = delivered.insert_appended(rows) if rows.appended else []

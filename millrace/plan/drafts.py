@@ -7,8 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from millrace.plan.drafting.control import DraftControl
+from millrace.plan.drafting.trained import TrainedControl, TrainedDecision
 from millrace.plan.seating import Seating
-from millrace.plan.step import Int32s, Int64s, StepPlan
+from millrace.plan.step import Bools, Int32s, Int64s, StepPlan, TrainedDrafts, TrainedPlaces
+
+NO_TEXT = 2.0
+"""A `StepPlan.draft_floor` that no draft reaches: drafts from text lose at present."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +25,18 @@ class DraftSettings:
     """Always `max_drafts`; else as many as pay."""
     is_padded: bool = False
     """Every row of a step is computed with all its places, used or not."""
+    has_trained: bool = False
+    """A trained drafter proposes where drafts from text do not pay."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftState:
+    """What the controllers have decided, for figures."""
+
+    length: int
+    """Drafts of a row in use; 0 while they lose."""
+    num_probes: int
+    num_stops: int
 
 
 class DraftPlaces:
@@ -29,16 +45,32 @@ class DraftPlaces:
         self.control = DraftControl(
             seating.rows.capacity, settings.max_drafts, is_padded=settings.is_padded, fixed=settings.is_fixed
         )
+        self._trained: TrainedControl | None = None
+        if settings.has_trained and settings.max_drafts and not settings.is_fixed:
+            self._trained = TrainedControl(seating.rows.capacity, settings.max_drafts, self.control)
         self.floor = 0.0
-        """`StepPlan.draft_floor` of the places taken last."""
-        self._num_drafts: dict[int, int] = {}
-        """By step to be measured: drafts that it verified."""
+        self.trained: TrainedPlaces | None = None
+        """`StepPlan.draft_floor` and `StepPlan.trained` of the places taken last."""
+        self._measured: dict[int, tuple[int, float]] = {}
+        """By step to be measured: drafts that it verified, and the time of a trained drafter."""
+
+    @property
+    def state(self) -> DraftState:
+        control, trained = self.control, self._trained
+        if trained is None:
+            return DraftState(control.length, control.num_probes, control.num_stops)
+        return DraftState(
+            max(control.length, trained.length),
+            control.num_probes + trained.num_probes,
+            control.num_stops + trained.num_stops,
+        )
 
     def take(self, singles: Int64s) -> Int32s | None:
         """Places for the drafts of each row, with the blocks for them; None if no row gets any.
 
         Drafts are optional: rows go without when blocks are short or when the step would verify too many tokens.
         """
+        self.floor, self.trained = 0.0, None
         places = self._wanted(singles)
         if places is not None and not self._take_blocks(singles, places):
             places = None
@@ -52,14 +84,24 @@ class DraftPlaces:
         per_row = min(settings.max_drafts, settings.max_places // max(1, len(singles)) - 1)
         if per_row <= 0 or len(singles) == 0 or not rows.can_draft[singles].any():
             return None
-        decision = self.control.decide(singles, rows.request_ids[singles])
-        per_row, self.floor = min(per_row, decision.max_drafts), decision.min_probability
-        if per_row <= 0:
-            return None
+        ids, can_draft = rows.request_ids[singles], rows.can_draft[singles]
+        decision = self.control.decide(singles, ids)
+        text, self.floor = min(per_row, decision.max_drafts), decision.min_probability
         # The last token that the limit allows needs no draft before it.
         left = rows.limit[singles] - rows.known[singles] - 1
-        places: Int32s = np.where(rows.can_draft[singles], np.clip(left, 0, per_row), 0).astype(np.int32)
+        places: Int32s = np.where(can_draft, np.clip(left, 0, text), 0).astype(np.int32)
+        if self._trained is not None and not decision.measures_plain:
+            trained = self._trained_places(self._trained.decide(singles, ids), can_draft, np.clip(left, 0, per_row))
+            self.floor = self.floor if text > 0 else NO_TEXT
+            self.trained = trained
+            places = np.maximum(places, trained.places)
         return places if places.any() else None
+
+    def _trained_places(self, decision: TrainedDecision | None, can_draft: Bools, most: Int64s) -> TrainedPlaces:
+        if decision is None:
+            return TrainedPlaces(np.zeros(len(can_draft), np.int32), 0.0)
+        places = np.where(can_draft & decision.has_drafts, np.minimum(most, decision.length), 0)
+        return TrainedPlaces(places.astype(np.int32), decision.worth)
 
     def _take_blocks(self, singles: Int64s, places: Int32s) -> bool:
         """Take blocks for the most that the rows can reach. False, with nothing taken, if there are not enough."""
@@ -72,9 +114,11 @@ class DraftPlaces:
             self._seating.grow(int(singles[at]), int(columns[at]))
         return True
 
-    def observe(self, plan: StepPlan, counts: Int32s, num_drafts: Int32s | None) -> None:
+    def observe(
+        self, plan: StepPlan, counts: Int32s, num_drafts: Int32s | None, trained: TrainedDrafts | None = None
+    ) -> None:
         """A step with places was confirmed. `counts`: tokens of each sampling row. `num_drafts`: drafts that each had;
-        None if only the places are known."""
+        None if only the places are known. `trained`: those that a trained drafter proposed beside drafts from text."""
         if plan.draft_places is None or self._settings.is_fixed or not plan.draft_places.any():
             return
         if not _only_decodes(plan):
@@ -82,18 +126,34 @@ class DraftPlaces:
         drafts = plan.draft_places if num_drafts is None else num_drafts
         drawn = counts > 0  # The others are past their limit.
         rows = plan.rows[drawn].astype(np.int64)
-        self.control.observe_drafts(rows, self._rows.request_ids[rows], drafts[drawn], counts[drawn] - 1)
-        self._num_drafts[plan.step_no] = int(drafts.sum())
+        ids, own, accepted = self._rows.request_ids[rows], drafts[drawn], counts[drawn] - 1
+        if trained is not None and self._trained is not None:
+            its = trained.num_drafts[drawn]
+            has = its > 0
+            self._trained.observe(rows[has], ids[has], its[has], accepted[has])
+            own, accepted = np.where(has, 0, own), np.where(has, 0, accepted)
+        if plan.draft_floor < NO_TEXT or own.any():
+            self.control.observe_drafts(rows, ids, own, accepted)
+        self._measured[plan.step_no] = int(drafts.sum()), self._drafting_s(trained)
+
+    def _drafting_s(self, trained: TrainedDrafts | None) -> float:
+        if trained is None or self._trained is None:
+            return 0.0
+        num_rows, num_passes = int((trained.num_drafts > 0).sum()), int(trained.num_drafts.max(initial=0))
+        self._trained.observe_time(num_rows, num_passes, trained.seconds)
+        return trained.seconds
 
     def observe_time(self, plan: StepPlan, seconds: float) -> None:
         """A completed step occupied the device for this long."""
-        num_drafts = self._num_drafts.pop(plan.step_no, 0)
+        num_drafts, drafting_s = self._measured.pop(plan.step_no, (0, 0.0))
         if not self._settings.max_drafts or self._settings.is_fixed or seconds <= 0 or not _only_decodes(plan):
             return
         num_rows, has_places = len(plan.rows), plan.draft_places is not None
         if plan.draft_places is not None and self._settings.is_padded:
             num_drafts = num_rows * int(plan.draft_places.max())
-        self.control.observe_time(num_rows, num_rows + num_drafts, seconds, has_places=has_places)
+        seconds = max(seconds - drafting_s, 0.0)
+        if seconds:
+            self.control.observe_time(num_rows, num_rows + num_drafts, seconds, has_places=has_places)
 
 
 def _only_decodes(plan: StepPlan) -> bool:

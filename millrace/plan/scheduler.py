@@ -20,8 +20,7 @@ from millrace.plan.admitting import Admitting
 from millrace.plan.budget import StepBudget, StepTarget
 from millrace.plan.composing import Composer
 from millrace.plan.confirming import Confirming
-from millrace.plan.drafting.control import DraftControl
-from millrace.plan.drafts import DraftPlaces, DraftSettings
+from millrace.plan.drafts import DraftPlaces, DraftSettings, DraftState
 from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.kv.block_pool import BlockPool
 from millrace.plan.kv.groups import ONE_GROUP, KvGroups
@@ -37,7 +36,16 @@ from millrace.plan.row_choice import RowChoice
 from millrace.plan.rows import Rows
 from millrace.plan.seating import Seating
 from millrace.plan.shapes.choice import ExactShapes, ShapeChoice
-from millrace.plan.step import BlockCopies, Ended, Int32s, Int64s, ReleaseReason, StepOutcome, StepPlan
+from millrace.plan.step import (
+    BlockCopies,
+    Ended,
+    Int32s,
+    Int64s,
+    ReleaseReason,
+    StepOutcome,
+    StepPlan,
+    TrainedDrafts,
+)
 from millrace.plan.victim import cheapest_victim
 
 MAX_PREEMPTION_NOTES = 8
@@ -106,8 +114,8 @@ class Scheduler:
         return len(self._seating)
 
     @property
-    def draft_control(self) -> DraftControl:
-        return self._drafts.control
+    def draft_state(self) -> DraftState:
+        return self._drafts.state
 
     @property
     def num_in_flight(self) -> int:
@@ -225,7 +233,9 @@ class Scheduler:
             return None
         self._choice.count_skipped(singles)
         drafts = self._drafts.take(singles)
-        return self._composer.compose(singles, chunks, drafts, self._drafts.floor if drafts is not None else 0.0)
+        if drafts is None:
+            return self._composer.compose(singles, chunks)
+        return self._composer.compose(singles, chunks, drafts, self._drafts.floor, self._drafts.trained)
 
     def _expire(self, now: float) -> None:
         late = self.waiting.expired(now)
@@ -359,15 +369,21 @@ class Scheduler:
         self._confirming.prepare()
 
     def confirm(
-        self, step_no: int, tokens: Int32s, counts: Int32s | None = None, num_drafts: Int32s | None = None
+        self,
+        step_no: int,
+        tokens: Int32s,
+        counts: Int32s | None = None,
+        num_drafts: Int32s | None = None,
+        trained: TrainedDrafts | None = None,
     ) -> StepOutcome:
         """The urgent part of `apply`: which request gets which tokens, and which requests have ended.
 
         `tokens` were drawn by the step's sampling rows, in plan order; `counts` says how many by each row of a step
-        with drafts, and `num_drafts` how many drafts each had, if the runner knows.
+        with drafts, and `num_drafts` how many drafts each had, if the runner knows; `trained`: those of them that a
+        trained drafter proposed beside drafts from text.
         """
         self.run_deferred()
-        delivered, num_appended = self._confirming.confirm(step_no, tokens, counts, num_drafts)
+        delivered, num_appended = self._confirming.confirm(step_no, tokens, counts, num_drafts, trained)
         self._ended += [event for _, event in delivered.ended]
         return StepOutcome(
             step_no=step_no,

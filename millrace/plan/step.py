@@ -119,6 +119,26 @@ class Appended:
     tokens: Int32s
 
 
+@dataclass(frozen=True, slots=True)
+class TrainedPlaces:
+    """Which places for drafts a trained drafter may fill, where drafts come from text first."""
+
+    places: Int32s
+    """Of each row of the step, as in `StepPlan.draft_places`."""
+    worth: float
+    """Tokens that its drafts give a row beyond what they cost: drafts from text must promise as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedDrafts:
+    """What a trained drafter did in a step."""
+
+    num_drafts: Int32s
+    """Its drafts of each drawing row."""
+    seconds: float
+    """Time that it took to propose them, as part of the step's."""
+
+
 @dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.
 class StepPlan:
     step_no: int
@@ -148,6 +168,8 @@ class StepPlan:
     """Places for drafts of each row, beyond its `counts`; None if the step verifies no drafts."""
     draft_floor: float = 0.0
     """Drafts less likely than this to be accepted are not worth their place."""
+    trained: TrainedPlaces | None = None
+    """None: the engine's drafter may fill all places. Else drafts come from text first."""
     masked: Bools | None = None
     """True for drawing rows whose next token a grammar restricts: the draw waits for their masks. None if none has."""
     scored: Bools | None = None

@@ -18,7 +18,7 @@ from millrace.config import Speculation
 from millrace.models.batch import Taps
 from millrace.models.decoder import Decoder
 from millrace.plan.shapes.table import ShapeFacts
-from millrace.plan.step import BlockCopies, Bools, CapturePlan, HeadShape, Int32s, Int64s, StepPlan
+from millrace.plan.step import BlockCopies, Bools, CapturePlan, HeadShape, Int32s, Int64s, StepPlan, TrainedDrafts
 from millrace.run.cpu.model_drafter import make_model_drafter
 from millrace.run.cpu.native_step import NativeStep
 from millrace.run.device.block_copier import JointCopier, OrderedCopier
@@ -27,7 +27,7 @@ from millrace.run.device.kv_pool import KvFormat, allocate_kv
 from millrace.run.drafting.drafted_rows import DraftedRows, RowDrafts, VerifiedStep
 from millrace.run.drafting.drafter import Drafter, DraftGuide
 from millrace.run.drafting.drafters import make_drafters
-from millrace.run.drafting.models import DrafterModel, allocate_drafter_kv, read_layers
+from millrace.run.drafting.models import DrafterModel, allocate_drafter_kv, kind_of, read_layers
 from millrace.run.sampling.logprobs import LogprobColumns
 from millrace.run.sampling.masks import Masks, Uint32s, new_masks
 from millrace.run.sampling.penalties import NO_DRAFT
@@ -64,6 +64,8 @@ class StepResult:
     """With draft places: how many drafts each drawing row had. None: only the device knows."""
     drafted: tuple[RowDrafts, ...] = ()
     """On a CPU: the rows that had drafts."""
+    trained: TrainedDrafts | None = None
+    """The drafts of a trained drafter beside drafts from text."""
     pooled: tuple[PooledPart, ...] = ()
 
     def drawn(self) -> Int32s:
@@ -199,7 +201,7 @@ class Runner:
             parts = (decoder, self._draft_kv, self._table, self._sampler, device)
             model = make_model_drafter(drafter, *parts, block_size=block_size, max_rows=max_rows)
         self._read_layers = read_layers(drafter)
-        drafters = make_drafters(speculate, model)
+        drafters = make_drafters(speculate, model, "" if drafter is None else kind_of(drafter))
         self._drafted = DraftedRows(self._table, max_rows, drafters) if drafters is not None else None
         self._no_states = torch.zeros((0, decoder.spec.hidden_size), dtype=decoder.dtype, device=device.torch_device)
         self._expanded: Callable[[], VerifiedStep | None] | None = None
@@ -377,6 +379,7 @@ class Runner:
             counts=accepted.counts if has_places else None,
             num_drafts=accepted.num_drafts if has_places else None,
             drafted=accepted.drafted,
+            trained=accepted.trained,
         )
 
     def _drafts_before(self, states: DrawStates) -> Int32s | None:
@@ -442,5 +445,6 @@ def copy_to_host(result: StepResult, into: Tensor | None = None, view: Int32s | 
         places=result.places,
         num_drafts=result.num_drafts,
         drafted=result.drafted,
+        trained=result.trained,
         pooled=tuple(part.to_host() for part in result.pooled),
     )

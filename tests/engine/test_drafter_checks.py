@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from helpers.drafter_files import HIDDEN, layer_config, layer_tensors, write
 from helpers.tiny_models import VOCAB, config_of, make_reference
 
 from millrace.config import Config, PlanConfig
@@ -63,6 +65,34 @@ def test_a_target_whose_layers_all_have_a_window_is_refused(tmp_path: Path) -> N
     target = model_in(tmp_path / "target", "mistral_window")
     with pytest.raises(ConfigError, match="every layer of .* has a window"):
         find(target, speculate="draft", drafter=f"random:{tmp_path / 'target'}")
+
+
+def test_auto_reads_from_the_files_what_a_drafter_is(tmp_path: Path) -> None:
+    target = model_in(tmp_path / "target")
+    assert find(target, speculate="auto") is None
+    model_in(tmp_path / "draft", num_hidden_layers=1)
+    found = find(target, speculate="auto", drafter=f"random:{tmp_path / 'draft'}")
+    assert (found.kind, found.spec.num_layers) == ("draft", 1)
+    hidden, size = spec_from_config(target.config).hidden_size, VOCAB
+    heads = {f"{head}.0.linear.weight": torch.zeros(hidden, hidden) for head in range(2)}
+    medusa = write(tmp_path / "medusa", {"medusa_num_heads": 2}, heads)
+    assert find(target, speculate="auto", drafter=str(medusa)).kind == "medusa"
+    tensors = {"fc.weight": torch.zeros(HIDDEN, 2 * HIDDEN), **layer_tensors("layers.0.", input_norm=False)}
+    eagle = write(tmp_path / "eagle", layer_config(size), tensors)
+    assert find(target, speculate="auto", drafter=str(eagle)).kind == "eagle"
+    with pytest.raises(ConfigError, match="plan.speculate is medusa, but .* the format EAGLE. Set --speculate eagle"):
+        find(target, speculate="medusa", drafter=str(eagle))
+
+
+def test_only_a_cpu_with_auto_chooses_between_text_and_a_drafter() -> None:
+    def chooses(speculate: str, *, is_gpu: bool, has_drafter: bool) -> bool:
+        config = dataclasses.replace(Config(), plan=dataclasses.replace(PlanConfig(), speculate=speculate))
+        return draft_settings(config, 64, is_gpu=is_gpu, has_drafter=has_drafter).has_trained
+
+    assert chooses("auto", is_gpu=False, has_drafter=True)
+    assert not chooses("auto", is_gpu=True, has_drafter=True)
+    assert not chooses("auto", is_gpu=False, has_drafter=False)
+    assert not chooses("eagle", is_gpu=False, has_drafter=True)
 
 
 def test_a_gpu_verifies_fewer_drafts_than_a_cpu() -> None:

@@ -9,16 +9,17 @@ from typing import Protocol
 
 import torch
 
-from millrace.config import Config, Quantization
+from millrace.config import Config, Quantization, Speculation
 from millrace.engine.memory_plan import DrafterMemory
 from millrace.errors import ConfigError
 from millrace.models.decoder import Decoder
-from millrace.models.drafters.load import DrafterFiles, load_drafter, open_drafter
+from millrace.models.drafters.load import DrafterFiles, kind_in, load_drafter, open_drafter
+from millrace.models.drafters.spec import DrafterKind
 from millrace.models.load import build_decoder, has_quantised_weights, weight_bytes
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.run.device.kv_pool import KvFormat, bytes_per_token, format_or_full
-from millrace.run.drafting.drafters import MODEL_DRAFTERS
+from millrace.run.drafting.drafters import AUTO, MODEL_DRAFTERS
 from millrace.run.drafting.models import DrafterModel
 from millrace.sources.resolve import ModelFiles, Progress, resolve_model
 
@@ -27,6 +28,11 @@ PARAM = "plan.drafter"
 
 class DrafterSource(Protocol):
     """A drafter whose files were found and fit the target. Nothing is loaded yet."""
+
+    @property
+    def kind(self) -> Speculation:
+        """As `--speculate` names it."""
+        ...
 
     def memory(self, dtype: torch.dtype, kv_dtype: KvFormat, device: torch.device) -> DrafterMemory: ...
 
@@ -42,6 +48,10 @@ class DraftModelSource(DrafterSource):
     files: ModelFiles
     spec: ModelSpec
     """All layers in one KV group: its keys and values are in the blocks of the target's first group."""
+
+    @property
+    def kind(self) -> Speculation:
+        return "draft"
 
     def memory(self, dtype: torch.dtype, kv_dtype: KvFormat, device: torch.device) -> DrafterMemory:
         own_format = format_or_full(kv_dtype, self.spec, dtype=dtype, device=device)
@@ -69,6 +79,10 @@ class HeadSource(DrafterSource):
     files: DrafterFiles
     is_deterministic: bool
 
+    @property
+    def kind(self) -> Speculation:
+        return _named(self.files.spec.kind)
+
     def memory(self, dtype: torch.dtype, kv_dtype: KvFormat, device: torch.device) -> DrafterMemory:
         tensors, decoder = self.files.tensors, self.files.spec.decoder
         weights_bytes = sum(math.prod(tensors.shape(name)) for name in tensors.names()) * dtype.itemsize
@@ -84,29 +98,48 @@ class HeadSource(DrafterSource):
 def find_drafter(
     config: Config, target: ModelFiles, spec: ModelSpec, quantization: Quantization, progress: Progress | None = None
 ) -> DrafterSource | None:
-    """The drafter that `--speculate` and `--drafter` name; None if drafts come from text alone."""
+    """The drafter that `--speculate` and `--drafter` name; None if drafts come from text alone. With `auto` the files
+    say what it is."""
     kind, name = config.plan.speculate, config.plan.drafter
-    if kind not in MODEL_DRAFTERS:
+    if kind not in MODEL_DRAFTERS and not (kind == AUTO and name):
         if name:
             raise ConfigError(
                 f"plan.drafter is {name}, but plan.speculate is {kind}, which drafts without a model."
-                f" Set --speculate {', '.join(MODEL_DRAFTERS[:-1])} or {MODEL_DRAFTERS[-1]}, or remove --drafter.",
+                f" Set --speculate {AUTO}, {', '.join(MODEL_DRAFTERS[:-1])} or {MODEL_DRAFTERS[-1]}, or remove"
+                " --drafter.",
                 param=PARAM,
             )
         return None
     if not name:
         what = "a smaller model with the same tokens" if kind == "draft" else f"{kind} heads trained for the model"
         raise ConfigError(f"plan.speculate is {kind}, which needs {what}. Set --drafter.", param=PARAM)
-    if kind != "medusa":
+    folder = None if kind == "draft" else _folder(config, progress)
+    if folder is None:
         _check_windows(config, spec)
-    if kind == "draft":
         return _draft_model(config, target, quantization, progress)
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        folder = resolve_model(name, progress=progress, offline=config.model.offline).path
     files = open_drafter(folder, spec)
     _check_kind(config, files, spec)
+    if files.spec.kind != "medusa":
+        _check_windows(config, spec)
     return HeadSource(files, config.run.deterministic)
+
+
+def _folder(config: Config, progress: Progress | None) -> Path | None:
+    """The directory with the drafter's files; None if `auto` finds a model there, which is a draft model."""
+    name, is_auto = config.plan.drafter, config.plan.speculate == AUTO
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        files = resolve_model(name, progress=progress, offline=config.model.offline)
+        if is_auto and files.kind != "safetensors":
+            return None
+        folder = files.path
+    if is_auto and not (folder / "config.json").is_file():  # as in a directory with a GGUF file
+        return None
+    return None if is_auto and kind_in(folder) == "draft" else folder
+
+
+def _named(kind: DrafterKind) -> Speculation:
+    return "eagle" if kind == "eagle3" else kind
 
 
 def _draft_model(
@@ -121,8 +154,8 @@ def _draft_model(
 
 
 def _check_kind(config: Config, files: DrafterFiles, spec: ModelSpec) -> None:
-    found = "eagle" if files.spec.kind == "eagle3" else files.spec.kind
-    if found != config.plan.speculate:
+    found = _named(files.spec.kind)
+    if config.plan.speculate not in (AUTO, found):
         raise ConfigError(
             f"plan.speculate is {config.plan.speculate}, but {files.folder} is a drafter of the format"
             f" {files.spec.format}. Set --speculate {found}, or name another --drafter.",

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from millrace.link.messages import DraftStats
+from millrace.plan.drafting.control import MAX_DRAFTS
 from millrace.plan.step import Int64s, StepPlan
 from millrace.run.runner import StepResult
-
-MAX_PLACES = 7
 
 
 class DraftFigures:
@@ -16,7 +15,7 @@ class DraftFigures:
         """`drafter`: who proposes where results do not say it, as on a GPU."""
         self._drafter = drafter
         self._counts: dict[str, Int64s] = {}
-        """By drafter: int64 [2, MAX_PLACES], proposed and accepted."""
+        """By drafter: int64 [2, MAX_DRAFTS], proposed and accepted."""
         self.num_steps = 0
         """Steps that verified drafts."""
 
@@ -36,7 +35,7 @@ class DraftFigures:
     def _add_places(self, plan: StepPlan, tokens: np.ndarray) -> None:
         """Only the places are known: those without a draft count as proposed."""
         assert plan.draft_places is not None
-        counts, place = self._of(self._drafter), np.arange(1, MAX_PLACES + 1)
+        counts, place = self._of(self._drafter), np.arange(1, MAX_DRAFTS + 1)
         drawn = tokens > 0
         proposed, accepted = plan.draft_places[plan.samples][drawn], tokens[drawn] - 1
         counts[0] += (proposed[:, None] >= place).sum(axis=0)
@@ -44,7 +43,7 @@ class DraftFigures:
         self.num_steps += 1
 
     def _of(self, drafter: str) -> Int64s:
-        return self._counts.setdefault(drafter, np.zeros((2, MAX_PLACES), np.int64))
+        return self._counts.setdefault(drafter, np.zeros((2, MAX_DRAFTS), np.int64))
 
     def stats(self) -> dict[str, DraftStats]:
         return {

@@ -14,9 +14,9 @@ from millrace.errors import ModelError
 from millrace.models.angles import Angles
 from millrace.models.decoder import Decoder
 from millrace.models.drafters.checkpoint import DrafterTensors
-from millrace.models.drafters.formats import FIRST_LAYER, read_spec
+from millrace.models.drafters.formats import FIRST_LAYER, find_kind, read_spec
 from millrace.models.drafters.program import Drafter, EagleDrafter, EagleWeights, MedusaDrafter, TokenMap
-from millrace.models.drafters.spec import DrafterSpec
+from millrace.models.drafters.spec import DrafterKind, DrafterSpec
 from millrace.models.load import DecoderBuilder
 from millrace.models.spec.layout import Matrix, ModelLayout, TensorSpec, all_tensors, layout_of
 from millrace.models.spec.model_spec import ModelSpec
@@ -42,6 +42,19 @@ class DrafterFiles:
 
 def open_drafter(folder: Path, target: ModelSpec) -> DrafterFiles:
     """Read what the drafter is, and check every tensor's shape. Reads no weights."""
+    config, tensors = _opened(folder)
+    spec = read_spec(folder, config, tensors, target)
+    if spec.kind != "draft":
+        _check_tensors(folder, spec, tensors)
+    return DrafterFiles(folder, config, tensors, spec)
+
+
+def kind_in(folder: Path) -> DrafterKind:
+    """What kind of drafter the directory holds."""
+    return find_kind(folder, *_opened(folder))[0]
+
+
+def _opened(folder: Path) -> tuple[dict[str, Any], DrafterTensors]:
     if not (folder / "config.json").is_file():
         raise ModelError(
             f"{folder} is no drafter: it has no config.json. Give a directory with a drafter's config and weights."
@@ -54,11 +67,7 @@ def open_drafter(folder: Path, target: ModelSpec) -> DrafterFiles:
         raise ModelError(
             f"{folder} has no weights: no safetensors file and none of {', '.join(_TORCH_FILES)}. Download them too."
         )
-    tensors = DrafterTensors(files)
-    spec = read_spec(folder, config, tensors, target)
-    if spec.kind != "draft":
-        _check_tensors(folder, spec, tensors)
-    return DrafterFiles(folder, config, tensors, spec)
+    return config, DrafterTensors(files)
 
 
 @torch.inference_mode()

@@ -102,6 +102,8 @@ class DraftDecision:
     max_drafts: int
     min_probability: float
     is_probe: bool = False
+    measures_plain: bool = False
+    """The step must have no drafts of any kind."""
 
 
 NO_DRAFTS = DraftDecision(0, 0.0)
@@ -156,7 +158,7 @@ class DraftControl:
             self._greet(rows, request_ids)
             return DraftDecision(self._best(rows)[0], 0.0, is_probe=True)
         if self._measures_plain(len(rows)):
-            return NO_DRAFTS
+            return DraftDecision(0, 0.0, measures_plain=True)
         self._num_active += 1
         self._greet(rows, request_ids)
         self._choose(rows)
@@ -192,6 +194,12 @@ class DraftControl:
         """A step in which rows only decode took this long. `num_tokens`: those it computed, unused places included
         where they are computed."""
         (self._drafted if has_places else self._plain).observe(num_tokens, seconds)
+
+    def step_s(self, num_rows: int, num_tokens: float) -> float | None:
+        """Predicted time of a decode step that computes so many tokens; None if nothing was measured."""
+        if self._drafted.is_known and (num_tokens > num_rows or not self._plain.is_known):
+            return self._drafted_s(num_rows, num_tokens)
+        return self._plain.seconds(num_tokens) if self._plain.is_known else None
 
     def _measures_plain(self, num_rows: int) -> bool:
         if self._plain_left:

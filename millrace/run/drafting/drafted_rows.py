@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from millrace.plan.step import Int32s, Int64s, StepPlan
+from millrace.plan.step import Int32s, Int64s, StepPlan, TrainedDrafts
 from millrace.run.drafting.drafter import DraftAsk, DraftGuide, RowProgress, RowTokens
-from millrace.run.drafting.drafters import GRAMMAR, PREDICTION, Drafters
+from millrace.run.drafting.drafters import GRAMMAR, Drafters
 from millrace.run.sampling.masks import Masks
 from millrace.run.sampling.penalties import NO_DRAFT
 from millrace.run.table.request_table import RequestTable
@@ -81,6 +81,8 @@ class AcceptedStep:
     """Drafts that each of these rows had."""
     drafted: tuple[RowDrafts, ...]
     """What became of them."""
+    trained: TrainedDrafts | None
+    """Those of a trained drafter, if there is one beside drafts from text."""
 
 
 class DraftedRows:
@@ -157,8 +159,7 @@ class DraftedRows:
             max_drafts = min(int(places[index]), limit - known - 1)
             if max_drafts > 0:
                 indices.append(index)
-                num_prompt = int(self._table.num_prompt[row])
-                asks.append(DraftAsk(row, self._tokens[row][:known], num_prompt, max_drafts, plan.draft_floor))
+                asks.append(self._ask(plan, index, max_drafts))
         masked = {} if plan.masked is None else dict.fromkeys(np.flatnonzero(plan.masked).tolist(), _NO_TOKENS)
         for index, ask, drafts in zip(indices, asks, self._drafters.propose(asks), strict=True):
             if index in masked:
@@ -181,6 +182,15 @@ class DraftedRows:
         )
         return VerifiedStep(true_plan, draws[keeps], drawing, int(plan.samples.sum()), list(masked.values()))
 
+    def _ask(self, plan: StepPlan, index: int, max_drafts: int) -> DraftAsk:
+        row, trained = int(plan.rows[index]), plan.trained
+        ask = DraftAsk(
+            row, self._tokens[row][: self._known[row]], int(self._table.num_prompt[row]), max_drafts, plan.draft_floor
+        )
+        if trained is None:
+            return ask
+        return replace(ask, max_trained=min(int(trained.places[index]), max_drafts), min_gain=trained.worth)
+
     def _guided(self, ask: DraftAsk, drafts: Int32s) -> Int32s:
         if self.guide is None:
             return drafts
@@ -200,7 +210,7 @@ class DraftedRows:
 
     def accept(self, step: VerifiedStep, drawn: Int32s) -> AcceptedStep:
         """`drawn`: a token for each draw of the step."""
-        counts, num_drafts = np.zeros((2, step.num_drawing), np.int32)
+        counts, num_drafts, num_trained = np.zeros((3, step.num_drawing), np.int32)
         accepted: list[Int32s] = []
         drafted: list[RowDrafts] = []
         progress: list[RowProgress] = []
@@ -219,22 +229,23 @@ class DraftedRows:
             self._computed[row] = known + count - 1
             self._table.last_tokens[row] = int(own[count - 1])
             counts[place], num_drafts[place] = count, num_draws - 1
+            if num_draws > 1 and self._drafters.is_trained(row):
+                num_trained[place] = num_draws - 1
             accepted.append(own[:count])
             progress.append(self._progress(row, count, num_draws - 1, drafted))
         self._drafters.confirm(progress)
         tokens = np.concatenate(accepted) if accepted else drawn[:0]
-        return AcceptedStep(tokens, counts, num_drafts, tuple(drafted))
+        trained = TrainedDrafts(num_trained, self._drafters.trained_s) if step.plan.trained is not None else None
+        return AcceptedStep(tokens, counts, num_drafts, tuple(drafted), trained)
 
     def _progress(self, row: int, num_new: int, num_drafts: int, drafted: list[RowDrafts]) -> RowProgress:
-        """What the row's drafter is told. Notes drafts in `drafted`."""
+        """What drafters are told. Notes drafts in `drafted`."""
         source, num_accepted = self._drafters.source_of(row) if num_drafts else "", num_new - 1
         tokens = self._tokens[row][: self._known[row]]
         if num_drafts:
             self.num_accepted += num_accepted
             drafted.append(RowDrafts(int(self._table.request_ids[row]), source, num_drafts, num_accepted))
-        if not num_drafts or source in (PREDICTION, GRAMMAR):
-            return RowProgress(row, tokens, num_new, 0, 0)
-        return RowProgress(row, tokens, num_new, num_drafts, num_accepted)
+        return RowProgress(row, tokens, num_new, num_drafts, num_accepted if num_drafts else 0)
 
     def append(self, rows: Int32s, drawn: Int32s) -> None:
         """A step without places for drafts drew these tokens, one for each of the rows."""

@@ -26,7 +26,11 @@ class DraftAsk:
     max_drafts: int
     """At least 1."""
     min_probability: float = 0.0
-    """A draft less likely than this to be accepted costs more than it saves."""
+    """A draft less likely than this to be accepted costs more than it saves: the cost of a draft, in tokens."""
+    max_trained: int | None = None
+    """Drafts that a trained drafter may propose; None: `max_drafts`."""
+    min_gain: float = 0.0
+    """Drafts from text must promise this many accepted tokens beyond their cost: a trained drafter gives as many."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
@@ -21,19 +23,27 @@ GRAMMAR = "grammar"
 """Source of drafts that are the only tokens which the request's grammar allows."""
 TEXT_DRAFTERS: tuple[Speculation, ...] = ("ngram", "suffix")
 MODEL_DRAFTERS: tuple[Speculation, ...] = ("draft", "medusa", "eagle")
+AUTO: Speculation = "auto"
+AUTO_TEXT: Speculation = "suffix"
+"""The drafter from text that `auto` uses."""
 _NONE = np.zeros(0, np.int32)
 
 
 class Drafters:
-    def __init__(self, by_name: Mapping[str, Drafter], default: str, *, takes_predictions: bool = True) -> None:
-        """`default` serves rows whose request names no drafter. `takes_predictions`: drafts come first from what the
-        client expects."""
-        self._by_name, self._default, self._takes_predictions = by_name, default, takes_predictions
+    def __init__(
+        self, by_name: Mapping[str, Drafter], default: str, *, trained: str = "", takes_predictions: bool = True
+    ) -> None:
+        """`default` serves rows whose request names no drafter; AUTO: text first, then the `trained` one.
+        `takes_predictions`: drafts come first from what the client expects."""
+        self._by_name, self._default, self._trained = by_name, default, trained
+        self._takes_predictions = takes_predictions
         self._prediction = PredictionDrafter()
         self._chosen: dict[int, str] = {}
-        """Drafter by row."""
+        """Drafter by row, or AUTO."""
         self._sources: dict[int, str] = {}
         """By row with drafts in the current step: who proposed them."""
+        self.trained_s = 0.0
+        """Seconds that the trained drafter took to propose in the current step."""
         self.needs_hidden = any(drafter.needs_hidden for drafter in by_name.values())
 
     def admit(self, admission: Admission) -> None:
@@ -49,14 +59,22 @@ class Drafters:
             drafter.release(row, tokens, has_ended=has_ended)
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Int32s]:
-        """Drafts for each row: from its prediction, else from its drafter."""
+        """Drafts for each row: from its prediction, else from its drafters, in their order."""
         self._sources.clear()
+        self.trained_s = 0.0
         drafts: list[Int32s] = [_NONE] * len(asks)
         self._propose(PREDICTION, self._prediction, asks, drafts, [self._prediction.has(ask.row) for ask in asks])
         for name, drafter in self._by_name.items():
-            is_due = [not len(drafts[at]) and self._chosen[ask.row] == name for at, ask in enumerate(asks)]
-            self._propose(name, drafter, asks, drafts, is_due)
+            is_due = [not len(drafts[at]) and self._serves(name, ask.row) for at, ask in enumerate(asks)]
+            if name == self._trained:
+                self._propose_trained(drafter, asks, drafts, is_due)
+            else:
+                self._propose(name, drafter, asks, drafts, is_due)
         return drafts
+
+    def _serves(self, name: str, row: int) -> bool:
+        chosen = self._chosen[row]
+        return chosen == name or (chosen == AUTO and name in (AUTO_TEXT, self._trained))
 
     def _propose(
         self, name: str, drafter: Drafter, asks: Sequence[DraftAsk], drafts: list[Int32s], is_due: Sequence[bool]
@@ -69,20 +87,43 @@ class Drafters:
                 drafts[at] = proposed
                 self._sources[asks[at].row] = name
 
+    def _propose_trained(
+        self, drafter: Drafter, asks: Sequence[DraftAsk], drafts: list[Int32s], is_due: Sequence[bool]
+    ) -> None:
+        own = [ask if ask.max_trained is None else replace(ask, max_drafts=ask.max_trained) for ask in asks]
+        began = time.perf_counter()
+        self._propose(
+            self._trained,
+            drafter,
+            own,
+            drafts,
+            [due and ask.max_drafts > 0 for due, ask in zip(is_due, own, strict=True)],
+        )
+        self.trained_s = time.perf_counter() - began
+
     def source_of(self, row: int) -> str:
         """Who proposed the row's drafts in the current step."""
         return self._sources[row]
+
+    def is_trained(self, row: int) -> bool:
+        """True if the trained drafter did."""
+        return self._sources.get(row) == self._trained
 
     def claim(self, row: int, source: str) -> None:
         """The row's drafts in the current step were replaced by those of another source."""
         self._sources[row] = source
 
     def confirm(self, rows: Sequence[RowProgress]) -> None:
-        """`num_drafts` counts those of the row's own drafter."""
+        """`num_drafts` counts all drafts of a row; each drafter is told of its own."""
         for name, drafter in self._by_name.items():
-            own = [progress for progress in rows if self._chosen[progress.row] == name]
+            own = [self._own_progress(name, progress) for progress in rows if self._serves(name, progress.row)]
             if own:
                 drafter.confirm(own)
+
+    def _own_progress(self, name: str, progress: RowProgress) -> RowProgress:
+        if not progress.num_drafts or self._sources.get(progress.row) == name:
+            return progress
+        return replace(progress, num_drafts=0, num_accepted=0)
 
     def feed(self, rows: Sequence[RowTokens]) -> None:
         for drafter in self._by_name.values():
@@ -101,23 +142,26 @@ class Drafters:
             drafter.take_hidden(hidden, rows, positions)
 
 
-def make_drafters(speculate: Speculation, model: Drafter | None = None) -> Drafters | None:
-    """None if the engine proposes no drafts. `model`: the drafter that is a model, if there is one."""
+def make_drafters(speculate: Speculation, model: Drafter | None = None, kind: str = "") -> Drafters | None:
+    """None if the engine proposes no drafts. `model`: the drafter that is a model, if there is one, of this kind."""
     if speculate == "off":
         return None
-    drafters: dict[str, Drafter] = {"suffix": SuffixDrafter(), "ngram": NgramDrafter()}
-    if model is not None:
-        drafters[speculate] = model
     if speculate == "replay":
         return Drafters({"replay": ReplayDrafter()}, "replay", takes_predictions=False)
-    return Drafters(drafters, "suffix" if speculate == "auto" else speculate)
+    drafters: dict[str, Drafter] = {AUTO_TEXT: SuffixDrafter(), "ngram": NgramDrafter()}
+    if model is None:
+        return Drafters(drafters, AUTO_TEXT if speculate == AUTO else speculate)
+    # The trained one comes last: it drafts for rows that no text was found for.
+    return Drafters(drafters | {kind: model}, speculate, trained=kind)
 
 
-def offered_drafters(speculate: Speculation, device_kind: str) -> tuple[str, ...]:
-    """What a request may name as `speculate`, beside `auto`. A GPU has the one drafter that its graphs hold."""
+def offered_drafters(speculate: Speculation, device_kind: str, kind: str = "") -> tuple[str, ...]:
+    """What a request may name as `speculate`, beside `auto`. `kind`: of the drafter that is a model. A GPU has the one
+    drafter that its graphs hold."""
     if speculate == "off":
         return ("off",)
-    named = {"off": None, speculate: None}
+    own = kind or (AUTO_TEXT if speculate == AUTO else speculate)
+    named = {"off": None, own: None}
     if device_kind != "cuda" and speculate != "replay":
         named |= dict.fromkeys(TEXT_DRAFTERS)
-    return tuple(name for name in named if name != "auto")
+    return tuple(named)

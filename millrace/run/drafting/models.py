@@ -7,6 +7,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from millrace.config import Speculation
 from millrace.models.decoder import Decoder
 from millrace.models.drafters.program import EagleDrafter, MedusaDrafter
 from millrace.models.spec.model_spec import ModelSpec
@@ -14,6 +15,13 @@ from millrace.run.device.kv_pool import KvFormat, allocate_kv, format_or_full
 
 DrafterModel = Decoder | EagleDrafter | MedusaDrafter
 """A draft model, a feature drafter, or Medusa heads."""
+
+
+def kind_of(model: DrafterModel) -> Speculation:
+    """As `--speculate` names it."""
+    if isinstance(model, Decoder):
+        return "draft"
+    return "medusa" if isinstance(model, MedusaDrafter) else "eagle"
 
 
 def kv_spec_of(model: DrafterModel) -> ModelSpec | None:

@@ -125,14 +125,15 @@ class SuffixDrafter(Drafter):
         return state.recent if state.generation == recent.generation else None
 
     def _num_drafts(self, state: _Row, at: int, ask: DraftAsk) -> int:
-        """As many as are likely enough to be accepted."""
+        """As many as are likely enough to be accepted; none if they promise less than another drafter's."""
         probability = float(self._accepted[at] / self._tried[at])
         probability = (state.accepted + ROW_WEIGHT * probability) / (state.tried + ROW_WEIGHT)
-        count, together = 0, probability
+        count, together, gain = 0, probability, 0.0
         while count < ask.max_drafts and together >= ask.min_probability:
             count += 1
+            gain += together - ask.min_probability
             together *= probability
-        return count
+        return count if gain >= ask.min_gain else 0
 
     def confirm(self, rows: Sequence[RowProgress]) -> None:
         for progress in rows:
