@@ -16,14 +16,14 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from millrace.engine.copies import BlockCopying
 from millrace.plan.scheduler import Scheduler
-from millrace.plan.step import Ended, Int64s, StepOutcome, StepPlan
+from millrace.plan.step import Ended, ForcedDrafts, Int64s, StepOutcome, StepPlan
 from millrace.run.device.device import Pending
 from millrace.run.runner import AnyRunner, StepResult
 from millrace.run.sampling.masks import MaskedRows, Masks, Uint32s
@@ -130,17 +130,22 @@ class Cycle:
         depth: int = DEPTH,
         min_jump: int = 1,
         max_jump_rows: int = sys.maxsize,
+        drafts_forced: bool = False,
         slow_step_s: float = math.inf,
     ) -> None:
         """`probe` raises if the device itself is unusable. `min_jump`: draws that appending forced tokens must save;
-        it is done in steps of at most `max_jump_rows` rows. `slow_step_s`: after a step this long, the next one is
-        planned only when the last one has ended."""
+        it is done in steps of at most `max_jump_rows` rows. `drafts_forced`: forced tokens that are not appended go
+        with the next plan, as drafts. `slow_step_s`: after a step this long, the next one is planned only when the last
+        one has ended."""
         self._scheduler, self._runner, self._listener = scheduler, runner, listener
         self._clock, self._probe, self._masks, self._depth = clock, probe, masks, depth
         self._launched: deque[Launched] = deque()
         self._copying = BlockCopying(scheduler, runner, clock)
         self._confirmed_at = 0.0
         self._min_jump, self._max_jump_rows, self._slow_step_s = min_jump, max_jump_rows, slow_step_s
+        self._drafts_forced = drafts_forced
+        self._forced: dict[int, list[int]] = {}
+        """By request: the tokens that its grammar forces after the step that drew masked rows last."""
         self._last_device_s = 0.0
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan")
         """Plans a step while this thread waits for masks. It starts with the first such step."""
@@ -210,7 +215,7 @@ class Cycle:
         self._copying.start()
         if plan is None:
             return False
-        self._launch(plan, planned)
+        self._launch(self._with_forced(plan), planned)
         launched = self._clock()
         self.times.launch_s += launched - planned
         self._scheduler.run_deferred()
@@ -237,8 +242,10 @@ class Cycle:
         masks = self._masks.masks(rows, self._runner.mask_memory(rows.num_masks))
         self.times.mask_s += self._clock() - began
         launched.pending = self._runner.draw(plan, masks)
-        if len(plan.rows) <= self._max_jump_rows:  # While the device draws: the next plan needs it, this draw does not.
-            self._append_forced(self._masks.forced(rows, masks))
+        # While the device draws: the next step needs it, this draw does not.
+        jumps, self._forced = len(plan.rows) <= self._max_jump_rows, {}
+        if jumps or (self._drafts_forced and plan.draft_places is not None):
+            self._use_forced(rows, self._masks.forced(rows, masks), jumps=jumps)
 
     def _masked_rows(self, plan: StepPlan, request_ids: Int64s) -> MaskedRows:
         assert plan.masked is not None
@@ -261,11 +268,31 @@ class Cycle:
             plan = planned.result()
         self._launch_planned(plan)
 
-    def _append_forced(self, forced: list[tuple[int, list[int]]]) -> None:
-        """Rows continue after the tokens that their grammars force. The step launched last draws the first of them."""
+    def _use_forced(self, rows: MaskedRows, forced: list[tuple[int, list[int]]], *, jumps: bool) -> None:
+        """Rows continue after the tokens that their grammars force, or have them as drafts in the next step. The step
+        launched last draws the first of them."""
+        drafts = dict(zip(rows.request_ids.tolist(), rows.drafts, strict=True)) if self._drafts_forced else {}
         for request_id, tokens in forced:
-            if len(tokens) > self._min_jump:
-                self.num_jumped += self._scheduler.append_forced(request_id, tokens)
+            num_saved = 0
+            if jumps and len(tokens) > self._min_jump:
+                num_saved = self._scheduler.append_forced(request_id, tokens)
+                self.num_jumped += num_saved
+            if not num_saved and self._drafts_forced:
+                # The step launched last gives as many of them as it has right drafts, and one more.
+                self._forced[request_id] = tokens[1 + _num_equal(drafts[request_id], tokens) :]
+
+    def _with_forced(self, plan: StepPlan) -> StepPlan:
+        """The plan with the drafts that grammars force."""
+        if not self._forced or plan.masked is None or plan.draft_places is None:
+            return plan
+        has_places = plan.rows[plan.masked & (plan.draft_places > 0)]
+        ids = self._scheduler.rows.request_ids[has_places].tolist()
+        forced = tuple(
+            ForcedDrafts(row, np.array(tokens, np.int32))
+            for row, request_id in zip(has_places.tolist(), ids, strict=True)
+            if (tokens := self._forced.get(request_id))
+        )
+        return replace(plan, forced=forced) if forced else plan
 
     def _tell_ended(self, now: float) -> None:
         if ended := self._scheduler.take_ended():
@@ -356,3 +383,9 @@ class Cycle:
             self._scheduler.discard_in_flight()
             return error
         return None
+
+
+def _num_equal(first: list[int], second: list[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = zip(first, second, strict=False)
+    return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

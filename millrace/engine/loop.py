@@ -113,6 +113,7 @@ class Engine:
             masks=constrained,
             min_jump=CUDA_MIN_JUMP if is_cuda else MIN_JUMP,
             max_jump_rows=CUDA_MAX_JUMP_ROWS if is_cuda else sys.maxsize,
+            drafts_forced=is_cuda,
             slow_step_s=math.inf if is_cuda else SLOW_STEP_S,
         )
         self._stopping = False
@@ -425,9 +426,9 @@ def _to_request(message: NewRequest, *, is_gpu: bool) -> Request:
 
 def _can_draft(params: SamplingParams, *, is_gpu: bool) -> bool:
     """False if drafts are off, or if a token's draw depends on where earlier tokens are. A GPU verifies no drafts of
-    rows with penalties, whose draws depend on the tokens just before, with log-probabilities, or with a grammar."""
-    has_masks = is_gpu and params.is_constrained
-    return params.speculate != "off" and not has_masks and _can_verify(params, is_gpu=is_gpu)
+    rows with penalties, whose draws depend on the tokens just before, with a bias or with log-probabilities: such a row
+    has one buffer for its adjusted logits, and they are needed at every place."""
+    return params.speculate != "off" and _can_verify(params, is_gpu=is_gpu) and not (is_gpu and params.logit_bias)
 
 
 def _can_verify(params: SamplingParams, *, is_gpu: bool) -> bool:

@@ -139,6 +139,15 @@ class TrainedDrafts:
     """Time that it took to propose them, as part of the step's."""
 
 
+@dataclass(frozen=True, slots=True)
+class ForcedDrafts:
+    """Drafts that the host knows before the device proposes: the only tokens that a row's grammar allows after those of
+    the steps in flight. They take the row's places."""
+
+    row: int
+    tokens: Int32s
+
+
 @dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.
 class StepPlan:
     step_no: int
@@ -170,6 +179,8 @@ class StepPlan:
     """Drafts less likely than this to be accepted are not worth their place."""
     trained: TrainedPlaces | None = None
     """None: the engine's drafter may fill all places. Else drafts come from text first."""
+    forced: tuple[ForcedDrafts, ...] = ()
+    """Only for runners whose drafters do not ask the grammars themselves."""
     masked: Bools | None = None
     """True for drawing rows whose next token a grammar restricts: the draw waits for their masks. None if none has."""
     scored: Bools | None = None

@@ -28,7 +28,7 @@ from millrace.run.device.block_copier import BlockCopier, JointCopier, OrderedCo
 from millrace.run.device.device import Device, Pending
 from millrace.run.device.kv_pool import KvFormat, allocate_kv
 from millrace.run.drafting.device_chain import ChainSetup, DeviceDrafter
-from millrace.run.drafting.device_drafts import DeviceDrafts
+from millrace.run.drafting.device_drafts import DeviceDrafts, drafts_of_masked, masks_drafts
 from millrace.run.drafting.drafter import DraftGuide
 from millrace.run.drafting.make_device import make_device_drafter
 from millrace.run.drafting.models import DrafterModel, allocate_drafter_kv, kv_spec_of
@@ -54,6 +54,15 @@ per token, written once and read twice). H200: hidden size 1,024 is even at 128 
 
 
 @dataclass(frozen=True, slots=True)
+class Sent:
+    """A step whose packet was sent, before its body."""
+
+    plan: StepPlan
+    """Without the block updates that were sent before."""
+    draws: DrawPlan
+
+
+@dataclass(frozen=True, slots=True)
 class Forwarded:
     """What a forward pass leaves for its draw, apart from the hidden states on the device."""
 
@@ -64,6 +73,11 @@ class Forwarded:
 
 
 class CudaRunner:
+    _forwarded: Callable[[], Forwarded] | None = None
+    """The last forward pass."""
+    _placed: tuple[StepPlan, Pending[Tensor] | None] | None = None
+    """Its plan; its tokens and drafts, if masked rows may have drafts."""
+
     def __init__(
         self,
         decoder: Decoder,
@@ -188,8 +202,6 @@ class CudaRunner:
             drafts=self._drafts,
             chain=self._chain,
         )
-        self._forwarded: Callable[[], Forwarded] | None = None
-        """The last forward pass."""
         self._draws: DrawPlan | None = None
         """The draw plan of the last step."""
         self._epoch = NO_EPOCH
@@ -229,13 +241,22 @@ class CudaRunner:
         return self.draw(plan, None)
 
     def forward(self, plan: StepPlan) -> None:
-        self._forwarded = self._device.queue(lambda: self._forward(plan))
+        self._placed = plan, None
+        if not masks_drafts(plan):
+            self._forwarded = self._device.queue(lambda: self._forward(plan))
+            return
+        sent = self._device.queue(lambda: self._send(plan))
+        self._placed = plan, self._device.launch(lambda: self._place(plan), partial(self._placed_to_host, plan))
+        self._forwarded = self._device.queue(lambda: self._body(sent()))
 
     def guide_drafts(self, guide: DraftGuide) -> None:
-        """The device proposes: masks alone refuse drafts."""
+        """The device proposes: masks alone refuse drafts. What grammars force comes with the plan."""
 
     def masked_drafts(self) -> list[Int32s]:
-        raise AssertionError("masked rows have no drafts")
+        """Waits for the start of the step's forward pass."""
+        assert self._placed is not None, "drafts follow the forward pass of their step"
+        plan, placed = self._placed
+        return drafts_of_masked(plan, None if placed is None else placed.wait().numpy())
 
     def mask_memory(self, count: int) -> Uint32s:
         if self._device.kind != "cuda":  # The forward pass may not have begun.
@@ -245,9 +266,12 @@ class CudaRunner:
     def draw(self, plan: StepPlan, masks: Masks | None) -> Pending[StepResult]:
         forwarded = self._forwarded
         assert forwarded is not None, "a draw follows the forward pass of its step"
+        if masks is not None and masks.places is not None:
+            self.masked_drafts()  # Then the packet has arrived, and may be told which state has which mask.
         return self._device.launch(lambda: self._draw(plan, forwarded(), masks), self._copy_to_host)
 
-    def _forward(self, plan: StepPlan) -> Forwarded:
+    def _send(self, plan: StepPlan) -> Sent:
+        """Send the step's packet and let a drafter that is a model propose."""
         self._table.update_host(plan)
         self._sampler.update(plan)
         if self._drafts is not None:
@@ -263,13 +287,28 @@ class CudaRunner:
         work.send(plan, shape, draws, records)
         if self._chain is not None and shape.places > 1:
             self._graphs.run(Propose(shape.rows, shape.places), partial(work.propose_drafts, shape))
+        return Sent(plan, draws)
+
+    def _place(self, plan: StepPlan) -> Tensor:
+        """Place drafts before the body does, which finds them placed: the host computes masks meanwhile."""
+        self._work.place_drafts(plan.shape)
+        return self._work.placed(plan.shape, len(plan.rows))[0]
+
+    def _placed_to_host(self, plan: StepPlan, placed: Tensor) -> Tensor:
+        return self._work.placed(plan.shape, len(plan.rows))[1].copy_(placed, non_blocking=True)
+
+    def _forward(self, plan: StepPlan) -> Forwarded:
+        return self._body(self._send(plan))
+
+    def _body(self, sent: Sent) -> Forwarded:
+        plan, shape, work = sent.plan, sent.plan.shape, self._work
         if plan.draft_places is not None and not shape.places:
             work.place_drafts(shape)
         if shape.is_exact:
             hidden = work.body(shape, long_rows=_long_rows(plan, shape.long_from), drawn_only=False)
         else:
             hidden = self._graphs.run_planned(shape, partial(work.body, shape), captures=plan.captures)
-        return Forwarded(draws, shape, *self._read_prompts(plan, hidden))
+        return Forwarded(sent.draws, shape, *self._read_prompts(plan, hidden))
 
     def _copy_to_host(self, result: StepResult) -> StepResult:
         host = copy_to_host(result, *self._work.drawn_on_host(len(result.tokens)))
@@ -283,7 +322,7 @@ class CudaRunner:
         draws, shape, work = forwarded.draws, forwarded.shape, self._work
         check_masks(masks, draws.masked)
         if masks is not None:
-            work.send_masks(masks)
+            work.send_masks(masks, draws, shape.tokens_per_row)
         logits: Tensor | None = None
         for variant, count in draws.groups:
             head = self._head(variant, count * shape.tokens_per_row)

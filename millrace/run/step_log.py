@@ -265,6 +265,7 @@ def _repeat(last: StepPlan, record: Repeated) -> StepPlan:
         admitted=(),
         released=(),
         appended=(),
+        forced=(),
     )
 
 

@@ -15,7 +15,7 @@ from millrace.bench.errors import BenchError
 from millrace.bench.micro.replay import replay_log
 from millrace.config import RunConfig
 from millrace.params import Grammar, RowParams
-from millrace.plan.step import Admission, Appended, Int32s, Release, StepPlan, StepShape, exact_shape
+from millrace.plan.step import Admission, Appended, ForcedDrafts, Int32s, Release, StepPlan, StepShape, exact_shape
 from millrace.run.runner import StepResult
 from millrace.run.step_log import Copied, Drawn, Masked, Planned, RunnerSetup, StepLog, decode, encode, read_log
 
@@ -49,6 +49,7 @@ def a_plan(step_no: int, epoch: int) -> StepPlan:
         admitted=(Admission(1, 2**50, tokens, 2, RowParams(params, (0, 9)), limit=40, num_computed=1),),
         released=(Release(0, 3, "preempted"),),
         appended=(Appended(1, 4, tokens),),
+        forced=(ForcedDrafts(1, tokens),),
         block_groups=ints(0),
         draft_places=ints(2, 0),
         masked=np.array([True, False]),
@@ -86,6 +87,7 @@ def test_repeated_plans_are_short_and_read_back_whole(tmp_path: Path) -> None:
         admitted=(),
         released=(),
         appended=(),
+        forced=(),
     )
     log.plan(first)
     size = file.stat().st_size

@@ -16,11 +16,12 @@ def change_decode_table(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
     monkeypatch.setattr(decode_rule, "decode_table", lambda _device: table)
 
 
-def want_few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def want_few_programs(monkeypatch: pytest.MonkeyPatch, most: int = 16) -> None:
     """Triton's interpreter runs programs one by one, also those without work."""
     table = decode_rule.decode_table(torch.device("cpu"))
-    few = {
-        name: tuple((streams, (min(programs, 16), *tile)) for streams, (programs, *tile) in rows)
-        for name, rows in table.few.items()
-    }
-    change_decode_table(monkeypatch, few=few)
+
+    def limited(rows: decode_rule.ByStreams) -> decode_rule.ByStreams:
+        return tuple((streams, (min(programs, most), *tile)) for streams, (programs, *tile) in rows)
+
+    few = {name: limited(rows) for name, rows in table.few.items()}
+    change_decode_table(monkeypatch, few=few, few_with_drafts=limited(table.few_with_drafts))

@@ -60,6 +60,9 @@ class Rows:
         num = len(self.rows)
         self.max_drafts = rng.choice([-1, 0, 1, 3, 7], num) if places > 1 else rng.choice([-1, 0], num)
         self.given = rng.integers(100, 200, num * places)
+        self.num_given = rng.choice([0, 0, 1, 2, 7], num).clip(max=places - 1)
+        is_given = np.arange(places) <= self.num_given[:, None]
+        self.given[~is_given.ravel()] = -1
         # Full rows before the middle, greedy ones after it; two rows of padding in the batch.
         num_full = int(rng.integers(0, num + 1))
         order = rng.permutation(num)
@@ -79,7 +82,7 @@ class Rows:
             max_drafts=on_device([*self.max_drafts, -1, -1]),
             starts=on_device([33] * (num + 2)),
             seq_lens=on_device([34] * (num + 2)),
-            tokens_in=on_device([*self.given, *[0] * (2 * places)]),
+            tokens_in=on_device([*self.given, *[0] * (2 * places)]),  # the first of each row is replaced
             states=on_device(states),
             rows=on_device(table_rows),
             positions=on_device(positions),
@@ -91,7 +94,13 @@ class Rows:
         if known >= limit:
             return None
         room = min(allowed, self.places - 1, limit - known - 1)
+        if given := self.given_drafts(row):
+            return given[:room]
         return propose_ngram(self.history[row, :known].astype(np.int32), room).tolist()
+
+    def given_drafts(self, row: int) -> list[int]:
+        at = self.rows.tolist().index(row)
+        return self.given.reshape(-1, self.places)[at, 1 : 1 + self.num_given[at]].tolist()
 
 
 def suffix_drafts(history: list[int], count: int, longest: int) -> list[int]:
@@ -118,8 +127,8 @@ def test_suffix_drafts_follow_the_longest_match(places: int) -> None:
             known, limit = int(case.known[row]), int(case.limit[row])
             if allowed < 0 or known >= limit:
                 continue
-            history = case.history[row, :known].tolist()
-            drafts = suffix_drafts(history, min(allowed, places - 1, limit - known - 1), 5)
+            history, room = case.history[row, :known].tolist(), min(allowed, places - 1, limit - known - 1)
+            drafts = case.given_drafts(row)[:room] or suffix_drafts(history, room, 5)
             num_drafted += len(drafts)
             assert tokens[at].tolist() == [history[-1], *drafts] + [UNUSED] * (places - 1 - len(drafts))
     assert num_drafted > 10
@@ -130,7 +139,8 @@ def test_places_hold_the_last_token_and_ngram_drafts(places: int) -> None:
     num_drafted = 0
     for seed in range(12 if interpreted else 200):
         case = Rows(100 * places + seed, places)
-        place_drafts(case.step, case.columns)
+        for _ in range(1 + seed % 2):  # the second time changes nothing
+            place_drafts(case.step, case.columns)
         tokens = case.step.tokens_in.cpu().numpy()[: len(case.rows) * places].reshape(-1, places)
         rows, positions = case.step.rows.tolist(), case.step.positions.tolist()
         for at, (row, allowed) in enumerate(zip(case.rows.tolist(), case.max_drafts.tolist(), strict=True)):

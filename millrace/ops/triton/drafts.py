@@ -2,8 +2,9 @@
 
 While steps are in flight only the device knows how many tokens a row has. Three columns by table row hold it: `known`
 (tokens of the row), `limit` (the most it may get) and `history` (the tokens themselves). `place_drafts` turns them into
-a step's inputs: each row has `places` places, for its last token and for drafts; unused places are UNUSED. After a
-token was drawn at every place, `accept_drafts` keeps those up to the first wrong draft and moves the columns on.
+a step's inputs: each row has `places` places, for its last token and for drafts; unused places are UNUSED. Drafts that
+the host gives go before those of the device. After a token was drawn at every place, `accept_drafts` keeps those up to
+the first wrong draft and moves the columns on.
 """
 
 from __future__ import annotations
@@ -78,7 +79,8 @@ def _longest_match(history, known, TILE: tl.constexpr, MATCH: tl.constexpr):
 def _place_kernel(known_ptr, limit_ptr, history_ptr, history_stride, table_rows, max_drafts, starts, seq_lens,
                   tokens_in, PLACES: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, HOLDS_DRAFTS: tl.constexpr,
                   MATCH: tl.constexpr, REPEATS: tl.constexpr):  # fmt: skip
-    """One row per program. REPEATS: drafts go on beyond the end of the text, as a phrase that repeats does."""
+    """One row per program. REPEATS: drafts go on beyond the end of the text, as a phrase that repeats does. Run twice,
+    it does the same twice: what it found counts as given."""
     row = tl.program_id(0)
     drafts = tl.load(max_drafts + row)
     if drafts < 0:
@@ -92,17 +94,22 @@ def _place_kernel(known_ptr, limit_ptr, history_ptr, history_stride, table_rows,
     first = known
     num_found = drafts
     behind = place - 1
+    given = tl.load(tokens_in + row * PLACES + place, mask=(place > 0) & (place < PLACES), other=_UNUSED)
+    num_given = tl.sum((given >= 0).to(tl.int32), 0)
     if PLACES > 1 and not HOLDS_DRAFTS:
-        if drafts > 0:
+        if (drafts > 0) & (num_given == 0):
             first = _longest_match(history, known, TILE, MATCH)
         num_found = known - first
         if REPEATS:
             behind = (place + LANES - 1) % LANES % tl.maximum(num_found, 1)
             num_found = tl.where(num_found > 0, drafts, 0)
+    num_found = tl.where(num_given > 0, num_given, num_found)
     used = 1 + tl.maximum(tl.minimum(drafts, num_found), 0)
     at = tl.where(place == 0, known - 1, first + behind)
     used = tl.where(known < limit, used, 0)
-    token = tl.load(history + at, mask=place < used, other=_UNUSED)
+    num_read = tl.where(num_given > 0, tl.minimum(used, 1), used)
+    token = tl.load(history + at, mask=place < num_read, other=_UNUSED)
+    token = tl.where((place >= num_read) & (place < used), given, token)
     tl.store(tokens_in + row * PLACES + place, token, mask=place < PLACES)
     tl.store(starts + row, known - 1)
     tl.store(seq_lens + row, known - 1 + PLACES)
@@ -178,7 +185,8 @@ class DraftedStep:
     seq_lens: Tensor
     """[n]: tokens in the cache once all places are written, unused ones too."""
     tokens_in: Tensor
-    """Row after row, `places` of each; with one place, all tokens of the step's first n rows must be single ones."""
+    """Row after row, `places` of each; with one place, all tokens of the step's first n rows must be single ones. From
+    a row's second place on: the drafts that the host gives it, the rest negative."""
     states: Tensor
     """[m], m a multiple of `places`: index of each state's token; the states of a row follow one another."""
     rows: Tensor
@@ -190,8 +198,9 @@ class DraftedStep:
 
 
 def place_drafts(step: DraftedStep, columns: DraftColumns) -> None:
-    """Write start, length, tokens and draw positions of the step's rows from the device's columns, with drafts: what
-    followed the last tokens of a row where most of them occurred before. States of unused places become ENDED."""
+    """Write start, length, tokens and draw positions of the step's rows from the device's columns, with drafts: those
+    that are given, else what followed the last tokens of a row where most of them occurred before. States of unused
+    places become ENDED."""
     history = columns.history
     _place_kernel[(len(step.table_rows),)](
         columns.known, columns.limit, history, history.stride(0), step.table_rows, step.max_drafts, step.starts,

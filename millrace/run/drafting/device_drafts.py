@@ -1,7 +1,8 @@
 """Steps with drafts on a GPU: what the device knows of each row, from its admission on.
 
 The kernels of `ops/triton/drafts.py` read and advance these columns, so that the host may plan a step before it knows
-how many tokens the steps in flight give.
+how many tokens the steps in flight give. Of rows under a grammar the host learns the drafts when the step's forward
+pass begins, in time for a mask for each of their places.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from millrace.config import Speculation
-from millrace.ops.triton.drafts import DraftColumns
+from millrace.ops.triton.drafts import UNUSED, DraftColumns
 from millrace.plan.step import Admission, Int32s, StepPlan
 from millrace.run.device.device import Device
 from millrace.run.drafting.ngram import MAX_NGRAM
@@ -66,3 +67,19 @@ class DeviceDrafts:
         num_output = len(admission.tokens) - admission.num_prompt
         recorded = np.array(admission.row_params.params.prediction[num_output:], np.int32)
         return np.concatenate([admission.tokens, recorded])[: max(admission.limit, len(admission.tokens))]
+
+
+def masks_drafts(plan: StepPlan) -> bool:
+    """True if masked rows may have drafts: their masks depend on them."""
+    if plan.masked is None or plan.draft_places is None or plan.shape.places <= 1:
+        return False
+    return bool(plan.draft_places[plan.masked].any())
+
+
+def drafts_of_masked(plan: StepPlan, placed: Int32s | None) -> list[Int32s]:
+    """The drafts of each masked row. `placed`: the tokens at all places of the plan's rows; None if none has drafts."""
+    assert plan.masked is not None
+    if placed is None:
+        return [plan.rows[:0]] * int(plan.masked.sum())
+    drafts = placed.reshape(len(plan.rows), plan.shape.places)[plan.masked, 1:]
+    return [own[own != UNUSED] for own in drafts]

@@ -104,7 +104,9 @@ class StepWork:
         self._drafts, self._chain = drafts, chain
         self._counts = TokenRing(max_rows, device)
         """Tokens that each row keeps, in steps with drafts."""
-        self._masks = MaskRing(words_per_mask(spec.vocab_size), device)
+        self._masks = MaskRing(words_per_mask(spec.vocab_size), device, max_states=head_layout.middle)
+        self._placed = TokenRing(max_rows, device)
+        """The host's copy of tokens and drafts, for steps whose masks depend on them."""
         self._row_numbers = torch.arange(max_rows + 2, dtype=torch.int32, device=device)
 
     def send(
@@ -113,16 +115,28 @@ class StepWork:
         """Write and send the step's packet; without a plan it holds only padding."""
         packet, turn = self._ring.next(), self._ring.turn
         drawn_start, num_masked = self._drawn.start(turn), 0 if draws is None else len(draws.masked)
-        masks = self._masks.address(turn, num_masked) if num_masked else 0
+        masks = self._masks.address(turn, num_masked * shape.tokens_per_row) if num_masked else 0
         self._ring.send(self._writer.write(plan, self._table, shape, packet, draws, records, drawn_start, masks))
 
     def mask_memory(self, count: int) -> Uint32s:
         """Host memory for masks of the last step sent."""
         return self._masks.host(self._ring.turn, count)
 
-    def send_masks(self, masks: Masks) -> None:
+    def send_masks(self, masks: Masks, draws: DrawPlan, num_places: int) -> None:
         """Send the masks of the last step sent; they are read by its head."""
-        self._masks.send(self._ring.turn, masks.bits)
+        if masks.places is None:
+            self._masks.send(self._ring.turn, masks.bits)
+            return
+        lines, section = draws.mask_lines(num_places, masks), self._head_layout.mask_lines
+        end = section.start + self._head_layout.middle
+        self._masks.send(self._ring.turn, masks.bits, lines, self._packet[end - len(lines) : end])
+
+    def placed(self, shape: StepShape, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Tokens and drafts of the last step sent, `shape.places` of each row, after `place_drafts`: on the device, and
+        the host buffer that they are copied to."""
+        section, count = self._writer.layout(shape).tokens_in, num_rows * shape.places
+        placed = self._packet[section.start : section.start + count]
+        return placed, self._placed.host_tokens(self._ring.turn, count)
 
     def drawn(self, count: int) -> Tensor:
         """The first `count` tokens drawn by the last step sent."""

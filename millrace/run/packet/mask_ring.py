@@ -1,16 +1,20 @@
 """Carries grammar masks to the device: per turn of the packet ring a pinned host buffer and a device buffer.
 
 The packet says where a step's masks will be before they are known; they are copied when the step draws, on a stream of
-its own, while the step's body runs. Buffers grow on demand. When a turn comes again, its step has completed, so its
-buffers can be replaced.
+its own, while the step's body runs. With drafts, which state has which mask is known only then too, and is copied into
+the packet on the device. Buffers grow on demand. When a turn comes again, its step has completed, so its buffers can be
+replaced.
 """
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.plan.step import Int32s
 from millrace.run.device.side_stream import SideStream
 from millrace.run.packet.packet_ring import RING
 from millrace.run.sampling.masks import Uint32s
@@ -19,13 +23,14 @@ MIN_LINES = 16
 
 
 class MaskRing:
-    def __init__(self, words: int, device: torch.device) -> None:
-        """`words`: 32-bit words of a mask."""
+    def __init__(self, words: int, device: torch.device, max_states: int = 0) -> None:
+        """`words`: 32-bit words of a mask. `max_states`: those that a step may draw from."""
         self._words, self._device = words, device
         self._side = SideStream() if device.type == "cuda" else None
         nothing = torch.zeros((0, words), dtype=torch.int32)
         self._host = [nothing] * RING
         self._on_device = [nothing] * RING
+        self._lines = torch.zeros((RING, max_states), dtype=torch.int32, pin_memory=self._side is not None)
 
     def address(self, turn: int, count: int) -> int:
         """Device address of the turn's masks, with room for `count` of them."""
@@ -38,17 +43,22 @@ class MaskRing:
         lines: Uint32s = self._host[turn][:count].numpy().view(np.uint32)
         return lines
 
-    def send(self, turn: int, bits: Uint32s) -> None:
-        """Copy the masks to the turn's device buffer, before any work queued later on the steps' stream."""
+    def send(self, turn: int, bits: Uint32s, lines: Int32s | None = None, packet_lines: Tensor | None = None) -> None:
+        """Copy the masks to the turn's device buffer, before any work queued later on the steps' stream. `lines`, if
+        they were not known when the packet was sent, go to `packet_lines`: the packet must have arrived there."""
         host, target = self._host[turn][: len(bits)], self._on_device[turn][: len(bits)]
         if bits.ctypes.data != host.data_ptr():
             host.numpy()[:] = bits.view(np.int32)
-        if self._side is None:
-            target.copy_(host)
-            return
-        with self._side:
-            target.copy_(host, non_blocking=True)
-        self._side.lead_steps()
+        copies = [(target, host)]
+        if lines is not None and packet_lines is not None:
+            lines_host = self._lines[turn, : len(lines)]
+            lines_host.numpy()[:] = lines
+            copies.append((packet_lines, lines_host))
+        with self._side or nullcontext():
+            for to, source in copies:
+                to.copy_(source, non_blocking=self._side is not None)
+        if self._side is not None:
+            self._side.lead_steps()
 
     def _grow(self, turn: int, count: int) -> None:
         lines = max(MIN_LINES, 1 << (count - 1).bit_length())

@@ -13,7 +13,7 @@ from millrace.ops.attention.decode_rule import SHARED_UNIT
 from millrace.plan.step import Bools, Int32s, Int64s, StepPlan, StepShape
 from millrace.run.packet.decode_rows import advance_decode_rows, write_decode_rows
 from millrace.run.packet.layout import PacketLayout, Section, aligned
-from millrace.run.sampling.draw_plan import NO_MASK, DrawPlan
+from millrace.run.sampling.draw_plan import DrawPlan
 from millrace.run.table.request_table import ON_DEVICE, RequestTable
 
 KEPT_LAYOUTS = 1024
@@ -167,6 +167,8 @@ class PacketWriter:
         _write_host_tokens(rows, starts, counts, table, query_starts, packet[first:last])
         if plan.draft_places is not None:
             _put(packet, layout.max_drafts, np.where(plan.samples & (counts == 1), plan.draft_places, -1))
+        if shape.places > 1:
+            _write_forced(plan, packet[first:last].reshape(-1, shape.places))
         if draws is None or not len(draws.due):
             return None
         states = np.arange(len(rows)) if shape.last_only or shape.places > 1 else last_tokens[: len(rows)]
@@ -216,6 +218,13 @@ class PacketWriter:
         if num_tiles > len(self._firsts):
             self._firsts = np.arange(2 * num_tiles, dtype=np.int32) * self._queries_per_tile
         return self._firsts[:num_tiles]
+
+
+def _write_forced(plan: StepPlan, tokens_in: npt.NDArray[np.int32]) -> None:
+    """Write the drafts that the plan gives. `tokens_in` [rows, places]: they follow the row's own token."""
+    for forced in plan.forced:
+        own = forced.tokens[: tokens_in.shape[1] - 1]
+        tokens_in[np.flatnonzero(plan.rows == forced.row)[0], 1 : 1 + len(own)] = own
 
 
 def _put(packet: Int32s, section: Section, values: Integers) -> None:
@@ -269,15 +278,13 @@ def _write_samples(
         chosen = draws.due if order is None else draws.due[order]
         columns = tuple(values[chosen] for values in columns)  # type: ignore[assignment]
     index = np.arange(len(draws.due)) if order is None else order
-    lines = draws.mask_lines() if len(draws.masked) else None
+    lines = draws.mask_lines(layout.shape.tokens_per_row) if len(draws.masked) else None
     states, rows, positions = columns
     if (places := layout.shape.places) > 1:
         # A state for each place. The device sets positions, and leaves out unused places.
         every = np.arange(places)
         states, index = (((values * places)[:, None] + every).ravel() for values in (states, index))
         rows, positions = rows.repeat(places), positions.repeat(places)
-        if lines is not None:
-            lines = np.where(every == 0, lines[:, None], NO_MASK).ravel()
     sections = (layout.sample_states, layout.sample_rows, layout.sample_positions, layout.sample_index)
     for section, values in zip(sections, (states, rows, positions, index), strict=True):
         _group_entries(section, layout, draws).of(packet)[:] = values

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from millrace.plan.step import Int32s, Int64s, StepPlan, Variant
+from millrace.run.sampling.masks import Masks
 from millrace.run.sampling.row_params import RowParamTable
 
 NO_MASK = -1
@@ -51,11 +52,13 @@ class DrawPlan:
         """Tokens by group, `full` first; None if there is one group."""
         return np.concatenate([self.full, self.greedy]) if len(self.full) and len(self.greedy) else None
 
-    def mask_lines(self) -> Int32s:
-        """Line of each full token's mask, NO_MASK for none. Masks are in the order of `masked`."""
-        lines = np.full(len(self.due), NO_MASK, np.int32)
-        lines[self.masked] = np.arange(len(self.masked))
-        return lines[self.full]
+    def mask_lines(self, num_places: int = 1, masks: Masks | None = None) -> Int32s:
+        """Line of the mask of each full token, `num_places` of each row, NO_MASK for none. Without `masks`, which may
+        be known later, each masked row has one mask, for its first place."""
+        index, places = (self.masked, None) if masks is None else (masks.index, masks.places)
+        lines = np.full((len(self.due), num_places), NO_MASK, np.int32)
+        lines[index, 0 if places is None else places] = np.arange(len(index))
+        return lines[self.full].ravel()
 
 
 def plan_draws(plan: StepPlan, row_params: RowParamTable, worth_splitting: Callable[[int], bool]) -> DrawPlan:

@@ -58,6 +58,11 @@ class Masks:
     places: Int64s | None = None
     """Of each token: its place in its row, after that many drafts. None: all are the first."""
 
+    @property
+    def rows(self) -> Int64s:
+        """The rows with masks: their indices among those that draw."""
+        return self.index if self.places is None else self.index[self.places == 0]
+
     def of(self, draws: Int64s) -> Masks | None:
         """The masks of some of the drawn tokens, ascending, which are then numbered from 0; None if none has one."""
         is_kept = np.isin(self.index, draws)
@@ -71,10 +76,10 @@ def allowed_tokens(masks: Masks, vocab_size: int) -> npt.NDArray[np.bool_]:
 
 
 def check_masks(masks: Masks | None, masked: Int64s) -> None:
-    """`masked`: indices of the tokens for which the plan announced a mask."""
-    given = [] if masks is None else masks.index.tolist()
+    """`masked`: indices of the rows, among those that draw, for which the plan announced masks."""
+    given = [] if masks is None else masks.rows.tolist()
     if given != masked.tolist():
-        raise ValueError(f"The draw has masks for tokens {given}, but its plan announced them for {masked.tolist()}.")
+        raise ValueError(f"The draw has masks for rows {given}, but its plan announced them for {masked.tolist()}.")
 
 
 def apply_masks(logits: Tensor, masks: Masks) -> None:
