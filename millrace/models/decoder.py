@@ -78,8 +78,16 @@ class Decoder:
             return None
         tied = self.choices.get("tied_embedding")
         has_head = tied is not None and tied.version.name == "native"
+        weights = self._weights
         return NativeStack(
-            self.spec, self._weights, self.angles, self.dtype, self.embedding_scale, has_head, self._use_decode_kernels
+            self.spec,
+            weights.layers,
+            weights.final_norm,
+            weights.head if has_head else None,
+            self.angles,
+            self.dtype,
+            embedding_scale=self.embedding_scale,
+            use_decode_kernels=self._use_decode_kernels,
         )
 
     @torch.inference_mode()

@@ -33,7 +33,7 @@ from millrace.models.spec.layout import (
 )
 from millrace.models.spec.model_spec import LayerSpec, ModelSpec
 from millrace.models.spec.rope import inverse_frequencies
-from millrace.models.stored import QuantisedSource, StoredMatrices, multiplied_parts
+from millrace.models.stored import KeptMatrices, QuantisedSource, StoredMatrices, multiplied_parts
 from millrace.ops.base.quantised import with_quantise
 from millrace.ops.base.unsummed import Unsummed
 from millrace.ops.base.version import Choice, dtype_name
@@ -253,7 +253,7 @@ class DecoderBuilder:
         spec: ModelSpec,
         layout: ModelLayout,
         source: WeightSource,
-        stored: StoredMatrices | None,
+        stored: KeptMatrices | None,
         device: torch.device,
         dtype: torch.dtype,
         deterministic: bool,

@@ -12,6 +12,7 @@ import ctypes
 import weakref
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from millrace.models.angles import Angles
 from millrace.models.batch import ForwardBatch
-from millrace.models.layers import DecoderLayer, DecoderWeights, DenseMlp
+from millrace.models.layers import DecoderLayer, DenseMlp
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.ops.attention.qkv import NativePrepareQkv
 from millrace.ops.attention.rows import plain_rows
@@ -76,6 +77,15 @@ class _Inputs(Structure):
         *((name, c_int64) for name in ("lasts", "last_rows")),
         *((name, c_void_p) for name in ("decodes", "tap_layers", "taps")),
         ("num_taps", c_int64),
+        ("first_x", c_void_p),
+    )
+
+
+class _Draft(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("embedding", "fc", "embedding_norm", "hidden_norm")),
+        *((name, c_int64) for name in ("has_input_norm", "normed_residual")),
+        ("embedding_scale", c_float),
     )
 
 
@@ -92,6 +102,7 @@ class ForwardStep(Structure):
         *((name, c_int64) for name in ("num_blocks", "block_size", "kv_dtype")),
         *((name, c_void_p) for name in ("tap_layers", "taps")),
         ("num_taps", c_int64),
+        *((name, c_void_p) for name in ("states", "residuals")),
     )
 
 
@@ -116,22 +127,41 @@ def native_stack_missing(spec: ModelSpec, choices: Mapping[str, Choice]) -> str:
     return ", ".join(other)
 
 
+@dataclass(frozen=True, slots=True)
+class PairedInput:
+    """How a feature drafter makes its first layer's input of tokens and the target's states; see stack.h."""
+
+    embedding: Linear
+    fc: Linear | None
+    embedding_norm: Tensor | None
+    hidden_norm: Tensor | None
+    has_input_norm: bool
+    normed_residual: bool
+    embedding_scale: float
+
+
 class NativeStack:
     """The layers and the final norm of a decoder. Not thread-safe: one step at a time."""
 
     def __init__(
         self,
         spec: ModelSpec,
-        weights: DecoderWeights,
+        layers: Sequence[DecoderLayer],
+        final_norm: Tensor | None,
+        head: Linear | None,
         angles: Angles,
         dtype: torch.dtype,
-        embedding_scale: float,
-        has_head: bool,
-        use_decode_kernels: bool,
+        *,
+        embedding_scale: float = 1.0,
+        use_decode_kernels: bool = False,
+        paired: PairedInput | None = None,
     ) -> None:
-        """`has_head`: the LM head is a native linear over the embedding matrix. `use_decode_kernels`: as in Decoder."""
-        self._spec, self._weights = spec, weights  # keeps them alive: C++ holds their addresses
-        self.can_run_whole_steps = has_head and spec.logit_softcap is None
+        """`head`: the LM head, if it is a native linear over the embedding matrix, or that of a feature drafter, whose
+        input is `paired`. `use_decode_kernels`: as in Decoder."""
+        # Keeps them alive: C++ holds their addresses.
+        self._spec, self._layers, self._final_norm, self._paired = spec, layers, final_norm, paired
+        self.head = head
+        self.can_run_whole_steps = head is not None and spec.logit_softcap is None
         library = native()
         self._rotary_dims = (c_int64 * len(spec.ropes))(*(rope.rotary_dim for rope in spec.ropes))
         shape = _Shape(
@@ -145,15 +175,17 @@ class NativeStack:
             ACTIVATION_CODES[spec.activation],
             len(spec.ropes),
             self._rotary_dims,
-            _linear(weights.head) if has_head else None,
+            None if head is None else _linear(head),
             use_decode_kernels,
             spec.norm_eps,
             spec.attention_scale,
             spec.attention_softcap or 0.0,
             embedding_scale,
         )
-        layers = (_Layer * spec.num_layers)(*(_layer(layer) for layer in weights.layers))
-        self._stack = library.with_gil.stack_new(ctypes.byref(shape), layers, weights.final_norm.data_ptr())
+        described = (_Layer * spec.num_layers)(*(_layer(layer) for layer in layers))
+        self._stack = library.with_gil.stack_new(ctypes.byref(shape), described, _address(final_norm))
+        if paired is not None:
+            library.with_gil.stack_set_draft(self._stack, ctypes.byref(_draft(paired)))
         self.hidden_size, self.vocab_size, self.dtype = spec.hidden_size, spec.vocab_size, dtype
         self.num_groups = spec.kv_groups.num_groups
         self._native = library.without_gil
@@ -202,6 +234,7 @@ class NativeStack:
             0 if last is None else len(last.rows.seq_lens),
             None if batch.decodes is None else batch.decodes.ctypes.data,
             *((None, None, 0) if taps is None else (taps.layers.ctypes.data, taps.out.data_ptr(), len(taps.layers))),
+            None,
         )
         self._check(self._native.stack_run(self._stack, ctypes.byref(inputs)))
         return out
@@ -242,7 +275,7 @@ class NativeStack:
     def _addresses_of(self, kv: Sequence[Tensor]) -> Any:
         """Address of each layer's KV tensor; rebuilt only when other tensors are passed."""
         if self._kv is not kv:
-            layers = self._weights.layers
+            layers = self._layers
             addresses = (c_void_p * len(layers))(*(kv[layer.kv_index].data_ptr() for layer in layers))
             self._kv, self._kv_addresses = kv, addresses
         return self._kv_addresses
@@ -267,6 +300,18 @@ def _layer(layer: DecoderLayer) -> _Layer:
         -1 if layer.rope is None else layer.rope,
         layer.window or 0,
         layer.kv_group,
+    )
+
+
+def _draft(paired: PairedInput) -> _Draft:
+    return _Draft(
+        _linear(paired.embedding),
+        None if paired.fc is None else _linear(paired.fc),
+        _address(paired.embedding_norm),
+        _address(paired.hidden_norm),
+        paired.has_input_norm,
+        paired.normed_residual,
+        paired.embedding_scale,
     )
 
 

@@ -61,6 +61,18 @@ class QuantisedSource(Protocol):
     def file_of(self, name: str) -> Path: ...
 
 
+class KeptMatrices(Protocol):
+    """Matrices that are multiplied in a quantised format."""
+
+    def holds(self, parts: tuple[TensorSpec, ...]) -> bool: ...
+
+    def weight(self, parts: tuple[TensorSpec, ...]) -> StoredWeight: ...
+
+    def saved_bytes(self) -> int:
+        """Bytes saved compared with the model's dtype."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class PackedRun:
     """Consecutive parts of one matrix with the same format, packed together."""
@@ -95,7 +107,7 @@ def multiplied_parts(layout: ModelLayout) -> Iterator[tuple[TensorSpec, ...]]:
         yield layout.head.parts
 
 
-class StoredMatrices:
+class StoredMatrices(KeptMatrices):
     """Returns each matrix once, in any order; `close` then saves the newly packed ones for the next start."""
 
     def __init__(
@@ -109,7 +121,6 @@ class StoredMatrices:
         return parts in self._runs
 
     def saved_bytes(self) -> int:
-        """Bytes saved compared with the model's dtype."""
         return sum(run.rows * run.columns * self._dtype.itemsize - run.num_bytes for run in self._all_runs())
 
     def _all_runs(self) -> list[PackedRun]:

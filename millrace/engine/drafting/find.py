@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -13,7 +12,7 @@ from millrace.config import Config, Quantization, Speculation
 from millrace.engine.memory_plan import DrafterMemory
 from millrace.errors import ConfigError
 from millrace.models.decoder import Decoder
-from millrace.models.drafters.load import DrafterFiles, kind_in, load_drafter, open_drafter
+from millrace.models.drafters.load import DrafterFiles, drafter_bytes, kind_in, load_drafter, open_drafter
 from millrace.models.drafters.spec import DrafterKind
 from millrace.models.load import build_decoder, has_quantised_weights, weight_bytes
 from millrace.models.spec.families import spec_from_config
@@ -78,21 +77,22 @@ class HeadSource(DrafterSource):
 
     files: DrafterFiles
     is_deterministic: bool
+    quantization: Quantization
 
     @property
     def kind(self) -> Speculation:
         return _named(self.files.spec.kind)
 
     def memory(self, dtype: torch.dtype, kv_dtype: KvFormat, device: torch.device) -> DrafterMemory:
-        tensors, decoder = self.files.tensors, self.files.spec.decoder
-        weights_bytes = sum(math.prod(tensors.shape(name)) for name in tensors.names()) * dtype.itemsize
+        decoder = self.files.spec.decoder
+        weights_bytes = drafter_bytes(self.files, dtype, self.quantization)
         if decoder is None:
             return DrafterMemory(weights_bytes)
         own_format = format_or_full(kv_dtype, decoder, dtype=dtype, device=device)
         return DrafterMemory(weights_bytes, bytes_per_token(decoder, dtype, own_format), decoder)
 
     def load(self, target: Decoder) -> DrafterModel:
-        return load_drafter(self.files, target, deterministic=self.is_deterministic)
+        return load_drafter(self.files, target, deterministic=self.is_deterministic, quantization=self.quantization)
 
 
 def find_drafter(
@@ -121,7 +121,7 @@ def find_drafter(
     _check_kind(config, files, spec)
     if files.spec.kind != "medusa":
         _check_windows(config, spec)
-    return HeadSource(files, config.run.deterministic)
+    return HeadSource(files, config.run.deterministic, quantization)
 
 
 def _folder(config: Config, progress: Progress | None) -> Path | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from millrace.config import Quantization
 from millrace.errors import ModelError
 from millrace.models.angles import Angles
 from millrace.models.decoder import Decoder
 from millrace.models.drafters.checkpoint import DrafterTensors
 from millrace.models.drafters.formats import FIRST_LAYER, find_kind, read_spec
+from millrace.models.drafters.int8 import Int8Matrices, fits_int8, int8_bytes
+from millrace.models.drafters.native import native_drafter
 from millrace.models.drafters.program import Drafter, EagleDrafter, EagleWeights, MedusaDrafter, TokenMap
 from millrace.models.drafters.spec import DrafterKind, DrafterSpec
 from millrace.models.load import DecoderBuilder
@@ -28,6 +33,7 @@ from millrace.sources.hf_files import find_weights
 _TORCH_FILES = ("medusa_lm_head.pt", "pytorch_model.bin")
 _EMBEDDING, _HEAD, _FC = "embed_tokens.weight", "lm_head.weight", "fc.weight"
 _MAPS = ("d2t", "t2d", "token_map")
+MakeBuilder = Callable[[ModelSpec, ModelLayout], DecoderBuilder]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +77,32 @@ def _opened(folder: Path) -> tuple[dict[str, Any], DrafterTensors]:
 
 
 @torch.inference_mode()
-def load_drafter(files: DrafterFiles, target: Decoder, *, deterministic: bool = False) -> Drafter:
-    """Bind the drafter's weights to ops for the target's device and dtype. A draft model is loaded by
-    `models.load.load_decoder` instead."""
+def load_drafter(
+    files: DrafterFiles, target: Decoder, *, deterministic: bool = False, quantization: Quantization = "none"
+) -> Drafter:
+    """Bind the drafter's weights to ops for the target's device and dtype; with `quantization` int8, matrices are held
+    in 8 bits. A draft model is loaded by `models.load.load_decoder` instead."""
     spec = files.spec
-    if spec.kind == "medusa":
-        return _medusa(files, target, deterministic)
     if spec.kind == "draft":
         raise ValueError("a draft model is a decoder: load it with load_decoder")
-    return _eagle(files, target, deterministic)
+
+    def builder(own: ModelSpec, layout: ModelLayout) -> DecoderBuilder:
+        stored = Int8Matrices(files.tensors) if quantization == "int8" else None
+        kind: Quantization = "none" if stored is None else "int8"
+        place = (target.device, target.dtype, deterministic)
+        return DecoderBuilder(own, layout, files.tensors, stored, *place, quantization=kind, progress=None)
+
+    return _medusa(files, target, builder) if spec.kind == "medusa" else _eagle(files, target, builder)
+
+
+def drafter_bytes(files: DrafterFiles, dtype: torch.dtype, quantization: Quantization) -> int:
+    """Bytes of weights that `load_drafter` will hold."""
+    shapes = [files.tensors.shape(name) for name in files.tensors.names()]
+    in_int8 = [quantization == "int8" and fits_int8(shape) for shape in shapes]
+    return sum(
+        int8_bytes(shape) if small else math.prod(shape) * dtype.itemsize
+        for shape, small in zip(shapes, in_int8, strict=True)
+    )
 
 
 def token_map(spec: DrafterSpec, tensors: DrafterTensors) -> Tensor | None:
@@ -178,13 +201,7 @@ def _check_tensors(folder: Path, spec: DrafterSpec, tensors: DrafterTensors) -> 
 # --- binding them to ops ---
 
 
-def _builder(spec: ModelSpec, layout: ModelLayout, files: DrafterFiles, target: Decoder, fixed: bool) -> DecoderBuilder:
-    return DecoderBuilder(
-        spec, layout, files.tensors, None, target.device, target.dtype, fixed, quantization="none", progress=None
-    )
-
-
-def _eagle(files: DrafterFiles, target: Decoder, deterministic: bool) -> EagleDrafter:
+def _eagle(files: DrafterFiles, target: Decoder, make_builder: MakeBuilder) -> EagleDrafter:
     spec, tensors = files.spec, files.tensors
     assert spec.decoder is not None
     layout = layers_layout(spec)
@@ -192,7 +209,7 @@ def _eagle(files: DrafterFiles, target: Decoder, deterministic: bool) -> EagleDr
         # The layer's field must be filled; EagleDrafter does not use it.
         first = replace(layout.layers[0], input_norm=layout.layers[0].mlp_norm)
         layout = replace(layout, layers=(first, *layout.layers[1:]))
-    builder = _builder(spec.decoder, layout, files, target, deterministic)
+    builder = make_builder(spec.decoder, layout)
     ops, needed = builder.ops(), eagle_tensors(spec)
 
     def norm(name: str) -> Tensor | None:
@@ -203,6 +220,7 @@ def _eagle(files: DrafterFiles, target: Decoder, deterministic: bool) -> EagleDr
         biases = (TensorSpec(bias, needed[bias]),) if bias in needed else ()
         return Matrix((TensorSpec(name, needed[name]),), biases)
 
+    head = _head(builder, matrix(_HEAD)) if spec.has_own_head else None
     names = ["input_norm.weight", *(f"fc_norm.{index}.weight" for index in range(len(spec.target_layers)))]
     weights = EagleWeights(
         embed=_embedding(spec, tensors, target),
@@ -211,14 +229,16 @@ def _eagle(files: DrafterFiles, target: Decoder, deterministic: bool) -> EagleDr
             builder.layer(ops, (0, index), layer, own)
             for index, (layer, own) in enumerate(zip(spec.decoder.layers, layout.layers, strict=True))
         ),
-        logits=_head(builder, matrix(_HEAD)).wide if spec.has_own_head else target.logits,
+        head=head,
+        logits=target.logits if head is None else head.wide,
         hidden_norm=norm(FIRST_LAYER + "hidden_norm.weight"),
         embedding_norm=norm("embedding_norm.weight"),
         fc_norms=tuple(found for name in names if (found := norm(name)) is not None),
         final_norm=norm("norm.weight"),
     )
     angles = Angles(spec.decoder.ropes, [inverse_frequencies(rope).to(target.device) for rope in spec.decoder.ropes])
-    return EagleDrafter(spec, weights, ops, angles, _token_map(files, target))
+    stack = native_drafter(spec, weights, angles, builder.choices, target)
+    return EagleDrafter(spec, weights, ops, angles, _token_map(files, target), stack)
 
 
 def _embedding(spec: DrafterSpec, tensors: DrafterTensors, target: Decoder) -> Any:
@@ -231,9 +251,9 @@ def _embedding(spec: DrafterSpec, tensors: DrafterTensors, target: Decoder) -> A
     return lambda token_ids: torch.nn.functional.embedding(token_ids, own)
 
 
-def _medusa(files: DrafterFiles, target: Decoder, deterministic: bool) -> MedusaDrafter:
+def _medusa(files: DrafterFiles, target: Decoder, make_builder: MakeBuilder) -> MedusaDrafter:
     spec, needed = files.spec, medusa_tensors(files.spec)
-    builder = _builder(target.spec, layout_of(target.spec), files, target, deterministic)
+    builder = make_builder(target.spec, layout_of(target.spec))
 
     def matrix(name: str) -> Matrix:
         biases = (TensorSpec(f"{name}.bias", needed[f"{name}.bias"]),) if f"{name}.bias" in needed else ()

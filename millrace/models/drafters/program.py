@@ -19,6 +19,7 @@ from millrace.models.angles import Angles
 from millrace.models.batch import ForwardBatch
 from millrace.models.drafters.spec import DrafterSpec
 from millrace.models.layers import DecoderLayer
+from millrace.models.native_stack import NativeStack
 from millrace.models.op_program import DecoderOps
 from millrace.ops.attention import Attention
 from millrace.ops.kv.cache import format_of
@@ -56,7 +57,10 @@ class EagleWeights:
     layers: tuple[DecoderLayer, ...]
     """`kv_index` counts from 0: the first of the drafter's KV tensors. The first layer's `input_norm` is not used
     if the spec has none."""
+    head: Head | None
+    """None: the target's."""
     logits: Logits
+    """Of the head."""
     hidden_norm: Tensor | None
     """EAGLE-3: norm of the hidden state in the first layer."""
     embedding_norm: Tensor | None
@@ -69,10 +73,17 @@ class EagleDrafter:
     """EAGLE and EAGLE-3. Keeps no state between steps; the KV tensors are passed in."""
 
     def __init__(
-        self, spec: DrafterSpec, weights: EagleWeights, ops: DecoderOps, angles: Angles, token_ids: TokenMap
+        self,
+        spec: DrafterSpec,
+        weights: EagleWeights,
+        ops: DecoderOps,
+        angles: Angles,
+        token_ids: TokenMap,
+        native_stack: NativeStack | None = None,
     ) -> None:
+        """`native_stack`: the same in C++, if all its parts have such a version."""
         assert spec.decoder is not None
-        self.spec = spec
+        self.spec, self.native_stack = spec, native_stack
         self.token_ids = token_ids
         self.logits = weights.logits
         self._weights, self._ops, self._angles, self._eps = weights, ops, angles, spec.decoder.norm_eps

@@ -95,6 +95,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "draw": (None, (c_void_p, c_int64, c_int64, *[c_void_p] * 6)),
     "mask": (None, (c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
     "stack_new": (c_void_p, (c_void_p, c_void_p, c_void_p)),
+    "stack_set_draft": (None, (c_void_p, c_void_p)),
     "stack_free": (None, (c_void_p,)),
     "stack_run": (c_int, (c_void_p, c_void_p)),
     "stack_forward": (c_int, (c_void_p, c_void_p)),

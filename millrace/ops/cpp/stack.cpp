@@ -41,13 +41,14 @@ bool Stack::run(Inputs in) {
     Timer timer(in.nanoseconds);
     find_shared(in);
     timer.mark(ATTENTION);
-    millrace_norm(s.dtype, in.residual, nullptr, layers[0].input_norm, x, nullptr, in.tokens, s.hidden, s.eps);
+    if (!in.first_x)
+        millrace_norm(s.dtype, in.residual, nullptr, layers[0].input_norm, x, nullptr, in.tokens, s.hidden, s.eps);
     timer.mark(NORM);
     for (int64_t i = 0; i < s.layers; i++) {
         const LayerDesc& layer = layers[i];
         bool last = i + 1 == s.layers;
         tap(in, i);
-        project(in, i, angles, x, projected, timer);
+        project(in, i, angles, i == 0 && in.first_x ? in.first_x : x, projected, timer);
         if (last && in.lasts >= 0) {
             if (!in.lasts) return true;
             keep_last(in, projected);
@@ -64,7 +65,10 @@ bool Stack::run(Inputs in) {
         for (const Span& span : spans)
             if (!run_mlp(layer, row_at(x, span.first, s.hidden), span, timer)) return false;
         norm(x, layer.mlp_out_norm, in.tokens);
-        add_norm(x, in.residual, last ? final_norm : layers[i + 1].input_norm, last ? in.out : x, in.tokens);
+        if (last)
+            finish(in, x);
+        else
+            add_norm(x, in.residual, layers[i + 1].input_norm, x, in.tokens);
         timer.mark(NORM);
     }
     return true;
@@ -138,6 +142,13 @@ void Stack::add_norm(const void* x, void* residual, const float* weight, void* o
     millrace_norm(s.dtype, x, residual, weight, out, residual, rows, s.hidden, s.eps);
 }
 
+// The last layer's sum, and its norm if there is one, as the output.
+void Stack::finish(const Inputs& in, const void* x) const {
+    // Without a final norm the norm's result is overwritten: only the sum is needed.
+    add_norm(x, in.residual, final_norm ? final_norm : layers[0].mlp_norm, in.out, in.tokens);
+    if (!final_norm) memcpy(in.out, in.residual, in.tokens * s.hidden * item());
+}
+
 void Stack::project(const Inputs& in, int64_t index, const float* const* angles, const void* x, void* projected,
                     Timer& timer) const {
     const LayerDesc& layer = layers[index];
@@ -184,6 +195,11 @@ extern "C" {
 // The weights must stay at their addresses as long as the stack exists. Calls must not overlap.
 void* millrace_stack_new(const Shape* shape, const LayerDesc* layers, const float* final_norm) {
     return new Stack(*shape, layers, final_norm);
+}
+
+// Makes it a feature drafter's: `forward` then needs states.
+void millrace_stack_set_draft(void* stack, const DraftDesc* draft) {
+    static_cast<Stack*>(stack)->draft = std::make_unique<DraftDesc>(*draft);
 }
 
 void millrace_stack_free(void* stack) { delete static_cast<Stack*>(stack); }

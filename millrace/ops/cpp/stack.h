@@ -31,6 +31,17 @@ struct Shape {
     float eps, scale, softcap, embedding_scale;
 };
 
+// How a feature drafter makes the input of its first layer from tokens and the target's states before them.
+struct DraftDesc {
+    const LinearDesc* embedding;  // rows are token embeddings
+    const LinearDesc* fc;         // EAGLE: over embedding and state, joined; null for EAGLE-3, whose first layer does that
+    const float* embedding_norm;  // EAGLE, or null
+    const float* hidden_norm;     // EAGLE-3: of the state; the layer's input norm is that of the embedding
+    int64_t has_input_norm;       // EAGLE: the first layer normalises its input
+    int64_t normed_residual;      // EAGLE-3: the normalised state is the residual, not the state itself
+    float embedding_scale;
+};
+
 // A step's tokens and rows. Arrays with an entry per KV group have the group as their first dimension.
 struct Inputs {
     const int64_t *block_ids, *offsets;  // [groups, tokens], [tokens]: where keys and values are written
@@ -52,6 +63,7 @@ struct Inputs {
     const int64_t* tap_layers;  // [num_taps]
     void* taps;
     int64_t num_taps;
+    const void* first_x;  // input of the first layer's QKV projection, if it is not the norm of `residual`; or null
 };
 
 enum Kind { QKV, PREPARE, ATTENTION, OUT, GATE_UP, GATED, DOWN, NORM, HEAD, DRAW, OTHER, KINDS };
@@ -115,7 +127,9 @@ struct Span {
 struct Stack {
     Shape s;
     std::unique_ptr<LayerDesc[]> layers;
-    const float* final_norm;
+    const float* final_norm;  // null: none
+    std::unique_ptr<DraftDesc> draft;  // of a feature drafter; or null
+    Buffer joined;                     // its embeddings and states
     Buffer hidden, qkv, attended, gate_up, inner, places, rotations, inputs, embedded, logits;
     bool split_decode;  // decode rows use other kernels than the others
 
@@ -148,6 +162,7 @@ struct Stack {
     void multiply(const LinearDesc* layer, const void* x, void* out) const;
     void norm(void* x, const float* weight, int64_t rows) const;
     void add_norm(const void* x, void* residual, const float* weight, void* out, int64_t rows) const;
+    void finish(const Inputs& in, const void* x) const;
     void project(const Inputs& in, int64_t index, const float* const* angles, const void* x, void* projected,
                  Timer& timer) const;
     void attend(const Inputs& in, int64_t index, const void* projected, void* heads);

@@ -25,6 +25,8 @@ struct ForwardStep {
     const int64_t* tap_layers;  // see `Inputs`
     void* taps;
     int64_t num_taps;
+    const void* states;  // [tokens, hidden], for feature drafters: the target's state one position before each token
+    void* residuals;     // [states, hidden]: written unless null, the sum that the final norm is of
 };
 
 struct DrawStep {
@@ -63,6 +65,7 @@ class Gather {
   public:
     Inputs in{};
     int64_t* ids = nullptr;  // of the tokens
+    int64_t num_states = 0;
 
     Gather(Stack& stack, const ForwardStep& f) : stack(stack), f(f) {}
 
@@ -104,6 +107,7 @@ class Gather {
             in.last_rows += f.draws[i] > 0;
             longest = std::max<int64_t>(longest, f.starts[i] + f.counts[i]);
         }
+        num_states = states;
         in.lasts = states == in.tokens ? -1 : states;
         in.rows = f.num_rows, in.groups = f.groups;
         in.table_width = (longest + f.block_size - 1) / f.block_size;
@@ -173,13 +177,53 @@ bool embed(const Stack& stack, const Inputs& in, const int64_t* ids) {
     return true;
 }
 
+// Copies rows of `width` bytes into rows twice as wide, from byte `first` on.
+void place_halves(char* joined, const void* rows, int64_t count, int64_t width, int64_t first) {
+    for (int64_t row = 0; row < count; row++)
+        memcpy(joined + 2 * row * width + first, static_cast<const char*>(rows) + row * width, width);
+}
+
+// Residual and first input of a feature drafter's layers.
+Status pair_states(Stack& stack, Inputs& in, const int64_t* ids, const void* states) {
+    const Shape& s = stack.s;
+    const DraftDesc& draft = *stack.draft;
+    int64_t width = s.hidden * stack.item();
+    auto* joined = static_cast<char*>(stack.joined.of(2 * in.tokens * width));
+    if (!joined) return NO_MEMORY;
+    auto norm = [&](const void* x, const float* weight) {
+        if (weight) millrace_norm(s.dtype, x, nullptr, weight, in.residual, nullptr, in.tokens, s.hidden, s.eps);
+    };
+    if (take_rows(*draft.embedding, in.residual, ids, in.tokens) >= 0) return BAD_TOKEN;
+    if (draft.embedding_scale != 1.0f) millrace_scale(s.dtype, in.residual, in.tokens * s.hidden, draft.embedding_scale);
+    norm(in.residual, draft.fc ? draft.embedding_norm : stack.layers[0].input_norm);
+    place_halves(joined, in.residual, in.tokens, width, 0);
+    if (draft.fc) {
+        place_halves(joined, states, in.tokens, width, width);
+        linear(*draft.fc, joined, 2 * s.hidden, in.residual, in.tokens);
+        in.first_x = draft.has_input_norm ? nullptr : in.residual;
+        return DONE;
+    }
+    norm(states, draft.hidden_norm);
+    place_halves(joined, in.residual, in.tokens, width, width);
+    if (!draft.normed_residual) memcpy(in.residual, states, in.tokens * width);
+    in.first_x = joined;
+    return DONE;
+}
+
 Status forward(Stack& stack, const ForwardStep& f) {
     Timer timer(f.nanoseconds);
     Gather gather(stack, f);
     if (!gather.run()) return NO_MEMORY;
-    if (!embed(stack, gather.in, gather.ids)) return BAD_TOKEN;
+    if (f.states) {
+        Status status = pair_states(stack, gather.in, gather.ids, f.states);
+        if (status != DONE) return status;
+    } else if (!embed(stack, gather.in, gather.ids)) {
+        return BAD_TOKEN;
+    }
     timer.mark(OTHER);
-    return stack.run(gather.in) ? DONE : NO_MEMORY;
+    if (!stack.run(gather.in)) return NO_MEMORY;
+    if (f.residuals) memcpy(f.residuals, gather.in.residual, gather.num_states * stack.s.hidden * stack.item());
+    return DONE;
 }
 
 Status draw(Stack& stack, const DrawStep& d) {

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from millrace.models.decoder import Decoder
 from millrace.models.drafters.program import MedusaDrafter
-from millrace.run.cpu.draft_pass import NativeDraftPass
+from millrace.run.cpu.draft_pass import NativeDraftPass, NativeEaglePass
 from millrace.run.cpu.native_step import NativeStep
 from millrace.run.device.device import Device
 from millrace.run.drafting.chain import ChainDrafter, DraftPass
@@ -54,9 +54,12 @@ def _draft_pass(
     max_rows: int,
 ) -> DraftPass:
     assert not isinstance(model, MedusaDrafter)
-    if isinstance(model, Decoder) and model.native_stack is not None and model.native_stack.can_run_whole_steps:
-        step = NativeStep(model.native_stack, kv, table, sampler, max_rows=max_rows)
-        return NativeDraftPass(step, model.spec.vocab_size)
+    stack = model.native_stack
+    if stack is not None and stack.can_run_whole_steps:
+        step = NativeStep(stack, kv, table, sampler, max_rows=max_rows)
+        if isinstance(model, Decoder):
+            return NativeDraftPass(step, model.spec.vocab_size)
+        return NativeEaglePass(model, step, target.dtype)
     own_table = DraftTable(table, device, block_size)
     if isinstance(model, Decoder):
         return PlainDraftPass(model, kv, own_table, sampler)

@@ -122,6 +122,16 @@ class NativeStep:
         self._stack.forward(body, int((starts + counts).max()))
         return hidden
 
+    def forward_pairs(
+        self, rows: Int32s, starts: Int32s, counts: Int32s, draws: Int32s, tokens: Int32s, states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`forward_rows` of a feature drafter. `states` [tokens, hidden]: the target's, one position before each token.
+        Returns hidden states, and the sums that the final norm is of."""
+        states = states.contiguous()
+        residuals = torch.empty((int(draws.sum()), self._stack.hidden_size), dtype=self._stack.dtype)
+        self._body.states, self._body.residuals = states.data_ptr(), residuals.data_ptr()
+        return self.forward_rows(rows, starts, counts, draws, tokens), residuals
+
     def draw(
         self,
         hidden: Tensor,

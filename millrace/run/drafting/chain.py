@@ -55,6 +55,10 @@ class DraftPass(Protocol):
 
     def forward(self, inputs: DraftInputs) -> DraftStates: ...
 
+    def write(self, inputs: DraftInputs) -> None:
+        """`forward`, of which only the keys and values are needed."""
+        ...
+
     def draw(self, states: DraftStates, rows: Int32s, positions: Int32s) -> Int32s:
         """A token for each state, drawn as the target draws for this row at this position."""
         ...
@@ -83,12 +87,12 @@ class ChainDrafter(Drafter):
     def feed(self, rows: Sequence[RowTokens]) -> None:
         """Rows that compute tokens in this step: prompts are fed in the same steps as to the target. Rows that decode
         are fed when they draft, or when a block's worth has gathered."""
-        self._catch_up([own for own in rows if own.is_prompt or self._lag(own) > self._block_size])
+        self._write([own for own in rows if own.is_prompt or self._lag(own) > self._block_size])
 
     def leave(self, rows: Sequence[RowTokens]) -> None:
         """These rows end here. Blocks that the target has filled may stay in the prefix cache: fill them too."""
         size = self._block_size
-        self._catch_up([own for own in rows if len(own.tokens) // size * size > self._computed[own.row]])
+        self._write([own for own in rows if len(own.tokens) // size * size > self._computed[own.row]])
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Int32s]:
         limits = np.array([min(ask.max_drafts, self._max_context - len(ask.tokens)) for ask in asks], np.int64)
@@ -130,6 +134,16 @@ class ChainDrafter(Drafter):
 
     def _catch_up(self, own: Sequence[RowTokens]) -> DraftStates | None:
         """Compute what the drafter lacks of these rows; None if nothing."""
+        inputs = self._lacking(own)
+        return None if inputs is None else self._run.forward(inputs)
+
+    def _write(self, own: Sequence[RowTokens]) -> None:
+        """The same, if no drafts follow."""
+        inputs = self._lacking(own)
+        if inputs is not None:
+            self._run.write(inputs)
+
+    def _lacking(self, own: Sequence[RowTokens]) -> DraftInputs | None:
         own = [each for each in own if self._lag(each) > 0]
         if not own:
             return None
@@ -139,7 +153,7 @@ class ChainDrafter(Drafter):
         counts = np.array([len(part) for part in parts], np.int32)
         before = None if self._states is None else self._states.before(rows, starts, counts)
         self._computed[rows] = starts + counts
-        return self._run.forward(DraftInputs(rows, starts, counts, np.concatenate(parts), before))
+        return DraftInputs(rows, starts, counts, np.concatenate(parts), before)
 
     def _known_to_target(self, drafts: Int32s) -> Int32s:
         """The drafts before the first one that is padding of the drafter's vocabulary."""

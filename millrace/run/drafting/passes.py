@@ -63,6 +63,9 @@ class PlainDraftPass(DraftPass):
         batch.token_ids = batch.token_ids.where(batch.token_ids < self._decoder.spec.vocab_size, UNKNOWN)
         return DraftStates(self._table.last(inputs, self._decoder.forward(batch, self._kv)), None)
 
+    def write(self, inputs: DraftInputs) -> None:
+        self.forward(inputs)
+
     def fuse(self, states: Tensor) -> Tensor:
         return states
 
@@ -93,6 +96,10 @@ class EaglePass(DraftPass):
         assert inputs.states is not None
         states = self._drafter.step(inputs.states, self._table.gather(inputs), self._kv)
         return DraftStates(self._table.last(inputs, states.for_head), self._table.last(inputs, states.hidden))
+
+    def write(self, inputs: DraftInputs) -> None:
+        assert inputs.states is not None
+        self._drafter.write(inputs.states, self._table.gather(inputs), self._kv)
 
     def draw(self, states: DraftStates, rows: Int32s, positions: Int32s) -> Int32s:
         chosen = self._sampler.choose(self._drafter.logits(states.for_head), rows, positions)
