@@ -162,8 +162,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.grammar is not None or self.thinking is not None
 
     def __post_init__(self) -> None:
-        self._check_lengths()
-        self._check_numbers()
+        _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        _in_range("seed", self.seed, -(2**63), 2**64 - 1)
+        if _numbers_of(self) != _NEUTRAL_NUMBERS:
+            self._check_lengths()
+            self._check_numbers()
         if _shape_of(self) != _NEUTRAL_SHAPE:
             self._check_shape()
         if self.grammar is not None:
@@ -206,7 +210,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         return seeded
 
     def _check_lengths(self) -> None:
-        _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
         _in_range("min_tokens", self.min_tokens, 0, 2**31 - 1)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise BadRequest(
@@ -248,7 +251,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         _at_most("logits_processors", len(self.logits_processors), MAX_LOGITS_PROCESSORS)
 
     def _check_numbers(self) -> None:
-        _in_range("temperature", self.temperature, 0.0, 100.0)
         _in_range("top_k", self.top_k, 0, 2**31 - 1)
         _in_range("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
@@ -257,7 +259,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         _in_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _in_range("seed", self.seed, -(2**63), 2**64 - 1)
         for token_id, bias in self.logit_bias:
             _in_range("logit_bias", token_id, 0, 2**31 - 1)
             _in_range("logit_bias", bias, -100.0, 100.0)
@@ -286,6 +287,13 @@ _shape_of = attrgetter(*_SHAPE)
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
 _NEUTRAL_SHAPE = tuple(_DEFAULTS[name] for name in _SHAPE)
 """Most requests have this shape, which needs no check."""
+_NUMBERS = (
+    *("min_tokens", "n", "logprobs", "prompt_logprobs", "stop", "stop_token_ids", "logit_bias"),
+    *("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
+"""The fields that `_check_lengths` and `_check_numbers` check."""
+_numbers_of = attrgetter(*_NUMBERS)
+_NEUTRAL_NUMBERS = tuple(_DEFAULTS[name] for name in _NUMBERS)
 
 
 def check_drafter(params: SamplingParams, offered: Sequence[str]) -> None:

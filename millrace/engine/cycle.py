@@ -65,7 +65,7 @@ class Listener(Protocol):
         """Requests ended outside a step."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.
 class Confirmed:
     """A completed step and what it gave."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TypeVar
+
 import msgspec
 import numpy as np
 from torch import Tensor
@@ -10,10 +13,11 @@ from torch.nn.functional import normalize
 from millrace.engine.ledger import Ledger, front_of
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import FRONT_SHIFT, EngineStats, Finish, StepTokens, TokenLogprobs
-from millrace.plan.step import Bools, Ended, Int64s, StepOutcome
+from millrace.plan.step import Ended, Int64s, StepOutcome
 from millrace.run.runner import StepResult
 from millrace.run.sampling.logprobs import LogprobColumns
 
+T = TypeVar("T")
 PromptLogprobsById = dict[int, tuple[TokenLogprobs | None, ...]]
 
 
@@ -47,9 +51,8 @@ class Outbox:
         if self._channel.num_fronts == 1:
             self._send(0, whole)
         else:
-            fronts = outcome.request_ids >> FRONT_SHIFT
-            for front in range(self._channel.num_fronts):
-                self._send(front, _part_of(whole, front, outcome, fronts == front))
+            for front, message in enumerate(_parts_of(whole, outcome, self._channel.num_fronts)):
+                self._send(front, message)
         return finished
 
     def _send(self, front: int, message: StepTokens) -> None:
@@ -91,16 +94,28 @@ class Outbox:
         return complete
 
 
-def _part_of(step: StepTokens, front: int, outcome: StepOutcome, mine: Bools) -> StepTokens:
-    """The part of a step that concerns one front."""
-    return StepTokens(
-        step_no=step.step_no,
-        ids=outcome.request_ids[mine].tobytes(),
-        tokens=outcome.tokens[mine].tobytes(),
-        finished=tuple(finish for finish in step.finished if front_of(finish.id) == front),
-        logprobs={key: value for key, value in step.logprobs.items() if front_of(key) == front},
-        prompt_logprobs={key: value for key, value in step.prompt_logprobs.items() if front_of(key) == front},
-    )
+def _parts_of(step: StepTokens, outcome: StepOutcome, num_fronts: int) -> Iterator[StepTokens]:
+    """The part of a step that concerns each front."""
+    fronts = (outcome.request_ids >> FRONT_SHIFT).astype(np.uint16)
+    order = fronts.argsort(kind="stable")  # 16-bit keys sort in a fraction of the time.
+    ids, tokens = outcome.request_ids[order], outcome.tokens[order]
+    ends = fronts[order].searchsorted(np.arange(num_fronts), side="right").tolist()
+    finished: dict[int, list[Finish]] = {}
+    for finish in step.finished:
+        finished.setdefault(front_of(finish.id), []).append(finish)
+    for front, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        yield StepTokens(
+            step_no=step.step_no,
+            ids=ids[begin:end].tobytes(),
+            tokens=tokens[begin:end].tobytes(),
+            finished=tuple(finished.get(front, ())),
+            logprobs=_of_front(step.logprobs, front),
+            prompt_logprobs=_of_front(step.prompt_logprobs, front),
+        )
+
+
+def _of_front(by_request: dict[int, T], front: int) -> dict[int, T]:
+    return {key: value for key, value in by_request.items() if front_of(key) == front} if by_request else by_request
 
 
 def _token_logprobs(outcome: StepOutcome, result: StepResult) -> dict[int, tuple[TokenLogprobs, ...]]:

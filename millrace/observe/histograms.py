@@ -5,6 +5,7 @@ The engine adds to it in columns; fronts export it as Prometheus histograms and 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from dataclasses import dataclass
 
@@ -57,57 +58,71 @@ NUM_CLASSES = len(CLASS_NAMES)
 SHAPE = (len(SPECS), NUM_CLASSES, NUM_EDGES + 2)
 """Per histogram and class: the count of each bucket, the last one unbounded, then the sum of all values."""
 _EDGES = np.array([spec.edges for spec in SPECS])
+_AT_END = (PROMPT_LENGTH, OUTPUT_LENGTH, QUEUE, PREFILL, DECODE, SEQUENCE, TPOT)
+"""What is known when a sequence with output ends."""
 
 
 class Histograms:
     def __init__(self, data: bytes = b"") -> None:
         self._values: Floats = np.frombuffer(data, np.float64).reshape(SHAPE) if data else np.zeros(SHAPE)
-        self._single: list[list[float]] = [[0.0] * SHAPE[2] for _ in range(SHAPE[0] * SHAPE[1])]
-        """What `observe` added since `values` was last read: adding to a list takes a fifth of the time."""
-        self._has_single = False
+        self._single: list[tuple[int, int, float]] = []
+        """Kind, class and value of what `observe` was given since `values` was last read."""
+        self._ended: list[tuple[float, ...]] = []
+        """The same for `observe_finish`: class, and a value for each of `_AT_END`; NaN for none."""
 
     @property
     def values(self) -> Floats:
-        if self._has_single:
-            self._values += np.array(self._single).reshape(SHAPE)
-            self._single = [[0.0] * SHAPE[2] for _ in self._single]
-            self._has_single = False
+        """Counts and sums. What was observed one by one is added here, in columns: in the engine, a few times per
+        second."""
+        if self._single:
+            single, self._single = np.array(self._single), []
+            kinds, priorities = single[:, 0].astype(np.int64), single[:, 1].astype(np.int64)
+            for kind in set(kinds.tolist()):
+                self._add(kind, single[kinds == kind, 2], priorities[kinds == kind])
+        if self._ended:
+            ended, self._ended = np.array(self._ended), []
+            for column, kind in enumerate(_AT_END, 1):
+                has_value = ~np.isnan(ended[:, column])
+                self._add(kind, ended[has_value, column], ended[has_value, 0].astype(np.int64))
         return self._values
+
+    def _add(self, kind: int, values: Floats, priorities: npt.NDArray[np.integer]) -> None:
+        width = NUM_EDGES + 2
+        places = _EDGES[kind].searchsorted(values) + width * priorities
+        counts = self._values[kind].reshape(-1)
+        counts += np.bincount(places, minlength=NUM_CLASSES * width)
+        self._values[kind, :, -1] += np.bincount(priorities, values, NUM_CLASSES)
 
     def observe(self, kind: int, priority: int, value: float) -> None:
         """Once per request and kind, not per token."""
-        row = self._single[kind * NUM_CLASSES + priority]
-        row[bisect_left(SPECS[kind].edges, value)] += 1
-        row[-1] += value
-        self._has_single = True
+        self._single.append((kind, priority, value))
 
     def observe_finish(self, finish: Finish, priority: int, before_submit_s: float) -> None:
         """A sequence ended. `before_submit_s`: the front's time before it submitted the request."""
-        self.observe(PROMPT_LENGTH, priority, finish.prompt_tokens)
-        if finish.output_tokens == 0:
+        num_output = finish.output_tokens
+        if num_output == 0:
+            self.observe(PROMPT_LENGTH, priority, finish.prompt_tokens)
             return
         decode_s = max(0.0, finish.total_s - finish.first_token_s)
-        self.observe(OUTPUT_LENGTH, priority, finish.output_tokens)
-        self.observe(QUEUE, priority, finish.queued_s)
-        self.observe(PREFILL, priority, max(0.0, finish.first_token_s - finish.queued_s))
-        self.observe(DECODE, priority, decode_s)
-        self.observe(SEQUENCE, priority, before_submit_s + finish.total_s)
-        if finish.output_tokens > 1:
-            self.observe(TPOT, priority, decode_s / (finish.output_tokens - 1))
+        self._ended.append(
+            (
+                priority,
+                finish.prompt_tokens,
+                num_output,
+                finish.queued_s,
+                max(0.0, finish.first_token_s - finish.queued_s),
+                decode_s,
+                before_submit_s + finish.total_s,
+                decode_s / (num_output - 1) if num_output > 1 else math.nan,
+            )
+        )
 
     def observe_gaps(self, gaps: Floats, priorities: npt.NDArray[np.int32]) -> None:
-        """The inter-token gaps of one step."""
-        width = NUM_EDGES + 2
-        places = _EDGES[ITL].searchsorted(gaps) + width * priorities
-        itl = self._values[ITL].reshape(-1)
-        itl += np.bincount(places, minlength=NUM_CLASSES * width)
-        if (priorities == priorities[0]).all():
-            self._values[ITL, priorities[0], -1] += gaps.sum()
-        else:
-            self._values[ITL, :, -1] += np.bincount(priorities, gaps, NUM_CLASSES)
+        """Inter-token gaps of some sequences in one step."""
+        self._add(ITL, gaps, priorities)
 
     def observe_same_gap(self, gap: float, num_by_class: list[int]) -> None:
-        """The same gap for so many sequences of each class: a repeated decode step."""
+        """The same gap for so many sequences of each class."""
         place, itl = bisect_left(_GAPS_S, gap), self._values[ITL]
         for priority, count in enumerate(num_by_class):
             if count:

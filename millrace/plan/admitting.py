@@ -60,7 +60,8 @@ class Admitting:
             return "budget"
         if self._rows.num_free == 0:
             return "rows"
-        forecast = AdmissionForecast(self._rows, self._pool, self._seating.groups, self._lengths)
+        seating = self._seating
+        forecast = AdmissionForecast(self._rows, self._pool, seating.groups, self._lengths, seating.most_blocks)
         for request in itertools.islice(self._waiting.in_order(now), MAX_HELD_SCAN):
             if budget <= 0:
                 return "budget"

@@ -58,6 +58,7 @@ class Composer:
                 starts,
                 counts,
                 longest=max(chunks.values()) if chunks else 1,
+                num_singles=len(singles),
                 shared_blocks=shared_blocks,
                 drafts=drafts,
                 all_draw=not chunks or bool(samples.all()),

@@ -71,6 +71,8 @@ class DraftPlaces:
         Drafts are optional: rows go without when blocks are short or when the step would verify too many tokens.
         """
         self.floor, self.trained = 0.0, None
+        if not self._settings.max_drafts:
+            return None
         places = self._wanted(singles)
         if places is not None and not self._take_blocks(singles, places):
             places = None

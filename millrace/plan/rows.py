@@ -88,6 +88,8 @@ class Rows:
         """Active rows whose result is a pooled hidden state."""
 
     def _add_flow_columns(self) -> None:
+        self.classes: set[int] = set()
+        """Priority classes of all requests so far."""
         self.flows = Flows()
         self.flow = np.zeros(self.capacity, np.int64)
         """Number of the row's flow."""
@@ -120,7 +122,7 @@ class Rows:
 
     @property
     def order(self) -> Int64s:
-        """Active rows by rank. Sorted again only after a release; an admission inserts its row."""
+        """Active rows by rank."""
         if self._order is None:
             active = self.active.nonzero()[0] if self.num_active else _NO_ROWS
             self._order = active[self.rank[active].argsort(kind="stable")] if self.num_active > 1 else active
@@ -135,16 +137,16 @@ class Rows:
     def admit(self, request: Request, blocks: list[list[int]]) -> int:
         """Give a free row to a request whose first blocks, by group, were found in the prefix cache."""
         row = self._free.pop()
-        num_known = len(request.history) // 4
+        num_known, num_prompt, params = len(request.history) // 4, request.num_prompt, request.row_params.params
         num_columns = len(blocks[0])
         num_cached = num_columns * self.block_size
         self.request_ids[row] = request.id
         self.known[row] = self.known_host[row] = num_known
         self.computed[row] = self.confirmed[row] = num_cached
         self.slack[row] = 0
-        self.limit[row] = request.limit
-        self.num_prompt[row] = request.num_prompt
-        self.ends_from[row] = request.num_prompt + request.min_tokens
+        self.limit[row] = num_prompt + request.max_tokens
+        self.num_prompt[row] = num_prompt
+        self.ends_from[row] = num_prompt + request.min_tokens
         self.deadline[row] = request.deadline
         self.num_timed += request.deadline < math.inf
         self.num_blocks[row] = self.num_shared[row] = self.num_registered[row] = num_columns
@@ -152,15 +154,18 @@ class Rows:
             self.num_dropped[group, row] = next((at for at, block in enumerate(ids) if block), num_columns)
         self.num_full_at_admission[row] = num_known // self.block_size
         self.priority[row] = request.priority
+        self.classes.add(request.priority)
         self.flow[row] = self.flows.enter(request)
         self.skipped[row] = 0
         self.constrained[row] = request.constrained
         self.num_constrained += request.constrained
         self.can_draft[row] = request.can_draft
-        self.scored[row] = request.scores_prompt
-        self.num_scored += request.scores_prompt
-        self.pooled[row] = request.pools
-        self.num_pooled += request.pools
+        if params.prompt_logprobs is not None:
+            self.scored[row] = True
+            self.num_scored += 1
+        if params.pooling:
+            self.pooled[row] = True
+            self.num_pooled += 1
         self.num_yields[row] = request.yields
         self.num_known_at_admission[row] = num_known
         if request.end_token_ids:
@@ -168,13 +173,9 @@ class Rows:
         self._split_history(row, request, num_known)
         self.requests[row] = request
         self.blocks[row] = blocks
-        order = self.order
         self.rank[row] = request.rank
         self.active[row] = True
-        # Most requests go last; more urgent or preempted ones go earlier.
-        is_last = not len(order) or self.rank[order[-1]] <= request.rank
-        at = len(order) if is_last else int(np.searchsorted(self.rank[order], request.rank))
-        self._order = np.concatenate((order[:at], (row,), order[at:])) if len(order) else np.array((row,))
+        self._order = None
         self.num_active += 1
         self.epoch += 1
         return row
@@ -182,12 +183,16 @@ class Rows:
     def release(self, row: int, fence: int | None) -> tuple[Request, list[list[int]]]:
         """Empty a row. Returns its request, with the full history, and the blocks to release, by group."""
         request = self.request(row)
-        request.history = bytearray(self.tokens(row).tobytes())
+        request.history += self.tail[row, : int(self.known_host[row]) - len(request.history) // 4].tobytes()
         request.num_output = int(self.known_host[row] - self.num_prompt[row])
         self.num_timed -= request.deadline < math.inf
         self.num_constrained -= request.constrained
-        self.num_scored -= request.scores_prompt
-        self.num_pooled -= request.pools
+        if self.num_scored:
+            self.num_scored -= request.scores_prompt
+            self.scored[row] = False
+        if self.num_pooled:
+            self.num_pooled -= request.pools
+            self.pooled[row] = False
         if request.end_token_ids:
             self.num_with_ends -= 1
             self.end_tokens[row] = NO_TOKEN

@@ -305,6 +305,8 @@ class Scheduler:
 
     def _by_urgency(self, behind: Int64s) -> Int64s:
         """Rows that have drawn already go before prompts: somebody reads their tokens."""
+        if len(behind) < 2:
+            return behind
         has_drawn = self.rows.computed[behind] >= self.rows.num_prompt[behind]
         return np.concatenate([behind[has_drawn], behind[~has_drawn]]) if has_drawn.any() else behind
 

@@ -27,6 +27,9 @@ class Seating:
         self.rows, self.pool, self.prefix, self.groups = rows, pool, prefix, groups
         self._in_flight = in_flight
         self._num_groups, self._block_size = groups.num_groups, rows.block_size
+        self._windowed = groups.windowed
+        self.most_blocks = 0
+        """Upper bound on the blocks of the seated requests, whatever they generate."""
         self._row_of: dict[int, int] = {}
         self._unannounced: set[int] = set()
         """Admitted rows that no plan has announced to the runner yet."""
@@ -51,12 +54,12 @@ class Seating:
         return self.pool.num_available // self._num_groups
 
     def admit(self, request: Request, match: Match) -> int:
-        for blocks in match.blocks:
-            self.pool.share(block for block in blocks if block)
+        self.pool.share(match.found)
         self.prefix.count(request, match.num_columns)
         self.prefix.expect(request, match.num_columns)
         request.held_by, request.loads = None, 0
         row = self.rows.admit(request, match.blocks)
+        self.most_blocks += self.blocks_at_limit(request)
         self._row_of[request.id] = row
         self._unannounced.add(row)
         return row
@@ -67,16 +70,23 @@ class Seating:
         fence = self._in_flight.fence
         request, groups = self.rows.release(row, fence)
         self.prefix.forget(request)
+        self.most_blocks -= self.blocks_at_limit(request)
         for blocks in groups:
-            self.pool.release((block for block in reversed(blocks) if block), fence)
+            blocks.reverse()
+            self.pool.release([block for block in blocks if block] if self._windowed else blocks, fence)
         del self._row_of[request.id]
         if row in self._unannounced:
             self._unannounced.discard(row)
         else:
             self._new_blocks.drop(row)
-            self._appended = [appended for appended in self._appended if appended.row != row]
+            if self._appended:
+                self._appended = [appended for appended in self._appended if appended.row != row]
             self._releases.append(Release(row, request.id, reason))
         return request
+
+    def blocks_at_limit(self, request: Request) -> int:
+        """Upper bound on the blocks that the request holds at once."""
+        return -(-request.limit // self._block_size) * self._num_groups
 
     # -- blocks ----------------------------------------------------------------------------------------------------
 
@@ -141,7 +151,7 @@ class Seating:
     def free_behind_windows(self, computed_rows: Int64s) -> None:
         """Free the blocks that no token after the confirmed ones can see."""
         rows, size = self.rows, self._block_size
-        for group, window in self.groups.windowed:
+        for group, window in self._windowed:
             visible = np.maximum(rows.confirmed[computed_rows] - (window - 1), 0) // size
             behind = np.flatnonzero(visible > rows.num_dropped[group, computed_rows])
             for index in behind.tolist():

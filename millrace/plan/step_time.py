@@ -35,6 +35,8 @@ NUM_FIRST = 32
 """Steps that count as first."""
 OBSERVE_EVERY = 8
 """After the first steps, one in so many repeated decode steps is observed: they all tell the same."""
+OBSERVE_S = 0.02
+"""After the first steps, steps are observed so far apart: on a fast device the fit would take a share of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,8 @@ class StepTimeModel:
         self._num_seen = 0
         self._epoch = NO_EPOCH
         """Of the plan observed last."""
+        self._unobserved_s = 0.0
+        """Time of the steps since the last one that was observed."""
         self.most_prompt_tokens = 0
         """In one observed step."""
         self._publish()
@@ -75,8 +79,11 @@ class StepTimeModel:
         """A step took this long."""
         self._num_seen += 1
         repeats, self._epoch = plan.repeats(self._epoch), plan.epoch
-        if repeats and self._num_seen > NUM_FIRST and self._num_seen % OBSERVE_EVERY:
+        self._unobserved_s += seconds
+        says_little = self._unobserved_s < OBSERVE_S or (repeats and self._num_seen % OBSERVE_EVERY)
+        if says_little and self._num_seen > NUM_FIRST:
             return
+        self._unobserved_s = 0.0
         if seconds > 0:
             parts = _parts(plan)
             self.most_prompt_tokens = max(self.most_prompt_tokens, int(parts[1]))

@@ -40,7 +40,7 @@ from millrace.run.table.request_table import RequestTable
 _NO_INDEX, _NO_COUNTS = np.zeros(0, np.int64), np.zeros(0, np.int32)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.
 class StepResult:
     step_no: int
     tokens: Tensor

@@ -22,7 +22,7 @@ def ints(*values: int) -> np.ndarray:
 
 def decoding(num_rows: int, shared_blocks: int = 0) -> StepSizes:
     ones = np.ones(num_rows, np.int32)
-    return StepSizes(100 * ones, ones, 1, shared_blocks)
+    return StepSizes(100 * ones, ones, 1, num_singles=len(ones), shared_blocks=shared_blocks)
 
 
 def prompt(*counts: int, start: int = 0, scores: bool = False) -> StepSizes:

@@ -145,13 +145,15 @@ def test_a_packet_matches_its_plan(longest: int, tile_decode_rows: bool) -> None
         if longest == 1:
             check(writer, plan, table, shapes.decode(num_rows), tile_decode_rows)
             continue
-        tiles = shapes.num_tiles(plan.counts)
+        tiles = shapes.num_tiles(plan.counts.tolist())
         check(writer, plan, table, StepShape(plan.num_tokens, num_rows, tiles, is_decode=False), tile_decode_rows)
-        tiles = shapes.num_tiles(plan.counts, 5)
+        tiles = shapes.num_tiles(plan.counts.tolist(), long_from=5)
         exact = StepShape(plan.num_tokens, num_rows, tiles, is_decode=False, long_from=5, last_only=True)
         check(writer, plan, table, exact, tile_decode_rows)
         has_decode_rows = bool(plan.counts.min() == 1)
-        padded = shapes.mixed(plan.num_tokens, num_rows, shapes.num_tiles(plan.counts), has_decode_rows=has_decode_rows)
+        padded = shapes.mixed(
+            plan.num_tokens, num_rows, shapes.num_tiles(plan.counts.tolist()), has_decode_rows=has_decode_rows
+        )
         assert padded is not None
         check(writer, plan, table, padded, tile_decode_rows)
 

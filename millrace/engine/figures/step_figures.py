@@ -10,7 +10,7 @@ import numpy as np
 
 from millrace.observe.histograms import NUM_CLASSES, Histograms
 from millrace.plan.rows import Rows
-from millrace.plan.step import NO_EPOCH, Int32s, StepOutcome, StepPlan
+from millrace.plan.step import NO_EPOCH, Bools, Int32s, StepOutcome, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,8 @@ class StepFigures:
         self._rows, self._histograms, self._work = rows, histograms, work
         self._last_token = np.full(rows.capacity, math.nan)
         """By row: when its request got its last token; NaN if it has none."""
-        self._common_rows: Int32s | None = None
-        """Rows that all got their last token at `_common_at`; not yet in `_last_token`. None: there are none."""
-        self._common_at = 0.0
-        self._num_by_class: list[int] = []
-        """Of those rows."""
+        self._last_at = math.nan
+        """When the last step delivered tokens."""
         self._context = 0
         """Sum of the rows' contexts in the last step."""
         self._epoch = NO_EPOCH
@@ -47,11 +44,9 @@ class StepFigures:
         self.bytes_read = self.flops = 0.0
 
     def last_token_at(self, row: int) -> float:
-        self._store_common()
         return float(self._last_token[row])
 
     def on_admitted(self, row: int, last_token: float) -> None:
-        self._store_common()
         self._last_token[row] = last_token
 
     def on_step(self, plan: StepPlan, outcome: StepOutcome, now: float, num_drafts: Int32s | None = None) -> None:
@@ -69,24 +64,25 @@ class StepFigures:
         if plan.draft_places is not None:
             self._count_drafts(plan.draft_places if num_drafts is None else num_drafts, outcome)
         if len(outcome.tokens):
-            self._note_gaps(plan, outcome, now, repeats=repeats)
+            self._note_gaps(plan, outcome, now)
 
     def running_by_class(self) -> tuple[int, ...]:
         rows = self._rows
         return tuple(np.bincount(rows.priority[rows.active], minlength=NUM_CLASSES)[:NUM_CLASSES].tolist())
 
     def _count_composition(self, plan: StepPlan) -> None:
-        counts = plan.counts.astype(np.int64)
-        num_single = int((counts == 1).sum())
-        num_tokens = int(counts.sum())
+        chunks = (plan.counts != 1).nonzero()[0]
+        counts, starts = plan.counts[chunks].tolist(), plan.starts[chunks].tolist()
+        num_single, num_chunked = len(plan.rows) - len(counts), sum(counts)
+        num_tokens = num_single + num_chunked
         self.decode_tokens += num_single
-        self.prefill_tokens += num_tokens - num_single
+        self.prefill_tokens += num_chunked
         num_places = 0 if plan.draft_places is None else int(plan.draft_places.sum())
         self.padded_tokens += max(0, plan.shape.tokens - num_tokens - num_places)
-        ends = plan.starts + counts
-        # A chunk from s to e attends to (s + 1) + … + e tokens.
-        pairs = int((counts * (plan.starts + ends + 1)).sum()) // 2
-        self._count_work(num_tokens, int(ends.sum()), pairs)
+        context = int(plan.starts.sum()) + num_tokens
+        # A chunk of c tokens after s attends to (s + 1) + … + (s + c) tokens; the context counts its s + c.
+        pairs = context + sum((c - 1) * (2 * s + c) // 2 for s, c in zip(starts, counts, strict=True))
+        self._count_work(num_tokens, context, pairs)
 
     def _count_work(self, num_tokens: int, context: int, pairs: int) -> None:
         work = self._work
@@ -99,34 +95,28 @@ class StepFigures:
         index = outcome.sample_index
         self.accepted_tokens += int((index[1:] == index[:-1]).sum()) - outcome.num_appended
 
-    def _note_gaps(self, plan: StepPlan, outcome: StepOutcome, now: float, *, repeats: bool) -> None:
-        has_several = plan.draft_places is not None or bool(outcome.num_appended)
-        is_whole = len(outcome.tokens) == len(plan.rows) and not has_several
-        if repeats and is_whole and self._common_rows is not None:
-            self._histograms.observe_same_gap(now - self._common_at, self._num_by_class)
-            self._common_at = now
-            return
-        self._store_common()
-        rows = plan.rows[plan.samples][outcome.sample_index]
-        priorities = self._rows.priority[rows]
-        if is_whole:
-            self._common_rows, self._num_by_class = rows, np.bincount(priorities, minlength=NUM_CLASSES).tolist()
-            self._common_at = now
-        self._observe_gaps(rows, priorities, now, has_several=has_several)
-
-    def _observe_gaps(self, rows: Int32s, priorities: Int32s, now: float, *, has_several: bool) -> None:
-        """Tokens of one row in one step arrive together: all but the first have a gap of 0."""
-        gaps = now - self._last_token[rows]
-        if has_several:
-            gaps[1:][rows[1:] == rows[:-1]] = 0.0
+    def _note_gaps(self, plan: StepPlan, outcome: StepOutcome, now: float) -> None:
+        """Most rows got their last token in the step before: they have the same gap and are only counted."""
+        rows = plan.rows
+        if len(outcome.tokens) != len(rows) or plan.draft_places is not None or outcome.num_appended:
+            rows = rows[plan.samples][outcome.sample_index]
+        last, (last_at, self._last_at) = self._last_token[rows], (self._last_at, now)
         self._last_token[rows] = now
-        is_gap = gaps == gaps  # Not NaN: it is not the first token.
-        if not is_gap.all():
-            gaps, priorities = gaps[is_gap], priorities[is_gap]
-        if len(gaps):
-            self._histograms.observe_gaps(gaps, priorities)
+        if plan.draft_places is not None or outcome.num_appended:
+            # Tokens of one row in one step arrive together: all but the first have a gap of 0.
+            last[1:][rows[1:] == rows[:-1]] = now
+        is_common = last == last_at
+        num_common = int(np.count_nonzero(is_common))
+        if num_common < len(rows):
+            others = (~is_common & (last == last)).nonzero()[0]  # Not NaN: it is not the first token.
+            if len(others):
+                self._histograms.observe_gaps(now - last[others], self._rows.priority[rows[others]])
+        if num_common:
+            self._histograms.observe_same_gap(now - last_at, self._num_by_class(rows, is_common, num_common))
 
-    def _store_common(self) -> None:
-        if self._common_rows is not None:
-            self._last_token[self._common_rows] = self._common_at
-            self._common_rows = None
+    def _num_by_class(self, rows: Int32s, chosen: Bools, num_chosen: int) -> list[int]:
+        classes = self._rows.classes
+        if len(classes) == 1:
+            return [num_chosen if one in classes else 0 for one in range(NUM_CLASSES)]
+        counts: list[int] = np.bincount(self._rows.priority[rows[chosen]], minlength=NUM_CLASSES).tolist()
+        return counts

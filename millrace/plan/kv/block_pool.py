@@ -73,7 +73,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take` can return now: free and cached, without dirty ones that are withheld."""
+        """Blocks that `take_many` can return now: free and cached, without dirty ones that are withheld."""
         return len(self._free) + len(self._cached) + (0 if self.withholds_dirty else len(self._dirty))
 
     @property
@@ -85,15 +85,6 @@ class BlockPool:
     def num_in_use(self) -> int:
         return self.total - len(self._free) - self.num_cached - len(self._fence_of) - len(self._held)
 
-    def take(self) -> int:
-        """Allocate a block with one reference, evicting if none is free. The caller has checked `num_available`."""
-        if self._free:
-            block = self._free.pop()
-        else:
-            block = self._evict()
-        self._refs[block] = 1
-        return block
-
     def _evict(self) -> int:
         if self._cached:
             block, _ = self._cached.popitem(last=False)
@@ -101,16 +92,25 @@ class BlockPool:
             block, _ = self._dirty.popitem(last=False)
             self.num_lost += 1
         self.num_evicted += 1
-        self._unregister(block)
+        digest = self._hash_of[block]
+        if digest is None:
+            raise AssertionError(f"block {block} is cached without a hash")
+        del self._by_hash[self._group_of[block]][digest]
+        parent = self._parent_of[block]
+        if self._last_child_of.get(parent) == block:
+            del self._last_child_of[parent]
+        self._hash_of[block] = self._tokens_of[block] = None
         return block
 
     def take_many(self, count: int) -> list[int]:
-        """Allocate `count` blocks, in the order in which `take` would return them."""
-        if not 0 < count <= len(self._free):
-            return [self.take() for _ in range(count)]
-        blocks, refs = self._free[-count:], self._refs
-        del self._free[-count:]
+        """Allocate blocks with one reference each, evicting where none is free. The caller has checked
+        `num_available`."""
+        free, refs = self._free, self._refs
+        first = max(0, len(free) - count)
+        blocks = free[first:]
+        del free[first:]
         blocks.reverse()
+        blocks += [self._evict() for _ in range(count - len(blocks))]
         for block in blocks:
             refs[block] = 1
         return blocks
@@ -133,17 +133,19 @@ class BlockPool:
                     self._held.remove(block)
             refs[block] += 1
 
-    def register(self, block: int, digest: bytes, tokens: bytes, parent: bytes = b"", group: int = 0) -> None:
-        """Make a full, computed block available to `find`. Of blocks with equal content, the first stays registered."""
-        by_hash = self._by_hash[group]
-        if digest not in by_hash:
-            by_hash[digest] = block
-            self._group_of[block] = group
-            self._hash_of[block] = digest
-            self._tokens_of[block] = tokens
-            self._parent_of[block] = parent
-            if group == 0:
-                self._last_child_of[parent] = block
+    def register(
+        self, blocks: list[int], hashes: list[bytes], tokens: list[bytes], parents: list[bytes], group: int = 0
+    ) -> None:
+        """Make full, computed blocks available to `find`; 0 stands for a block that was freed. Of blocks with equal
+        content, the first stays registered. `parents`: hash of the block before each."""
+        by_hash, hash_of, tokens_of = self._by_hash[group], self._hash_of, self._tokens_of
+        parent_of, last_child_of = self._parent_of, self._last_child_of
+        for block, digest, own, parent in zip(blocks, hashes, tokens, parents, strict=True):
+            if block and by_hash.setdefault(digest, block) == block:
+                hash_of[block], tokens_of[block], parent_of[block] = digest, own, parent
+                self._group_of[block] = group
+                if group == 0:
+                    last_child_of[parent] = block
 
     def find_child(self, parent: bytes, tokens: bytes) -> tuple[int, bytes] | None:
         """The last registered child of the block with hash `parent`, and the child's hash, if it has these tokens.
@@ -210,15 +212,6 @@ class BlockPool:
             self._cached[block] = None
             if self._host is not None:
                 self._host.touch(self._key(block))
-
-    def _unregister(self, block: int) -> None:
-        digest = self._hash_of[block]
-        if digest is not None:
-            del self._by_hash[self._group_of[block]][digest]
-            if self._last_child_of.get(self._parent_of[block]) == block:
-                del self._last_child_of[self._parent_of[block]]
-        self._hash_of[block] = None
-        self._tokens_of[block] = None
 
     # -- the host tier ---------------------------------------------------------------------------------------------
 

@@ -31,6 +31,8 @@ class KvGroups:
     def blocks_for(self, num_tokens: int, block_size: int) -> int:
         """The most blocks that a row of this many tokens holds while it decodes."""
         columns = -(-num_tokens // block_size)
+        if self.windows == (None,):
+            return columns
         return sum(columns if window is None else min(columns, -(-window // block_size) + 1) for window in self.windows)
 
     def tokens_in(self, num_blocks: int, block_size: int, most: int) -> int:

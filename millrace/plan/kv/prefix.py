@@ -18,7 +18,7 @@ Find = Callable[[bytes, bytes, int], int | None]
 """Hash, tokens and KV group of a block to where it is, or None."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.
 class Match:
     """The cached blocks with which a request begins."""
 
@@ -193,15 +193,12 @@ class PrefixIndex:
         self.hash_expected()
         self.hash_of(request, first + len(groups[0]) - 1)
         hashes, history, pending, width = request.hashes, bytes(request.history), self._pending, 4 * self.block_size
-        register = self._pool.register
+        end = first + len(groups[0])
+        parents = [hashes[first - 1] if first else self._root(request.salt), *hashes[first : end - 1]]
+        tokens = [history[at : at + width] for at in range(first * width, end * width, width)]
         for group, blocks in enumerate(groups):
-            parent = hashes[first - 1] if first else self._root(request.salt)
-            for index, block in enumerate(blocks, first):
-                digest = hashes[index]
-                if block:
-                    register(block, digest, history[index * width : (index + 1) * width], parent, group)
-                parent = digest
-        for digest in hashes[first : first + len(groups[0])] if pending else ():
+            self._pool.register(blocks, hashes[first:end], tokens, parents, group)
+        for digest in hashes[first:end] if pending else ():
             if pending.get(digest) == request.id:
                 del pending[digest]
 

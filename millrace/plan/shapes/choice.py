@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-import numpy as np
-
 from millrace.plan.shapes.captures import Captures
 from millrace.plan.shapes.order import MIN_SHARING_ROWS, capture_order
 from millrace.plan.shapes.table import ShapeFacts, ShapeTable
@@ -21,7 +19,7 @@ MIN_SHARED_TOKENS = 256
 """Minimum shared-prefix tokens for which the shared-prefix kernels are worth their extra launch."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.
 class StepSizes:
     """What the choice depends on in a step."""
 
@@ -29,6 +27,8 @@ class StepSizes:
     counts: Int32s
     longest: int
     """Most tokens of a row."""
+    num_singles: int = 0
+    """Rows at the beginning that are known to have one token each."""
     shared_blocks: int = 0
     drafts: Int32s | None = None
     """Places for drafts of each row; None if the step verifies none."""
@@ -101,13 +101,14 @@ class PaddedShapes:
             return table.decode(num_rows, places=table.places(1 + _max_of(sizes.drafts), num_rows))
         if sizes.longest == 1 and not sizes.scores_prompts:
             return table.decode(num_rows, shares_prefix=self._shares_prefix(num_rows, sizes.shared_blocks))
-        num_tokens = sum(sizes.counts.tolist()) if num_rows < FEW else int(sizes.counts.sum())
+        num_singles, chunks = sizes.num_singles, sizes.counts[sizes.num_singles :].tolist()
+        num_tokens = num_singles + sum(chunks)
         long_from = self._long_from(sizes)
         if long_from and num_rows == 1 and not sizes.scores_prompts:
             return table.chunk(int(sizes.starts[0]))
-        tiles = table.num_tiles(sizes.counts, long_from)
+        tiles = table.num_tiles(chunks, num_singles, long_from)
         if not long_from and not sizes.scores_prompts:
-            has_decode_rows, context = _min_of(sizes.counts) == 1, _max_of(sizes.starts)
+            has_decode_rows, context = num_singles > 0 or min(chunks) == 1, _max_of(sizes.starts)
             shape = table.mixed(num_tokens, num_rows, tiles, has_decode_rows=has_decode_rows, context=context)
             if shape is not None:
                 return self._unsplit_if_cold(shape)
@@ -139,9 +140,5 @@ class PaddedShapes:
         return replace(shape, parts=1) if shape.parts > 1 and self.captures.is_cold(shape) else shape
 
 
-def _min_of(counts: Int32s) -> int:
-    return min(counts.tolist()) if len(counts) < FEW else int(np.min(counts))
-
-
 def _max_of(counts: Int32s) -> int:
-    return max(counts.tolist()) if len(counts) < FEW else int(np.max(counts))
+    return max(counts.tolist()) if len(counts) < FEW else int(counts.max())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from millrace.plan.step import FEW, Int32s, StepShape
+from millrace.plan.step import StepShape
 
 DECODE_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 """Rows of decode shapes; continued in steps of 32 up to 512 and of 64 beyond."""
@@ -146,13 +146,12 @@ class ShapeTable:
         contexts = range(0, max_tokens - self._token_budget + 1, self._token_budget)
         return [self.chunk(context) for context in contexts[:MAX_CHUNKS]]
 
-    def num_tiles(self, counts: Int32s, long_from: int = 0) -> int:
-        """Tiles of the rows with these counts. Rows from `long_from` tokens on have none, if it is set."""
-        least, most = 1 if self._tile_decode_rows else 2, long_from or NO_LIMIT
-        if len(counts) < FEW:
-            return sum(-(-count // self._queries_per_tile) for count in counts.tolist() if least <= count < most)
-        tiled = counts[(counts >= least) & (counts < most)]
-        return int((-(-tiled // self._queries_per_tile)).sum())
+    def num_tiles(self, counts: list[int], num_singles: int = 0, long_from: int = 0) -> int:
+        """Tiles of `num_singles` rows of one token and of rows with these counts. Rows from `long_from` tokens on have
+        none, if it is set."""
+        least, most, size = 1 if self._tile_decode_rows else 2, long_from or NO_LIMIT, self._queries_per_tile
+        tiles = sum(-(-count // size) for count in counts if least <= count < most)
+        return tiles + num_singles if self._tile_decode_rows else tiles
 
     def last_only(self, tokens: int, rows: int) -> bool:
         """True if the last layer computes only each row's last token. Never in deterministic mode, where results must

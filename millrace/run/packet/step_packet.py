@@ -96,12 +96,15 @@ class PacketWriter:
         tiled: Bools = counts > (0 if self._tile_decode_rows else 1)
         return tiled & (counts < long_from) if long_from else tiled
 
-    def _tiles_of(self, lengths: list[int], long_from: int, *, decode_rows: bool = False) -> list[tuple[int, int]]:
-        """(row, number of tiles) of each tiled row, for few rows. `decode_rows`: tile rows with one query too."""
+    def _tiles_of(
+        self, lengths: list[int], long_from: int, *, first: int = 0, decode_rows: bool = False
+    ) -> list[tuple[int, int]]:
+        """(row, number of tiles) of each tiled row, for few rows, from row `first` on. `decode_rows`: tile rows with
+        one query too."""
         min_length, limit = 1 if decode_rows or self._tile_decode_rows else 2, long_from or NO_LIMIT
         return [
             (row, -(-length // self._queries_per_tile))
-            for row, length in enumerate(lengths)
+            for row, length in enumerate(lengths, first)
             if min_length <= length < limit
         ]
 
@@ -197,17 +200,20 @@ class PacketWriter:
     def _write_tiles(self, layout: PacketLayout, counts: Int32s, padding: int, packet: Int32s) -> None:
         """(row, first query) of each tile, padding included, the last tiles first; the rest is -1."""
         tiles, long_from, tile_all = layout.tiles.of(packet), layout.shape.long_from, not layout.shape.has_decode_rows
-        if len(counts) <= FEW_ROWS:
-            at = 0
-            for row, num_tiles in self._tiles_of([*counts.tolist(), padding], long_from, decode_rows=tile_all)[::-1]:
+        first = 0  # Rows with one query come first and are not tiled.
+        if len(counts) and not (tile_all or self._tile_decode_rows):
+            first = int((counts != 1).argmax())
+        if len(counts) - first <= FEW_ROWS:
+            at, lengths = 0, [*counts[first:].tolist(), padding]
+            for row, num_tiles in self._tiles_of(lengths, long_from, first=first, decode_rows=tile_all)[::-1]:
                 end = at + 2 * num_tiles
                 tiles[at:end:2], tiles[at + 1 : end : 2] = row, self._first_queries(num_tiles)[::-1]
                 at = end
             tiles[at:] = -1
             return
-        lengths = np.append(counts, np.int32(padding))
-        tiled = np.flatnonzero(lengths if tile_all else self._is_tiled(lengths, long_from))
-        per_row = -(-lengths[tiled] // self._queries_per_tile)
+        every = np.append(counts, np.int32(padding))
+        tiled = np.flatnonzero(every if tile_all else self._is_tiled(every, long_from))
+        per_row = -(-every[tiled] // self._queries_per_tile)
         total = int(per_row.sum())
         tiles[0 : 2 * total : 2] = tiled.repeat(per_row)[::-1]
         before = (per_row.cumsum() - per_row).repeat(per_row)
@@ -248,8 +254,10 @@ def _write_decode_rows(layout: PacketLayout, packet: Int32s, counts: Int32s) -> 
     """List the decode rows, a padding row of one token included; returns their order, see `write_decode_rows`."""
     if layout.shape.is_decode:
         return _list_all_rows(layout, packet)
-    single = np.flatnonzero(np.append(counts, layout.shape.tokens - int(counts.sum())) == 1)
-    return _list_decode_rows(layout, packet, single[single < layout.shape.rows])
+    single, num_rows = (counts == 1).nonzero()[0], len(counts)
+    if num_rows < layout.shape.rows and layout.shape.tokens - packet[layout.query_starts.start + num_rows] == 1:
+        single = np.append(single, num_rows)
+    return _list_decode_rows(layout, packet, single)
 
 
 def _list_all_rows(layout: PacketLayout, packet: Int32s) -> Int64s | None:

@@ -20,7 +20,7 @@ NO_MASK = -1
 _NONE = np.zeros(0, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.
 class DrawPlan:
     """`due` numbers the rows of the plan; the other indices number the tokens drawn, which are in plan order."""
 

@@ -22,8 +22,6 @@ class RowValues(NamedTuple):
     """0 keeps every token."""
     top_p: float
     min_p: float
-    seed: int
-    """64 bits."""
     ends_from: int
     """Position from which end tokens may be drawn; 0 without a minimum length."""
     num_logprobs: int
@@ -33,6 +31,8 @@ class RowValues(NamedTuple):
     """Of the whole context, counted by token. Those of a shaped row are computed from its tokens instead."""
     is_shaped: bool
     """True for rows that `shaped_rows.py` draws."""
+    seed: int
+    """64 bits. The last field, because it differs between requests that are equal otherwise."""
 
     @property
     def needs_logits(self) -> bool:
@@ -55,12 +55,12 @@ def row_values(admission: Admission, vocab_size: int) -> RowValues:
         top_k=params.top_k if params.top_k < vocab_size else 0,
         top_p=params.top_p,
         min_p=params.min_p,
-        seed=(params.seed or 0) & (2**64 - 1),
         ends_from=admission.num_prompt + params.min_tokens if has_ends else 0,
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
         has_bias=bool(params.logit_bias),
         has_penalties=params.uses_penalties and not is_shaped,
         is_shaped=is_shaped,
+        seed=(params.seed or 0) & (2**64 - 1),
     )
 
 
@@ -69,6 +69,7 @@ class RowParamTable:
 
     def __init__(self, *, max_rows: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
+        self._values: list[RowValues | None] = [None] * max_rows
         self.temperature = np.zeros(max_rows, np.float32)
         self.top_k = np.zeros(max_rows, np.int64)
         self.top_p = np.ones(max_rows, np.float32)
@@ -84,11 +85,14 @@ class RowParamTable:
 
     def admit(self, admission: Admission) -> RowValues:
         row, values = admission.row, row_values(admission, self._vocab_size)
+        self.seed[row] = values.seed
+        before, self._values[row] = self._values[row], values
+        if before is not None and before[:-1] == values[:-1]:
+            return values  # Most requests differ from the one before only in their seed.
         self.temperature[row] = values.temperature
         self.top_k[row] = values.top_k
         self.top_p[row] = values.top_p
         self.min_p[row] = values.min_p
-        self.seed[row] = values.seed
         self.ends_from[row] = values.ends_from
         self.num_logprobs[row] = values.num_logprobs
         self.has_bias[row] = values.has_bias
