@@ -67,7 +67,7 @@ class Target:
     async def __aenter__(self) -> Self:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),  # Some servers close idle ones untold.
             timeout=aiohttp.ClientTimeout(total=self.request_timeout_s),
             headers=headers,
         )
