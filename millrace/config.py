@@ -215,8 +215,8 @@ class PlanConfig:
     )
     drafter: str = setting(
         "",
-        "for --speculate draft: a smaller model with the same tokens; for medusa and eagle: trained heads; for auto:"
-        " any of these",
+        "for --speculate draft: a smaller model with the same tokens; for medusa and eagle: trained heads, as a"
+        " directory or a hub name; for auto: any of these",
     )
     max_drafts: int = setting(
         15,

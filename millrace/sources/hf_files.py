@@ -9,6 +9,8 @@ from millrace.sources.hf_config import read_json_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+DRAFTER_TORCH_FILES = ("medusa_lm_head.pt", "pytorch_model.bin")
+"""Files of drafters that are read as named tensors, if there is no safetensors file."""
 _PICKLED_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 

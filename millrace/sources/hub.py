@@ -20,6 +20,7 @@ from millrace.config import cache_dir
 from millrace.errors import ModelError
 from millrace.sources.catalogue import find_entry
 from millrace.sources.download import Progress
+from millrace.sources.hf_files import DRAFTER_TORCH_FILES
 from millrace.sources.names import HubName
 
 if TYPE_CHECKING:
@@ -98,8 +99,9 @@ def parse_manifest_name(text: str) -> HubName:
     return HubName(repo, revision or "main", variant)
 
 
-def describe(name: HubName) -> HubModel:
-    """What the hub has under this name: the files that would be downloaded, and their sizes."""
+def describe(name: HubName, *, is_drafter: bool = False) -> HubModel:
+    """What the hub has under this name: the files that would be downloaded, and their sizes. A drafter may have torch
+    files, which its loader reads as tensors only."""
     import huggingface_hub
 
     entry = find_entry(name.repo)
@@ -114,13 +116,13 @@ def describe(name: HubName) -> HubModel:
     except Exception as error:  # huggingface_hub passes on any exception of its HTTP client.
         raise _failure(name, error) from error
     siblings = list(info.siblings or ())
-    files = _choose_gguf(name, siblings) if name.variant else _choose_safetensors(name, siblings)
+    files = _choose_gguf(name, siblings) if name.variant else _choose_files(name, siblings, is_drafter)
     return HubModel(str(name), str(info.sha), tuple(_file(sibling) for sibling in files))
 
 
-def fetch(name: HubName, progress: Progress | None = None) -> HubModel:
+def fetch(name: HubName, progress: Progress | None = None, *, is_drafter: bool = False) -> HubModel:
     """Download what is missing, verify it, and write the manifest. An interrupted download is resumed."""
-    model = describe(name)
+    model = describe(name, is_drafter=is_drafter)
     report = progress or _silent
     _check_space(model)
     done, folder = 0, ""
@@ -162,9 +164,13 @@ def remove(model: HubModel) -> int:
 # --- choosing files ---
 
 
-def _choose_safetensors(name: HubName, siblings: list[RepoSibling]) -> list[RepoSibling]:
+def _choose_files(name: HubName, siblings: list[RepoSibling], is_drafter: bool) -> list[RepoSibling]:
     chosen = [s for s in siblings if _matches(s.rfilename, _WANTED) and not _matches(s.rfilename, _UNWANTED)]
-    if not any(s.rfilename.endswith(".safetensors") for s in chosen):
+    has_safetensors = any(s.rfilename.endswith(".safetensors") for s in chosen)
+    torch_files = [s for s in siblings if s.rfilename in DRAFTER_TORCH_FILES]
+    if is_drafter and torch_files and not has_safetensors:
+        return chosen + torch_files
+    if not has_safetensors:
         quantisations = sorted({_quantisation(s.rfilename) for s in siblings if s.rfilename.endswith(".gguf")})
         if quantisations:
             raise ModelError(

@@ -84,6 +84,12 @@ def test_auto_reads_from_the_files_what_a_drafter_is(tmp_path: Path) -> None:
         find(target, speculate="medusa", drafter=str(eagle))
 
 
+def test_a_whole_model_is_no_heads(tmp_path: Path) -> None:
+    target = model_in(tmp_path / "target")
+    with pytest.raises(ConfigError, match="is a whole model, but --speculate eagle needs heads .* --speculate draft"):
+        find(target, speculate="eagle", drafter=f"random:{tmp_path / 'target'}")
+
+
 def test_only_a_cpu_with_auto_chooses_between_text_and_a_drafter() -> None:
     def chooses(speculate: str, *, is_gpu: bool, has_drafter: bool) -> bool:
         config = dataclasses.replace(Config(), plan=dataclasses.replace(PlanConfig(), speculate=speculate))

@@ -19,6 +19,7 @@ from millrace.errors import ModelError
 from millrace.models.spec.families import FAMILIES
 from millrace.sources import hub, library, names
 from millrace.sources.catalogue import UNSUPPORTED_FAMILIES, entries
+from millrace.sources.drafters import drafter_folder
 from millrace.sources.names import HubName, parse_name
 from millrace.sources.resolve import resolve_model
 
@@ -229,3 +230,40 @@ def test_families_that_cannot_be_loaded_are_refused_before_a_download(fake: Fake
             resolve_model(name)
     loadable = {kind for family in FAMILIES for kind in family.model_types}
     assert {entry.family for entry in entries()} - loadable == UNSUPPORTED_FAMILIES, "update UNSUPPORTED_FAMILIES"
+
+
+# --- drafters ---
+
+
+def test_a_drafter_is_a_directory_or_a_hub_name(fake: FakeHub, tmp_path: Path) -> None:
+    assert drafter_folder(str(tmp_path)) == tmp_path
+    folder = drafter_folder("org/model")
+    assert folder is not None
+    assert (folder / "model.safetensors").is_file()
+    assert not (folder / "pytorch_model.bin").exists(), "safetensors files are preferred"
+
+
+def test_a_drafter_may_have_torch_files_and_is_found_again(fake: FakeHub) -> None:
+    folder = drafter_folder("org/pickled")
+    assert folder is not None
+    assert (folder / "pytorch_model.bin").read_bytes() == b"pickle"
+    fake.repos.clear()
+    assert drafter_folder("org/pickled", offline=True) == folder
+    with pytest.raises(ModelError, match="pickled weights, which are refused"):
+        resolve_model("org/pickled", offline=True)
+
+
+@pytest.mark.parametrize("name", ["org/model-GGUF:Q8_0", "smollm2-135m-instruct", "random:config.json"])
+def test_whole_models_are_no_drafters_with_heads(fake: FakeHub, name: str) -> None:
+    assert drafter_folder(name) is None
+    assert not fake.downloads
+
+
+def test_what_is_no_drafter_is_refused_with_a_remedy(fake: FakeHub, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="not on this machine, and --offline forbids downloads. Start once without"):
+        drafter_folder("org/model", offline=True)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match="is one file. Give the directory"):
+        drafter_folder(str(tmp_path / "model.safetensors"))
+    with pytest.raises(ModelError, match="There is no model 'nothing-like-it'"):
+        drafter_folder("nothing-like-it")

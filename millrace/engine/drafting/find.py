@@ -20,6 +20,7 @@ from millrace.models.spec.model_spec import ModelSpec
 from millrace.run.device.kv_pool import KvFormat, bytes_per_token, format_or_full
 from millrace.run.drafting.drafters import AUTO, MODEL_DRAFTERS
 from millrace.run.drafting.models import DrafterModel
+from millrace.sources.drafters import drafter_folder
 from millrace.sources.resolve import ModelFiles, Progress, resolve_model
 
 PARAM = "plan.drafter"
@@ -125,17 +126,21 @@ def find_drafter(
 
 
 def _folder(config: Config, progress: Progress | None) -> Path | None:
-    """The directory with the drafter's files; None if `auto` finds a model there, which is a draft model."""
-    name, is_auto = config.plan.drafter, config.plan.speculate == AUTO
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        files = resolve_model(name, progress=progress, offline=config.model.offline)
-        if is_auto and files.kind != "safetensors":
-            return None
-        folder = files.path
-    if is_auto and not (folder / "config.json").is_file():  # as in a directory with a GGUF file
+    """The directory with the drafter's files; None if `auto` finds a whole model, which is a draft model."""
+    name, kind = config.plan.drafter, config.plan.speculate
+    folder = drafter_folder(name, progress=progress, offline=config.model.offline)
+    if kind != AUTO:
+        if folder is None:
+            raise ConfigError(
+                f"plan.drafter is {name}, which is a whole model, but --speculate {kind} needs heads trained for the"
+                " model: a directory, or a hub name such as org/drafter. To draft with a whole model, set --speculate"
+                " draft.",
+                param=PARAM,
+            )
+        return folder
+    if folder is None or not (folder / "config.json").is_file():  # as in a directory with a GGUF file
         return None
-    return None if is_auto and kind_in(folder) == "draft" else folder
+    return None if kind_in(folder) == "draft" else folder
 
 
 def _named(kind: DrafterKind) -> Speculation:

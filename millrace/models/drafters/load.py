@@ -28,9 +28,8 @@ from millrace.models.spec.model_spec import ModelSpec
 from millrace.models.spec.rope import inverse_frequencies
 from millrace.ops.linear.dense import Head
 from millrace.sources.hf_config import read_json_object
-from millrace.sources.hf_files import find_weights
+from millrace.sources.hf_files import DRAFTER_TORCH_FILES, find_weights
 
-_TORCH_FILES = ("medusa_lm_head.pt", "pytorch_model.bin")
 _EMBEDDING, _HEAD, _FC = "embed_tokens.weight", "lm_head.weight", "fc.weight"
 _MAPS = ("d2t", "t2d", "token_map")
 MakeBuilder = Callable[[ModelSpec, ModelLayout], DecoderBuilder]
@@ -68,10 +67,13 @@ def _opened(folder: Path) -> tuple[dict[str, Any], DrafterTensors]:
     config = read_json_object(folder / "config.json")
     if config.get("quantization_config") or config.get("compression_config"):
         raise ModelError(f"{folder}: the drafter is quantised, which is not supported. Use the unquantised one.")
-    files = find_weights(folder) or tuple(folder / name for name in _TORCH_FILES if (folder / name).is_file())[:1]
+    files = (
+        find_weights(folder) or tuple(folder / name for name in DRAFTER_TORCH_FILES if (folder / name).is_file())[:1]
+    )
     if not files:
         raise ModelError(
-            f"{folder} has no weights: no safetensors file and none of {', '.join(_TORCH_FILES)}. Download them too."
+            f"{folder} has no weights: no safetensors file and none of {', '.join(DRAFTER_TORCH_FILES)}. Download them"
+            " too."
         )
     return config, DrafterTensors(files)
 
