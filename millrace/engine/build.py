@@ -11,7 +11,7 @@ import torch
 
 from millrace.config import Config, allowed_processors
 from millrace.engine.constrained import ConstrainedRequests
-from millrace.engine.drafting.find import find_drafter
+from millrace.engine.drafting.find import DrafterSource, find_drafter
 from millrace.engine.figures.processor_limits import processor_limits
 from millrace.engine.figures.step_figures import StepWork
 from millrace.engine.fingerprint import weights_digest
@@ -87,6 +87,7 @@ def build_engine(
         host_free_bytes=available_memory(),
         drafter=NO_DRAFTER if drafter is None else drafter.memory(dtype, kv_dtype, device.torch_device),
     )
+    drafts = draft_settings(config, plan.max_running, is_gpu=device.kind == "cuda", drafter=drafter)
     host_tier = HostTierSettings(plan.host_slots, plan.block_bytes, plan.copy_batch_bytes)
     decoder = load_decoder(
         files,
@@ -136,7 +137,7 @@ def build_engine(
         policy=make_policy(config.plan.policy),
         static_batching=config.plan.batching == "static",
         aging_s=config.plan.aging_s,
-        drafts=draft_settings(config, plan.max_running, is_gpu=device.kind == "cuda", has_drafter=drafter is not None),
+        drafts=drafts,
         groups=KvGroups(spec.kv_groups.windows),
         host_tier=host_tier,
         shapes=make_shape_choice(runner.shapes),
@@ -185,20 +186,32 @@ def _setup(
     )
 
 
-def draft_settings(config: Config, max_running: int, *, is_gpu: bool, has_drafter: bool = False) -> DraftSettings:
+def draft_settings(
+    config: Config, max_running: int, *, is_gpu: bool, drafter: DrafterSource | None = None
+) -> DraftSettings:
     """A step verifies at most as many tokens as it may have rows: buffers exist for that many. On a GPU all drafts come
-    from one drafter."""
-    if config.plan.speculate == "off":
+    from one drafter, and every place has one; on a CPU a drafter with fewer drafts leaves places unused."""
+    speculate, fixed = config.plan.speculate, config.plan.draft_tokens
+    if speculate == "off":
         return DraftSettings()
-    fixed, most = config.plan.draft_tokens, MAX_PADDED_DRAFTS if is_gpu else MAX_DRAFTS
+    most = MAX_PADDED_DRAFTS if is_gpu else MAX_DRAFTS
     if fixed > most:
         raise ConfigError(f"--draft-tokens is {fixed}; a GPU verifies at most {most} per step.", param="draft_tokens")
+    has_one_source = is_gpu or speculate != AUTO
+    if drafter is not None and drafter.max_drafts is not None and has_one_source:
+        if fixed > drafter.max_drafts:
+            raise ConfigError(
+                f"--draft-tokens is {fixed}; the drafter has {drafter.max_drafts} heads, one for each draft. Set"
+                f" --draft-tokens {drafter.max_drafts} or less.",
+                param="draft_tokens",
+            )
+        most = min(most, drafter.max_drafts) if is_gpu else most
     return DraftSettings(
         max_drafts=fixed or min(config.plan.max_drafts, most),
         max_places=max_running,
         is_fixed=bool(fixed),
         is_padded=is_gpu,
-        has_trained=has_drafter and config.plan.speculate == AUTO and not is_gpu,
+        has_trained=drafter is not None and speculate == AUTO and not is_gpu,
     )
 
 

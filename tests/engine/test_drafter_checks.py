@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,7 +94,8 @@ def test_a_whole_model_is_no_heads(tmp_path: Path) -> None:
 def test_only_a_cpu_with_auto_chooses_between_text_and_a_drafter() -> None:
     def chooses(speculate: str, *, is_gpu: bool, has_drafter: bool) -> bool:
         config = dataclasses.replace(Config(), plan=dataclasses.replace(PlanConfig(), speculate=speculate))
-        return draft_settings(config, 64, is_gpu=is_gpu, has_drafter=has_drafter).has_trained
+        drafter: Any = SimpleNamespace(max_drafts=None) if has_drafter else None
+        return draft_settings(config, 64, is_gpu=is_gpu, drafter=drafter).has_trained
 
     assert chooses("auto", is_gpu=False, has_drafter=True)
     assert not chooses("auto", is_gpu=True, has_drafter=True)
@@ -110,3 +112,19 @@ def test_a_gpu_verifies_fewer_drafts_than_a_cpu() -> None:
     assert most(is_gpu=True, max_drafts=3) == most(is_gpu=True, draft_tokens=3) == 3
     with pytest.raises(ConfigError, match="draft-tokens is 8; a GPU verifies at most 7"):
         most(is_gpu=True, draft_tokens=8)
+
+
+def test_a_row_has_at_most_as_many_places_as_a_drafter_has_heads() -> None:
+    heads: Any = SimpleNamespace(max_drafts=3)
+
+    def most(speculate: str, *, is_gpu: bool, **settings: Any) -> int:
+        config = dataclasses.replace(Config(), plan=dataclasses.replace(PlanConfig(), speculate=speculate, **settings))
+        return draft_settings(config, 64, is_gpu=is_gpu, drafter=heads).max_drafts
+
+    assert most("medusa", is_gpu=True) == most("auto", is_gpu=True) == 3
+    assert most("medusa", is_gpu=True, max_drafts=2) == 2
+    assert most("auto", is_gpu=False) == 15, "text may fill the others"
+    assert most("auto", is_gpu=False, draft_tokens=5) == 5
+    for speculate, is_gpu in (("medusa", True), ("medusa", False), ("auto", True)):
+        with pytest.raises(ConfigError, match="the drafter has 3 heads, one for each draft. Set --draft-tokens 3"):
+            most(speculate, is_gpu=is_gpu, draft_tokens=5)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -31,7 +32,7 @@ from millrace.ops.attention import PagedAttention
 from millrace.plan.drafts import DraftSettings
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import CpuDevice, open_device
-from millrace.run.drafting.device_chain import FedRows
+from millrace.run.drafting.device_chain import DeviceDrafter, DueRows, FedRows
 from millrace.run.drafting.device_features import RowStates
 from millrace.run.runner import Runner
 
@@ -151,3 +152,26 @@ def test_states_are_kept_by_row_and_position() -> None:
     assert states.at(rows, torch.tensor([9, 9])).tolist() == values[[2, 3]].tolist()
     states.clear(torch.tensor([2]))
     assert states.at(rows, torch.tensor([9, 9])).tolist() == [[0, 0], values[3].tolist()]
+
+
+class Heads(DeviceDrafter):
+    """Drafts 100, 101 ... and has two heads."""
+
+    max_drafts = 2
+
+    def __init__(self, columns: Any) -> None:
+        self._columns = columns
+
+    def feed(self, batch: Any, fed: FedRows) -> None: ...
+
+    def _draft(self, due: DueRows, states: torch.Tensor | None, place: int) -> tuple[torch.Tensor, None]:
+        return torch.full((len(due.rows),), 100 + place), None
+
+
+def test_a_drafter_fills_no_more_places_than_it_has_heads() -> None:
+    """A shape may have more places than the rows of a step."""
+    known, limit = torch.tensor([3, 3], dtype=torch.int32), torch.tensor([9, 5], dtype=torch.int32)
+    columns = SimpleNamespace(known=known, limit=limit, history=torch.zeros((2, 10), dtype=torch.int32))
+    Heads(columns).propose(torch.arange(2, dtype=torch.int32), torch.tensor([2, 2], dtype=torch.int32), 7)
+    assert columns.history[0].tolist() == [0, 0, 0, 100, 101, 0, 0, 0, 0, 0]
+    assert columns.history[1].tolist() == [0, 0, 0, 100, 0, 0, 0, 0, 0, 0], "one place before its limit"

@@ -34,6 +34,11 @@ class DrafterSource(Protocol):
         """As `--speculate` names it."""
         ...
 
+    @property
+    def max_drafts(self) -> int | None:
+        """Drafts of a row in one step; None: any number."""
+        ...
+
     def memory(self, dtype: torch.dtype, kv_dtype: KvFormat, device: torch.device) -> DrafterMemory: ...
 
     def load(self, target: Decoder) -> DrafterModel:
@@ -52,6 +57,10 @@ class DraftModelSource(DrafterSource):
     @property
     def kind(self) -> Speculation:
         return "draft"
+
+    @property
+    def max_drafts(self) -> None:
+        return None
 
     def memory(self, dtype: torch.dtype, kv_dtype: KvFormat, device: torch.device) -> DrafterMemory:
         own_format = format_or_full(kv_dtype, self.spec, dtype=dtype, device=device)
@@ -83,6 +92,10 @@ class HeadSource(DrafterSource):
     @property
     def kind(self) -> Speculation:
         return _named(self.files.spec.kind)
+
+    @property
+    def max_drafts(self) -> int | None:
+        return self.files.spec.max_drafts
 
     def memory(self, dtype: torch.dtype, kv_dtype: KvFormat, device: torch.device) -> DrafterMemory:
         decoder = self.files.spec.decoder

@@ -68,6 +68,8 @@ class DeviceDrafter(ABC):
     """True if `feed` needs the target's states of all tokens, after the final norm or at `taps`."""
     taps: tuple[int, ...] = ()
     """After how many layers of the target its residual is read."""
+    max_drafts: int | None = None
+    """Drafts of a row in one step; None: any number. Rows must not have more places."""
 
     def __init__(self, setup: ChainSetup) -> None:
         self._sampler, self._columns, self._vocab_size = setup.sampler, setup.columns, setup.vocab_size
@@ -90,6 +92,7 @@ class DeviceDrafter(ABC):
         columns, rows = self._columns, table_rows.long()
         known, limit = columns.known[rows], columns.limit[rows]
         drafts = torch.minimum(max_drafts, limit - known - 1)
+        num_drafts = num_drafts if self.max_drafts is None else min(num_drafts, self.max_drafts)
         states = self._first_states(rows, known, num_drafts)
         for place in range(num_drafts):
             is_due = drafts > place

@@ -103,6 +103,7 @@ class DeviceMedusa(DeviceDrafter):
     def __init__(self, setup: ChainSetup, heads: MedusaDrafter, dtype: torch.dtype) -> None:
         super().__init__(setup)
         self._heads = heads
+        self.max_drafts = heads.spec.num_medusa_heads
         device, num_rows = self._tables.device, self._tables.shape[1]
         self._states = RowStates(num_rows, heads.spec.target_hidden_size, dtype, device)
 
@@ -115,10 +116,9 @@ class DeviceMedusa(DeviceDrafter):
         self._states.keep(batch.rows, fed, fed.states)
 
     def _first_states(self, rows: Tensor, known: Tensor, num_drafts: int) -> Tensor:
-        return self._heads.logits(self._states.at(rows, known - 2), min(num_drafts, self._heads.spec.num_medusa_heads))
+        return self._heads.logits(self._states.at(rows, known - 2), num_drafts)
 
     def _draft(self, due: DueRows, states: Tensor | None, place: int) -> tuple[Tensor, Tensor | None]:
-        """`states`: the logits of all heads. Beyond the last one, its token is repeated."""
+        """`states`: the logits of all heads."""
         assert states is not None
-        own = states[min(place, len(states) - 1)]
-        return self._heads.token_ids(self._draw(own, due)), states
+        return self._heads.token_ids(self._draw(states[place], due)), states
