@@ -15,6 +15,7 @@ from millrace.engine.step_target import CUDA_STEP_MS, target_step_s
 from millrace.errors import MemoryPlanError
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.plan.kv.groups import KvGroups
+from millrace.plan.shapes.table import PLACES
 from millrace.run.device.kv_pool import KvFormat, bytes_per_token
 
 GIB = 1 << 30
@@ -51,6 +52,10 @@ class DrafterMemory:
     """Keys and values of one token: a part of every block."""
     spec: ModelSpec | None = None
     """Its size as a decoder, if it is one: for its activations."""
+    tap_width: int = 0
+    """Numbers that it reads of each token inside the target (EAGLE-3)."""
+    kept_width: int = 0
+    """Numbers of the target's last states that are kept for each row's next drafts."""
 
 
 NO_DRAFTER = DrafterMemory()
@@ -121,6 +126,7 @@ def make_memory_plan(
     activation_bytes = _worst_step_bytes(spec, max_running, token_budget, dtype, device_kind)
     if drafter.spec is not None:
         activation_bytes += _worst_step_bytes(drafter.spec, max_running, token_budget, dtype, device_kind)
+    activation_bytes += _read_states_bytes(drafter, config, max_running, token_budget, dtype, device_kind)
     groups, block_size = KvGroups(spec.kv_groups.windows), config.plan.block_size
     block_bytes = (bytes_per_token(spec, dtype, kv_dtype) + drafter.block_token_bytes) * block_size
     batch_bytes, host_slots = 0, _host_slots(config, block_bytes)
@@ -266,6 +272,19 @@ def _worst_step_bytes(
     worst = max_tokens * per_token * max(dtype.itemsize, 4) + 5 * logits + 5 * logits // 4
     # A GPU holds them twice, for captured and for uncaptured steps, plus the graphs.
     return worst if device_kind == "cpu" else 2 * worst + GRAPHS_BYTES
+
+
+def _read_states_bytes(
+    drafter: DrafterMemory, config: Config, max_running: int, token_budget: int, dtype: torch.dtype, device_kind: str
+) -> int:
+    """The target's states that a drafter reads: those inside the target, of all tokens of a step, and the last ones of
+    each row. A CPU keeps what the drafter lacks, up to a block's worth; a GPU has a column with all places."""
+    tapped = (token_budget + max_running) * drafter.tap_width
+    if device_kind == "cpu":
+        kept = max_running * (config.plan.block_size + 1) * drafter.kept_width
+        return (tapped + kept) * dtype.itemsize
+    # As for activations: for captured and for uncaptured steps. Padding has a row of its own.
+    return (2 * tapped + (max_running + 1) * PLACES[-1] * drafter.kept_width) * dtype.itemsize
 
 
 def _too_big(spec: ModelSpec, dtype: torch.dtype, weights: int, activations: int, free: int) -> MemoryPlanError:

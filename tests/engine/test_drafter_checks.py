@@ -85,6 +85,21 @@ def test_auto_reads_from_the_files_what_a_drafter_is(tmp_path: Path) -> None:
         find(target, speculate="medusa", drafter=str(eagle))
 
 
+def test_what_a_drafter_reads_of_the_target_is_part_of_its_memory(tmp_path: Path) -> None:
+    target = model_in(tmp_path / "target")
+    tensors = {"fc.weight": torch.zeros(HIDDEN, 3 * HIDDEN), "midlayer.hidden_norm.weight": torch.zeros(HIDDEN)}
+    tensors |= {"norm.weight": torch.zeros(HIDDEN), "lm_head.weight": torch.zeros(VOCAB, HIDDEN)}
+    tensors |= layer_tensors("midlayer.", 2 * HIDDEN)
+    config = layer_config(VOCAB, draft_vocab_size=VOCAB, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    eagle3 = find(target, speculate="eagle", drafter=str(write(tmp_path / "eagle3", config, tensors)))
+    memory = eagle3.memory(torch.float32, "full", torch.device("cpu"))
+    assert (memory.tap_width, memory.kept_width) == (3 * HIDDEN, HIDDEN)
+    heads = {f"{head}.0.linear.weight": torch.zeros(HIDDEN, HIDDEN) for head in range(2)}
+    medusa = find(target, speculate="medusa", drafter=str(write(tmp_path / "m", {"medusa_num_heads": 2}, heads)))
+    memory = medusa.memory(torch.float32, "full", torch.device("cpu"))
+    assert (memory.weights_bytes, memory.tap_width, memory.kept_width) == (2 * HIDDEN * HIDDEN * 4, 0, HIDDEN)
+
+
 def test_a_whole_model_is_no_heads(tmp_path: Path) -> None:
     target = model_in(tmp_path / "target")
     with pytest.raises(ConfigError, match="is a whole model, but --speculate eagle needs heads .* --speculate draft"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from millrace.config import Config, load_config
-from millrace.engine.memory_plan import GIB, MemoryPlan, make_memory_plan
+from millrace.engine.memory_plan import GIB, NO_DRAFTER, DrafterMemory, MemoryPlan, make_memory_plan
 from millrace.errors import ConfigError, MemoryPlanError
 from millrace.models.spec.families import spec_from_config
 
@@ -30,6 +30,7 @@ def plan(
     dtype: torch.dtype = torch.bfloat16,
     step_flops: float | None = None,
     host_free_gib: float = 0.0,
+    drafter: DrafterMemory = NO_DRAFTER,
     **settings: object,
 ) -> MemoryPlan:
     """On a CPU, or on a GPU that reaches `step_flops`."""
@@ -43,6 +44,7 @@ def plan(
         free_bytes=int(free_gib * GIB),
         step_flops=step_flops or 0.0,
         host_free_bytes=int(host_free_gib * GIB),
+        drafter=drafter,
     )
 
 
@@ -122,3 +124,28 @@ def test_context_is_shortened_to_an_automatic_pool_with_a_reason() -> None:
     assert tight.max_context == tight.kv_tokens < 4096
     assert "instead of the model's 4,096, because the KV pool holds no more" in tight.notes[-1]
     assert plan(2.6, weights_gib=2.0, model__max_context=4000).max_context == 4000
+
+
+SIZES = {"plan__max_running": 64, "plan__token_budget": 512, "plan__block_size": 16}
+
+
+def test_a_gpu_plans_for_the_states_that_a_drafter_reads() -> None:
+    """EAGLE-3 reads three states of each token, for captured and for uncaptured steps, and keeps one for each of the
+    eight places of each row and of padding."""
+    without = plan(64.0, step_flops=1e14, **SIZES)
+    eagle3 = plan(64.0, step_flops=1e14, drafter=DrafterMemory(tap_width=3 * 2048, kept_width=2048), **SIZES)
+    taps, kept = 2 * (512 + 64) * 3 * 2048 * 2, 65 * 8 * 2048 * 2
+    assert eagle3.activation_bytes - without.activation_bytes == taps + kept
+    assert sum(eagle3.parts().values()) == eagle3.free_bytes
+
+
+def test_a_cpu_keeps_a_block_of_states_for_each_row() -> None:
+    without = plan(64.0, dtype=torch.float32, **SIZES)
+    eagle3 = plan(64.0, dtype=torch.float32, drafter=DrafterMemory(tap_width=3 * 2048, kept_width=2048), **SIZES)
+    assert eagle3.activation_bytes - without.activation_bytes == (512 + 64) * 3 * 2048 * 4 + 64 * 17 * 2048 * 4
+
+
+def test_states_that_do_not_fit_are_refused_like_activations() -> None:
+    huge = DrafterMemory(tap_width=1 << 20)
+    with pytest.raises(MemoryPlanError, match="Lower --max-running or --token-budget"):
+        plan(6.0, step_flops=1e14, drafter=huge, **SIZES)

@@ -98,12 +98,18 @@ class HeadSource(DrafterSource):
         return self.files.spec.max_drafts
 
     def memory(self, dtype: torch.dtype, kv_dtype: KvFormat, device: torch.device) -> DrafterMemory:
-        decoder = self.files.spec.decoder
+        spec, decoder = self.files.spec, self.files.spec.decoder
         weights_bytes = drafter_bytes(self.files, dtype, self.quantization)
         if decoder is None:
-            return DrafterMemory(weights_bytes)
+            return DrafterMemory(weights_bytes, kept_width=spec.target_hidden_size)
         own_format = format_or_full(kv_dtype, decoder, dtype=dtype, device=device)
-        return DrafterMemory(weights_bytes, bytes_per_token(decoder, dtype, own_format), decoder)
+        return DrafterMemory(
+            weights_bytes,
+            bytes_per_token(decoder, dtype, own_format),
+            decoder,
+            tap_width=len(spec.target_layers) * spec.target_hidden_size,
+            kept_width=spec.hidden_size,
+        )
 
     def load(self, target: Decoder) -> DrafterModel:
         return load_drafter(self.files, target, deterministic=self.is_deterministic, quantization=self.quantization)
