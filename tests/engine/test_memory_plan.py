@@ -146,6 +146,7 @@ def test_a_cpu_keeps_a_block_of_states_for_each_row() -> None:
 
 
 def test_states_that_do_not_fit_are_refused_like_activations() -> None:
-    huge = DrafterMemory(tap_width=1 << 20)
+    huge = DrafterMemory(tap_width=1 << 21)
+    assert plan(6.0, step_flops=1e14, **SIZES).num_blocks
     with pytest.raises(MemoryPlanError, match="Lower --max-running or --token-budget"):
         plan(6.0, step_flops=1e14, drafter=huge, **SIZES)
