@@ -34,7 +34,7 @@ from millrace.run.drafting.make_device import make_device_drafter
 from millrace.run.drafting.models import DrafterModel, allocate_drafter_kv, kv_spec_of
 from millrace.run.graphs.graph_cache import GraphCache
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
-from millrace.run.graphs.step_work import UPDATES_IN_PACKET, Accept, Propose, StepWork
+from millrace.run.graphs.step_work import UPDATES_IN_PACKET, Accept, StepWork
 from millrace.run.graphs.warm_up import WarmUp
 from millrace.run.packet.step_packet import PacketWriter
 from millrace.run.runner import StepResult, copy_to_host
@@ -285,8 +285,8 @@ class CudaRunner:
         plan = self._table.send_excess_blocks(plan, 0 if self._chain is not None else UPDATES_IN_PACKET)
         shape = plan.shape
         work.send(plan, shape, draws, records)
-        if self._chain is not None and shape.places > 1:
-            self._graphs.run(Propose(shape.rows, shape.places), partial(work.propose_drafts, shape))
+        if (proposal := work.proposal(shape)) is not None:
+            self._graphs.run(proposal, partial(work.propose_drafts, shape))
         return Sent(plan, draws)
 
     def _place(self, plan: StepPlan) -> Tensor:

@@ -34,6 +34,7 @@ from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import CpuDevice, open_device
 from millrace.run.drafting.device_chain import DeviceDrafter, DueRows, FedRows
 from millrace.run.drafting.device_features import RowStates
+from millrace.run.graphs.step_work import Accept, Propose
 from millrace.run.runner import Runner
 
 CPU = torch.device("cpu")
@@ -126,6 +127,31 @@ def at_once(target: Decoder, drafter: Any, tokens: list[int], count: int) -> lis
         logits = drafter.logits(target.forward(batch, kv)[-1:])
         return [int(drafter.token_ids(own.argmax(-1))) for own in logits[:count]]
     return drafts_at_once(target, drafter, tokens, count)
+
+
+@pytest.mark.skipif(not interpreted, reason="a GPU captures real graphs")
+def test_what_drafts_is_warmed_up_with_the_bodies_that_have_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in the dry run that finds kernels, whose decoder has fewer layers: the drafter computes every step too."""
+    want_few_programs(monkeypatch)
+    target = target_on(place, paged=True)
+    drafter = with_paged_attention(eagle3(tmp_path, target))
+    runner = CudaRunner(target, CpuDevice(1), token_budget=BUDGET, speculate="eagle", drafter=drafter, **SIZES)
+    ran: list[object] = []
+    monkeypatch.setattr(runner._graphs, "run_planned", lambda key, work, captures: ran.append(key) or work())
+    one, two = (runner._shape_table.decode(1, places=places) for places in (1, 2))
+    with quick_interpreter(), torch.inference_mode():
+        for part in (one, two):
+            runner._warm_up._capture(part)
+        assert set(ran) == {one, two, Accept(None), Accept(two), Propose(1, 2)}
+        assert ran.index(Propose(1, 2)) < ran.index(two)
+        did: list[str] = []
+        for name in ("propose", "feed"):
+            monkeypatch.setattr(runner._chain, name, lambda *_, name=name: did.append(name))
+        runner._work.send(None, two)
+        runner._warm_up._run_step(two, target.with_distinct_layers())
+    assert did == ["propose", "feed"]
 
 
 def test_states_are_kept_by_row_and_position() -> None:

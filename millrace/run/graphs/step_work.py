@@ -179,7 +179,7 @@ class StepWork:
         max_drawn = min(shape.rows if shape.last_only else shape.tokens, self._max_rows)
         both = slice(layout.middle - max_drawn, layout.middle + max_drawn)
         index, out = part(layout.sample_states)[both], self._draw_states[both]
-        chain = self._chain if decoder is self.decoder else None
+        chain = self._chain
         reads_states = chain is not None and chain.reads_states
         fed = FedRows(part(layout.starts), shape.tokens_per_row if shape.is_decode else 0, None)
         if chain is not None and not reads_states:
@@ -226,6 +226,10 @@ class StepWork:
         shapes with places; other steps call it before their body."""
         assert self._drafts is not None
         place_drafts(self._drafted(shape), self._drafts.columns)
+
+    def proposal(self, shape: StepShape) -> Propose | None:
+        """The key of the graph that drafts before the body of this shape; None if the step does not draft."""
+        return Propose(shape.rows, shape.places) if self._chain is not None and shape.places > 1 else None
 
     def propose_drafts(self, shape: StepShape) -> Tensor:
         """Before `place_drafts`, with a drafter that is a model: it writes drafts behind the rows' known tokens."""

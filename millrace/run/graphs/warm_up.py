@@ -11,9 +11,10 @@ from functools import partial
 
 import torch
 
+from millrace.models.decoder import Decoder
 from millrace.ops.triton.compile.dry_run import current_target, dry_run
 from millrace.plan.shapes.order import Part
-from millrace.plan.step import HeadShape
+from millrace.plan.step import HeadShape, StepShape
 from millrace.run.graphs.graph_cache import GraphCache, Work
 from millrace.run.graphs.kernel_build_pool import REPLY_LIMIT_S, KernelBuildPool
 from millrace.run.graphs.step_work import Accept, StepWork
@@ -85,6 +86,9 @@ class WarmUp:
             work.body(part, work.decoder.with_distinct_layers())
             self._graphs.capture(part, lambda: work.body(part))
             return None
+        proposal = work.proposal(part)
+        if proposal is not None and proposal not in self._graphs.captured:
+            self._run_twice(proposal, partial(work.propose_drafts, part))
         self._run_twice(part, partial(work.body, part))
         if part.places and Accept.of(part) not in self._graphs.captured:
             self._run_twice(Accept.of(part), partial(work.accept_drafts, part))
@@ -112,9 +116,16 @@ class WarmUp:
                     if isinstance(part, HeadShape):
                         work.head(part)
                     else:
-                        work.body(part, decoder)
-                        if part.places:
-                            work.accept_drafts(part)
+                        self._run_step(part, decoder)
         except Exception:
             log.warning("Kernels are compiled one by one, at their first launch.", exc_info=True)
             self._to_build.clear()
+
+    def _run_step(self, shape: StepShape, decoder: Decoder) -> None:
+        """A step's work but its heads, in its order."""
+        work = self._work
+        if work.proposal(shape) is not None:
+            work.propose_drafts(shape)
+        work.body(shape, decoder)
+        if shape.places:
+            work.accept_drafts(shape)
