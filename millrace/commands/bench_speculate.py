@@ -28,13 +28,18 @@ EXAMPLES = """\
 bench speculate:
   millrace bench speculate                                with drafts (auto) against none, 1, 4 and 16 streams
   millrace bench speculate --speculate ngram --draft-tokens 3 --streams 1 --rounds 8 --svg speed-up.svg
+  millrace bench speculate --drafter ./my-drafter --workloads chat --streams 1      text and a trained drafter (auto)
   millrace bench speculate --models llama-3.1-8b          a GPU shape: off, auto and fixed numbers of drafts, right with
                                                           a given probability; --batches 1,32 --acceptance 0,0.8"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument_group("bench speculate").add_argument(
+    group = parser.add_argument_group("bench speculate")
+    group.add_argument(
         "--acceptance", default="", metavar="P,…", help="with --models: how often drafts are right (default: 0,0.6,0.8)"
+    )
+    group.add_argument(
+        "--workloads", default="", metavar="NAME,…", help="edit, quote, extract, rewrite and chat (default: all)"
     )
 
 
@@ -55,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
             _options(Path(folder), settings),
             _on_options(settings.config),
             streams=tuple(numbers("--streams", args.streams)) if args.streams else STREAMS,
+            workloads=_workloads(args.workloads),
             rounds=rounds,
         )
         line, points = StatusLine(), []
@@ -85,6 +91,16 @@ async def _run_sweep(args: argparse.Namespace) -> int:
             failed = failed or bool(point.failures)
             print(json.dumps(_sweep_record(model.label, point)) if args.json else _sweep_line(point), flush=True)
     return int(failed)
+
+
+def _workloads(text: str) -> tuple[str, ...]:
+    from millrace.bench.http.speculating import WORKLOADS
+
+    found = tuple(dict.fromkeys(text.split(","))) if text else WORKLOADS
+    unknown = [name for name in found if name not in WORKLOADS]
+    if unknown:
+        raise UsageError(f"--workloads names {unknown[0]!r}; it must be some of {', '.join(WORKLOADS)}.")
+    return found
 
 
 def _shares(text: str) -> tuple[float, ...]:

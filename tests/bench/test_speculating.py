@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
+import pytest
+
 from millrace.bench.http.speculating import STREAMS, WORKLOADS, Point, messages_of, plot_svg
+from millrace.commands.bench_speculate import _workloads
+from millrace.terminal.parser import UsageError
 
 
 def test_copy_heavy_work_begins_the_answer() -> None:
@@ -12,6 +16,13 @@ def test_copy_heavy_work_begins_the_answer() -> None:
         for number in range(-3, 20):
             messages = messages_of(workload, number)
             assert (messages[-1]["role"] == "assistant") == (workload != "chat")
+
+
+def test_workloads_are_chosen_by_name() -> None:
+    assert _workloads("") == WORKLOADS
+    assert _workloads("chat,edit,chat") == ("chat", "edit")
+    with pytest.raises(UsageError, match="--workloads names 'chess'; it must be some of edit, quote"):
+        _workloads("chat,chess")
 
 
 def test_the_speed_up_has_an_interval() -> None:

@@ -26,6 +26,8 @@ WORKLOADS = ("edit", "quote", "extract", "rewrite", "chat")
 COPY_HEAVY = WORKLOADS[:3]
 """A small model copies a settings file, but writes code anew (`rewrite`): there is less to draft."""
 STREAMS = (1, 4, 16)
+OFF = ("--speculate", "off", "--drafter", "")
+"""Options of the server without drafts; the settings of both may name a drafter."""
 MAX_TOKENS = 128
 _FENCE = "```"
 _NAMES = ("price", "weight", "height", "volume", "score", "length", "amount", "width")
@@ -135,8 +137,7 @@ class SpeculateBench:
     def run(self, progress: Progress) -> Iterator[Point]:
         with ExitStack() as cleanup:
             servers = [
-                self._server(cleanup, (*self.server_options, *options), progress)
-                for options in (("--speculate", "off"), self.on_options)
+                self._server(cleanup, (*self.server_options, *options), progress) for options in (OFF, self.on_options)
             ]
             names = [model_name(server) for server in servers]
             for workload in self.workloads:
