@@ -34,12 +34,8 @@ bench speculate:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("bench speculate")
-    group.add_argument(
+    parser.add_argument_group("bench speculate").add_argument(
         "--acceptance", default="", metavar="P,…", help="with --models: how often drafts are right (default: 0,0.6,0.8)"
-    )
-    group.add_argument(
-        "--workloads", default="", metavar="NAME,…", help="edit, quote, extract, rewrite and chat (default: all)"
     )
 
 
