@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from millrace.engine.figures.row_drafts import DraftCounts
 from millrace.engine.figures.shares import Shares
 from millrace.link.messages import FRONT_SHIFT, MAX_FINISHED_KEPT, Finish, NewRequest
 from millrace.observe.histograms import TTFT, Histograms
@@ -36,8 +38,7 @@ class Entry:
     priority: int = 1
     num_prompt: int = 0
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
-    drafts: dict[str, tuple[int, int, int]] = field(default_factory=dict)
-    """By drafter: steps that verified its drafts, drafts, and those accepted."""
+    drafts: DraftCounts = field(default_factory=dict)
     finish: Finish | None = None
     last_token: float = math.nan
     """While it has no row: when it got its last token."""
@@ -56,6 +57,8 @@ class Ledger:
         """Ended requests by finish reason."""
         self.histograms = histograms or Histograms()
         self.tenants = Shares()
+        self.take_drafts: Callable[[int], DraftCounts] = lambda _: {}
+        """Drafts of a request that are counted elsewhere and not noted here yet."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -86,7 +89,10 @@ class Ledger:
 
     def named(self, name: str, tenant: str | None) -> list[Entry]:
         """Open and remembered requests with this name, of this tenant (None = of any)."""
-        return [entry for entry in self._named.get(name, ()) if tenant is None or entry.tenant == tenant]
+        found = [entry for entry in self._named.get(name, ()) if tenant is None or entry.tenant == tenant]
+        for entry in found:
+            self.on_drafts(entry.request_id, self.take_drafts(entry.request_id))
+        return found
 
     def of_front(self, front: int) -> list[int]:
         return [request_id for request_id in self._entries if front_of(request_id) == front]
@@ -109,12 +115,14 @@ class Ledger:
             entry.is_running, entry.last_token = False, last_token
             self.tenants.pause(entry.tenant)
 
-    def on_drafts(self, request_id: int, drafter: str, num_drafts: int, num_accepted: int) -> None:
-        """A step verified drafts of the request."""
+    def on_drafts(self, request_id: int, counts: DraftCounts) -> None:
+        """Steps verified drafts of the request."""
         entry = self._entries.get(request_id)
-        if entry is not None:
-            steps, drafts, accepted = entry.drafts.get(drafter, (0, 0, 0))
-            entry.drafts[drafter] = steps + 1, drafts + num_drafts, accepted + num_accepted
+        if entry is None:
+            return
+        for drafter, more in counts.items():
+            before = entry.drafts.get(drafter, (0, 0, 0))
+            entry.drafts[drafter] = before[0] + more[0], before[1] + more[1], before[2] + more[2]
 
     def on_first_token(self, request_id: int, now: float) -> bool:
         """Note the time. Returns True, once, if the prompt's log-probabilities must be sent with this token."""
@@ -129,6 +137,7 @@ class Ledger:
 
     def close(self, ended: Ended, now: float) -> Finish:
         """Record the end of a request."""
+        self.on_drafts(ended.request_id, self.take_drafts(ended.request_id))
         entry = self._entries.pop(ended.request_id)
         _, predicted, predicted_accepted = entry.drafts.get("prediction", (0, 0, 0))
         entry.finish = Finish(

@@ -18,6 +18,7 @@ from millrace.engine.constrained import ConstrainedRequests
 from millrace.engine.cycle import SLOW_STEP_S, Confirmed, Cycle
 from millrace.engine.explain import explain
 from millrace.engine.figures.draft_figures import DraftFigures
+from millrace.engine.figures.row_drafts import RowDraftCounts, drafted_rows
 from millrace.engine.figures.step_figures import StepFigures, StepWork
 from millrace.engine.figures.step_log import StepLog
 from millrace.engine.figures.uncounted import UncountedSteps, UncountedTimes, UnloggedSteps
@@ -97,6 +98,8 @@ class Engine:
         count_steps = StepFigures if has_figures else UncountedSteps
         self._figures = count_steps(scheduler.rows, self._ledger.histograms, work or StepWork())
         self._drafts = DraftFigures(drafter)
+        self._row_drafts = RowDraftCounts(scheduler.rows.capacity, drafter)
+        self._ledger.take_drafts = self._row_drafts.take
         self.ready: EngineReady | None = None
         """Sent to fronts that connect late."""
         self.on_hang: Callable[[], None] | None = None
@@ -191,12 +194,16 @@ class Engine:
             last_token = self._ledger.on_admitted(admission.request_id, now)
             if last_token is not None:
                 self._figures.on_admitted(admission.row, last_token)
+            self._ledger.on_drafts(*self._row_drafts.admit(admission.row, admission.request_id))
         self._rates.on_admitted(len(plan.admitted))
 
     def on_tokens(self, done: Confirmed) -> None:
         self._step_no = done.plan.step_no
         for part in done.result.drafted:
-            self._ledger.on_drafts(part.request_id, part.source, part.num_drafts, part.num_accepted)
+            self._ledger.on_drafts(part.request_id, {part.source: (1, part.num_drafts, part.num_accepted)})
+        drafted = drafted_rows(done.plan, done.result)
+        if drafted is not None:
+            self._row_drafts.add(drafted)
         for finish in self._outbox.send_step(done.outcome, done.result, done.at):
             self._used_at = done.at
             if finish.output_tokens:

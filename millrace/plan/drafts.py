@@ -125,7 +125,8 @@ class DraftPlaces:
             return
         if not _only_decodes(plan):
             return
-        drafts = plan.draft_places if num_drafts is None else num_drafts
+        # Where every row is computed with all places, a place without a draft costs as much as a wrong one.
+        drafts = plan.draft_places if num_drafts is None or self._settings.is_padded else num_drafts
         drawn = counts > 0  # The others are past their limit.
         rows = plan.rows[drawn].astype(np.int64)
         ids, own, accepted = self._rows.request_ids[rows], drafts[drawn], counts[drawn] - 1

@@ -20,6 +20,7 @@ from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.context_rule import context_parts
 from millrace.ops.attention.long_rows import CUDNN_MIN_QUERIES, LongRow, can_take_long_rows
+from millrace.ops.triton.drafts import NUM_COUNTS
 from millrace.ops.tuning.load import num_multiprocessors
 from millrace.plan.shapes.order import build_order, first_request_parts
 from millrace.plan.shapes.table import SPLIT_TOKENS, ShapeFacts, ShapeTable
@@ -146,6 +147,7 @@ class CudaRunner:
                 device,
                 max_rows=max_rows + 1,
                 max_context=max_context,
+                vocab_size=spec.vocab_size,
                 speculate=speculate,
                 holds_drafts=drafter is not None,
             )
@@ -316,7 +318,7 @@ class CudaRunner:
             return host
         counts, into, view = self._work.counts(len(result.tokens) // result.places)
         into.copy_(counts, non_blocking=True)
-        return replace(host, counts=view)
+        return _with_counts(host, view)
 
     def _draw(self, plan: StepPlan, forwarded: Forwarded, masks: Masks | None) -> StepResult:
         draws, shape, work = forwarded.draws, forwarded.shape, self._work
@@ -340,9 +342,9 @@ class CudaRunner:
         self._graphs.run(Accept.of(shape), partial(work.accept_drafts, shape))
         if plan.draft_places is None:
             return result
+        result = replace(result, places=places)
         # On a CPU the device's memory is the host's, and nothing is copied.
-        counts = None if self._device.kind == "cuda" else work.counts(len(draws.due))[0].numpy()
-        return replace(result, places=places, counts=counts)
+        return result if self._device.kind == "cuda" else _with_counts(result, work.counts(len(draws.due))[0].numpy())
 
     def _draw_shaped(self, plan: StepPlan, draws: DrawPlan, drawn: Tensor, places: int) -> None:
         """Replace the head's tokens of shaped rows. Those have no drafts, so the plan has their true positions, and
@@ -389,6 +391,12 @@ class CudaRunner:
         np.cumsum(plan.counts, out=query_starts[1:])
         pooled = pool_states(plan, query_starts, self._table, hidden)
         return score_prompts(plan, query_starts, self._table, self._decoder, hidden), pooled
+
+
+def _with_counts(result: StepResult, counts: Int32s) -> StepResult:
+    """`counts`: memory that has NUM_COUNTS numbers of each row when the step has ended."""
+    tokens, num_drafts, sources = counts.reshape(-1, NUM_COUNTS).T
+    return replace(result, counts=tokens, num_drafts=num_drafts, sources=sources)
 
 
 def _max_parts(queries_per_tile: int, num_kv_heads: int, device: torch.device) -> tuple[int, ...]:

@@ -62,6 +62,8 @@ class StepResult:
     """If set, each drawing row has so many of the tokens, of which the first `counts` are its own."""
     num_drafts: Int32s | None = None
     """With draft places: how many drafts each drawing row had. None: only the device knows."""
+    sources: Int32s | None = None
+    """On a GPU with draft places: where each drawing row's drafts came from, see `ops/base/draft_sources.py`."""
     drafted: tuple[RowDrafts, ...] = ()
     """On a CPU: the rows that had drafts."""
     trained: TrainedDrafts | None = None
@@ -444,6 +446,7 @@ def copy_to_host(result: StepResult, into: Tensor | None = None, view: Int32s | 
         counts=result.counts,
         places=result.places,
         num_drafts=result.num_drafts,
+        sources=result.sources,
         drafted=result.drafted,
         trained=result.trained,
         pooled=tuple(part.to_host() for part in result.pooled),

@@ -1,4 +1,5 @@
-"""Grammars and drafts on a GPU: the device proposes, the host masks every place, and forced tokens come as drafts.
+"""Grammars, predictions and drafts on a GPU: the device proposes, from the request's prediction first; the host masks
+every place, and forced tokens come as drafts.
 
 The answers are those of the plain runner without drafts, and valid. On a GPU this replays graphs; elsewhere the same
 code runs uncaptured, its kernels interpreted.
@@ -27,6 +28,7 @@ pytest.importorskip("llguidance")
 from millrace.config import RunConfig
 from millrace.engine.constrained import ConstrainedRequests
 from millrace.engine.cycle import Confirmed, Cycle
+from millrace.engine.figures.draft_figures import DraftFigures
 from millrace.engine.grammars import Grammars
 from millrace.engine.loop import _to_request
 from millrace.link.messages import NewRequest, pack_tokens
@@ -85,6 +87,7 @@ class Answers:
         self.num_tokens: dict[int, int] = {}
         """By request: the most that one step gave."""
         self.plans: list[StepPlan] = []
+        self.figures = DraftFigures("ngram")
         self.num_ended = 0
         self.scheduler = Scheduler(
             num_blocks=BLOCKS,
@@ -134,7 +137,8 @@ class Answers:
             self.num_tokens[request_id] = max(self.num_tokens.get(request_id, 0), ids.count(request_id))
         self.num_ended += len(done.outcome.ended)
 
-    def on_step_done(self, done: Confirmed) -> None: ...
+    def on_step_done(self, done: Confirmed) -> None:
+        self.figures.on_step(done.plan, done.result)
 
     def on_ended(self, ended: Any, now: float) -> None:
         self.num_ended += len(ended)
@@ -150,7 +154,10 @@ def text(tokens: list[int]) -> str:
     return bytes(token for token in tokens if token < 256).decode()
 
 
-def both(asked: list[SamplingParams], speculate: str, drafts: DraftSettings, **options: Any) -> tuple[Answers, Answers]:
+def both(
+    asked: list[SamplingParams], speculate: str, drafts: DraftSettings, *, runs_fast: bool = True, **options: Any
+) -> tuple[Answers, Answers]:
+    """Without drafts on the plain runner, and with drafts."""
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     plain = Answers(Runner(decoder_for(torch.device("cpu"), paged=False), CpuDevice(1), **SIZES), DraftSettings())
     runner = CudaRunner(
@@ -159,7 +166,7 @@ def both(asked: list[SamplingParams], speculate: str, drafts: DraftSettings, **o
     fast = Answers(runner, drafts)
     plain.run(asked)
     with quick_interpreter() if interpreted else nullcontext():
-        fast.run(asked)
+        fast.run(asked if runs_fast else [])
     return plain, fast
 
 
@@ -175,6 +182,26 @@ def test_rows_under_a_grammar_have_drafts(monkeypatch: pytest.MonkeyPatch) -> No
     assert max(forced) >= 3
     assert min(fast.num_tokens[0], fast.num_tokens[1]) > 1
     assert len(fast.plans) < 0.7 * len(plain.plans)
+    stats = fast.figures.stats()["grammar"]
+    assert stats.accepted == stats.proposed, "what is forced is drawn"
+
+
+def test_a_prediction_is_used_first_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token of it is wrong, and it ends with a token that the model does not have."""
+    if interpreted:
+        want_few_programs(monkeypatch, most=4)
+    free, sizes = msgspec.structs.replace(FREE, max_tokens=10), DraftSettings(3, max_places=ROWS)
+    plain, _ = both([free], "ngram", sizes, runs_fast=False)
+    right = plain.tokens[0]
+    wrong = [*right[:5], (right[5] + 1) % 256, *right[6:], VOCAB]
+    asked = [msgspec.structs.replace(free, prediction=tuple(wrong)), OBJECT_ROW]
+    plain, fast = both(asked, "ngram", sizes)
+    assert plain.tokens[0] == right
+    assert fast.tokens == plain.tokens
+    stats = fast.figures.stats()["prediction"]
+    assert sum(stats.accepted) >= 4
+    assert sum(stats.accepted) < sum(stats.proposed) <= sum(stats.accepted) + 3
+    assert "ngram" not in fast.figures.stats() or sum(fast.figures.stats()["ngram"].proposed) < 3
 
 
 @pytest.mark.gpu

@@ -8,18 +8,25 @@ from typing import Any
 import numpy as np
 
 from millrace.engine.figures.draft_figures import DraftFigures
+from millrace.engine.figures.row_drafts import RowDraftCounts, drafted_rows
+from millrace.plan.step import ForcedDrafts
 from millrace.run.drafting.drafted_rows import RowDrafts
 
 
 def plan(places: list[int]) -> Any:
-    return SimpleNamespace(draft_places=np.array(places, np.int32), samples=np.ones(len(places), np.bool_))
+    return SimpleNamespace(
+        draft_places=np.array(places, np.int32),
+        samples=np.ones(len(places), np.bool_),
+        rows=np.arange(3, 3 + len(places), dtype=np.int32),
+        forced=(),
+    )
 
 
 def test_a_cpu_says_who_drafted_what() -> None:
     figures = DraftFigures("suffix")
     drafted = (RowDrafts(1, "suffix", 3, 2), RowDrafts(2, "prediction", 2, 0))
-    figures.on_step(plan([3, 3]), SimpleNamespace(num_drafts=np.array([3, 2]), drafted=drafted, counts=None))
-    figures.on_step(plan([3, 3]), SimpleNamespace(num_drafts=np.array([0, 0]), drafted=(), counts=None))
+    figures.on_step(plan([3, 3]), SimpleNamespace(sources=None, drafted=drafted))
+    figures.on_step(plan([3, 3]), SimpleNamespace(sources=None, drafted=()))
     stats = figures.stats()
     assert stats["suffix"].proposed[:4] == (1, 1, 1, 0)
     assert stats["suffix"].accepted[:4] == (1, 1, 0, 0)
@@ -28,10 +35,31 @@ def test_a_cpu_says_who_drafted_what() -> None:
     assert figures.num_steps == 1
 
 
-def test_a_gpu_knows_places_and_tokens() -> None:
-    figures = DraftFigures("ngram")
-    counts = np.array([3, 1, 0], np.int32)
-    figures.on_step(plan([3, 3, 3]), SimpleNamespace(num_drafts=None, drafted=(), counts=counts))
-    stats = figures.stats()["ngram"]
-    assert stats.proposed[:4] == (2, 2, 2, 0)
-    assert stats.accepted[:4] == (1, 1, 0, 0)
+def test_a_gpu_says_it_in_columns_and_counts_no_empty_places() -> None:
+    figures, rows = DraftFigures("ngram"), RowDraftCounts(8, "ngram")
+    step = plan([3, 3, 3, 3, 3])
+    step.forced = (ForcedDrafts(6, np.array([1, 2], np.int32)),)
+    columns = {"counts": [3, 1, 0, 3, 2], "num_drafts": [3, 0, 0, 2, 2], "sources": [0, 1, 0, 1, 1]}
+    result: Any = SimpleNamespace(drafted=(), **{name: np.array(own, np.int32) for name, own in columns.items()})
+    figures.on_step(step, result)
+    stats = figures.stats()
+    assert {name: own.proposed[:4] for name, own in stats.items()} == {
+        "ngram": (1, 1, 1, 0),
+        "prediction": (1, 1, 0, 0),
+        "grammar": (1, 1, 0, 0),
+    }
+    assert {name: sum(own.accepted) for name, own in stats.items()} == {"ngram": 2, "prediction": 1, "grammar": 2}
+    assert figures.num_steps == 1
+    for row, request_id in ((3, 30), (5, 50), (6, 60), (7, 70)):
+        rows.admit(row, request_id)
+    drafted = drafted_rows(step, result)
+    assert drafted is not None
+    rows.add(drafted)
+    rows.add(drafted)
+    assert rows.take(30) == {"ngram": (2, 6, 4)}
+    assert rows.take(30) == rows.take(50) == rows.take(99) == {}
+    assert rows.take(60) == {"grammar": (2, 4, 4)}
+    assert rows.admit(7, 71) == (70, {"prediction": (2, 4, 2)}), "of a preempted request"
+    assert rows.take(70) == rows.take(71) == {}
+    result.num_drafts[:] = 0
+    assert drafted_rows(step, result) is None

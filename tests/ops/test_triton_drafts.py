@@ -11,6 +11,7 @@ import torch
 from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
+from millrace.ops.base.draft_sources import OWN_DRAFTS, PREDICTED
 from millrace.ops.triton import drafts as kernels
 from millrace.ops.triton.drafts import (
     ENDED,
@@ -19,6 +20,7 @@ from millrace.ops.triton.drafts import (
     AcceptedTokens,
     DraftColumns,
     DraftedStep,
+    PredictedColumns,
     accept_drafts,
     place_drafts,
 )
@@ -116,6 +118,58 @@ def suffix_drafts(history: list[int], count: int, longest: int) -> list[int]:
     return [following[place % len(following)] for place in range(count)] if following else []
 
 
+def predicted_drafts(prediction: list[int], output: list[int], count: int, longest: int) -> list[int]:
+    """What follows the first of the longest matches of the output's end; at the beginning the prediction itself."""
+    if len(output) < 2:
+        return prediction[len(output) :][:count] if prediction[: len(output)] == output else []
+    best, first = 1, len(prediction)
+    for end in range(2, len(prediction)):
+        length = 0
+        while length < min(end, longest, len(output)) and prediction[end - 1 - length] == output[-1 - length]:
+            length += 1
+        if length > best:
+            best, first = length, end
+    return prediction[first : first + count]
+
+
+@pytest.mark.parametrize("holds_drafts", [False, True])
+def test_a_prediction_goes_before_the_drafter(holds_drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "PREDICTED_MATCH", 4)
+    places, seen = 4, {OWN_DRAFTS: 0, PREDICTED: 0}
+    for seed in range(16 if interpreted else 200):
+        case = Rows(1000 + seed, places)
+        texts = [case.rng.integers(0, 3, int(case.rng.choice([1, 2, 5, 40]))) for _ in range(MAX_ROWS)]
+        has_text = case.rng.random(MAX_ROWS) < 0.9
+        held = [on_device(text) for text in texts]
+        addresses = [text.data_ptr() if has else 0 for text, has in zip(held, has_text, strict=True)]
+        num_prompt = case.known - np.minimum(case.known, case.rng.choice([0, 1, 2, 9, 30], MAX_ROWS))
+        columns = replace(
+            case.columns,
+            holds_drafts=holds_drafts,
+            predicted=PredictedColumns(
+                torch.tensor(addresses, device=device), on_device([len(text) for text in texts]), on_device(num_prompt)
+            ),
+            sources=on_device([7] * MAX_ROWS),
+        )
+        for _ in range(1 + seed % 2):  # the second time changes nothing
+            place_drafts(case.step, columns)
+        tokens = case.step.tokens_in.cpu().numpy()[: len(case.rows) * places].reshape(-1, places)
+        for at, (row, allowed) in enumerate(zip(case.rows.tolist(), case.max_drafts.tolist(), strict=True)):
+            known, limit = int(case.known[row]), int(case.limit[row])
+            room = min(allowed, places - 1, limit - known - 1)
+            if room <= 0:
+                continue
+            output, given = case.history[row, num_prompt[row] : known].tolist(), case.given_drafts(row)
+            found = predicted_drafts(texts[row].tolist(), output, room, 4) if has_text[row] and not given else []
+            own = case.history[row, known : known + room].tolist() if holds_drafts else case.drafts(row, allowed)
+            drafts = given[:room] or found or own
+            assert tokens[at, 1:].tolist() == drafts + [UNUSED] * (places - 1 - len(drafts))
+            source = 7 if given else PREDICTED if found else OWN_DRAFTS
+            assert columns.sources[row] == source
+            seen[source] = seen.get(source, 0) + 1
+    assert min(seen.values()) > 3
+
+
 @pytest.mark.parametrize("places", [2, 8])
 def test_suffix_drafts_follow_the_longest_match(places: int) -> None:
     num_drafted = 0
@@ -180,7 +234,7 @@ def test_tokens_are_accepted_up_to_the_first_wrong_draft(places: int) -> None:
                     drawn[at * places + place] = draft
         last_tokens = torch.full((MAX_ROWS,), -5, dtype=torch.int64, device=device)
         tokens = AcceptedTokens(
-            on_device(case.index), on_device([9, 9, 9, *drawn]), on_device([3]), on_device([-7] * (num + 2)),
+            on_device(case.index), on_device([9, 9, 9, *drawn]), on_device([3]), on_device([-7] * 3 * (num + 2)),
             on_device([2]), last_tokens,
         )  # fmt: skip
         accept_drafts(case.step, case.columns, tokens)
@@ -193,12 +247,12 @@ def test_tokens_are_accepted_up_to_the_first_wrong_draft(places: int) -> None:
                     break
                 kept.append(own[place])
             seen.add(len(kept))
-            assert tokens.counts[2 + at] == len(kept)
+            assert tokens.counts[3 * (2 + at) :][:3].tolist() == [len(kept), len(drafts or ()), OWN_DRAFTS]
             assert case.columns.known[row] == known + len(kept)
             assert case.columns.known[row] <= case.limit[row]
             assert case.columns.history[row, known : known + len(kept)].tolist() == kept
             unchanged = case.columns.history[row, known + len(kept) :].tolist()
             assert unchanged == case.history[row, known + len(kept) :].tolist()
             assert last_tokens[row] == (kept[-1] if kept else -5)
-        assert tokens.counts[:2].tolist() == [-7, -7]
+        assert tokens.counts[:6].tolist() == [-7] * 6
     assert seen >= set(range(min(places, 3) + 1))

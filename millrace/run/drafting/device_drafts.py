@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from millrace.config import Speculation
-from millrace.ops.triton.drafts import UNUSED, DraftColumns
+from millrace.ops.triton.drafts import UNUSED, DraftColumns, PredictedColumns
 from millrace.plan.step import Admission, Int32s, StepPlan
 from millrace.run.device.device import Device
 from millrace.run.drafting.ngram import MAX_NGRAM
@@ -27,15 +28,18 @@ class DeviceDrafts:
         *,
         max_rows: int,
         max_context: int,
+        vocab_size: int,
         speculate: Speculation = "ngram",
         holds_drafts: bool = False,
     ) -> None:
         """`max_rows`: table rows, padding's included. `holds_drafts`: see `DraftColumns`. Replayed drafts are written
         there when a request is admitted."""
         place = device.torch_device
-        known, limit = torch.zeros((2, max_rows), dtype=torch.int32, device=place)
+        known, limit, sources, lengths, num_prompt = torch.zeros((5, max_rows), dtype=torch.int32, device=place)
         history = torch.zeros((max_rows, max_context + 1), dtype=torch.int32, device=place)
-        self._device, self._replays = device, speculate == "replay"
+        self._device, self._replays, self._vocab_size = device, speculate == "replay", vocab_size
+        self._predictions: dict[int, Tensor] = {}
+        """By row, kept until the row is given away."""
         holds_drafts = holds_drafts or self._replays
         is_ngram = speculate == "ngram" or holds_drafts
         self.columns = DraftColumns(
@@ -45,6 +49,8 @@ class DeviceDrafts:
             holds_drafts,
             max_match=MAX_NGRAM if is_ngram else MAX_SUFFIX,
             repeats=not is_ngram,
+            predicted=PredictedColumns(torch.zeros(max_rows, dtype=torch.int64, device=place), lengths, num_prompt),
+            sources=sources,
         )
 
     def admit(self, plan: StepPlan) -> None:
@@ -61,6 +67,32 @@ class DeviceDrafts:
         numbers = [(admission.row, len(admission.tokens), admission.limit) for admission in admitted]
         rows, known, limit = self._device.upload(np.array(numbers, np.int32).T.copy())
         columns.known[rows.long()], columns.limit[rows.long()] = known, limit
+        if not self._replays:
+            self._admit_predictions([(one, self._prediction(one)) for one in admitted])
+
+    def _prediction(self, admission: Admission) -> Int32s:
+        """Up to a token that the model does not have."""
+        tokens = np.array(admission.row_params.params.prediction, np.int64)
+        unknown = np.flatnonzero((tokens < 0) | (tokens >= self._vocab_size))
+        return tokens[: unknown[0] if len(unknown) else None].astype(np.int32)
+
+    def _admit_predictions(self, admitted: list[tuple[Admission, Int32s]]) -> None:
+        """Rows that had a prediction before, or have one now."""
+        due = [(one, tokens) for one, tokens in admitted if len(tokens) or one.row in self._predictions]
+        if not due:
+            return
+        for one, tokens in due:
+            self._predictions.pop(one.row, None)
+            if len(tokens):
+                self._predictions[one.row] = self._device.upload(tokens)
+        assert self.columns.predicted is not None
+        predicted, at = self.columns.predicted, self._device.upload(np.array([one.row for one, _ in due], np.int64))
+        texts = [self._predictions.get(one.row) for one, _ in due]
+        addresses = np.array([0 if text is None else text.data_ptr() for text in texts], np.int64)
+        numbers = np.array([(len(tokens), one.num_prompt) for one, tokens in due], np.int32)
+        predicted.addresses[at] = self._device.upload(addresses)
+        lengths, num_prompt = self._device.upload(numbers.T.copy())
+        predicted.lengths[at], predicted.num_prompt[at] = lengths, num_prompt
 
     def _with_replayed(self, admission: Admission) -> Int32s:
         """The known tokens, and what is drafted after them; up to the limit."""

@@ -19,7 +19,7 @@ from millrace.ops.attention.decode_rule import LIST_COLUMNS
 from millrace.ops.attention.long_rows import LongRow
 from millrace.ops.attention.rows import TiledRows
 from millrace.ops.base.greedy_head import DrawnTokens
-from millrace.ops.triton.drafts import AcceptedTokens, DraftedStep, accept_drafts, place_drafts
+from millrace.ops.triton.drafts import NUM_COUNTS, AcceptedTokens, DraftedStep, accept_drafts, place_drafts
 from millrace.ops.triton.row_records import ROW_WORDS
 from millrace.ops.triton.sampling.draw import MaskLines
 from millrace.ops.triton.step_inputs import Updates, gather
@@ -102,8 +102,8 @@ class StepWork:
         self._logits = torch.empty((max_rows, spec.vocab_size), dtype=torch.float32, device=device)
         self._drawn = TokenRing(max_rows, device)
         self._drafts, self._chain = drafts, chain
-        self._counts = TokenRing(max_rows, device)
-        """Tokens that each row keeps, in steps with drafts."""
+        self._counts = TokenRing(NUM_COUNTS * max_rows, device)
+        """NUM_COUNTS numbers of each row, in steps with drafts."""
         self._masks = MaskRing(words_per_mask(spec.vocab_size), device, max_states=head_layout.middle)
         self._placed = TokenRing(max_rows, device)
         """The host's copy of tokens and drafts, for steps whose masks depend on them."""
@@ -148,10 +148,10 @@ class StepWork:
         return self._drawn.host_tokens(turn, count), self._drawn.host_array(turn, count)
 
     def counts(self, count: int) -> tuple[Tensor, Tensor, Int32s]:
-        """Tokens kept by the first `count` rows of the last step sent: on the device, and the host buffer that they
-        are copied to, as a tensor and as an array."""
-        counts, turn = self._counts, self._ring.turn
-        return counts.device_tokens(turn, count), counts.host_tokens(turn, count), counts.host_array(turn, count)
+        """NUM_COUNTS numbers of each of the first `count` rows of the last step sent: on the device, and the host
+        buffer that they are copied to, as a tensor and as an array."""
+        counts, turn, size = self._counts, self._ring.turn, NUM_COUNTS * count
+        return counts.device_tokens(turn, size), counts.host_tokens(turn, size), counts.host_array(turn, size)
 
     def body(
         self,
@@ -246,7 +246,7 @@ class StepWork:
         assert self._drafts is not None
         layout, packet = self._head_layout, self._packet
         index, start = layout.sample_index, layout.drawn_start.start
-        start_of_both = packet[start : start + 1]  # both rings have max_rows entries for a turn
+        start_of_both = packet[start : start + 1]  # both rings have entries for max_rows in a turn
         tokens = AcceptedTokens(
             index=packet[index.start : index.start + index.length],
             drawn=self._drawn.on_device,

@@ -265,7 +265,7 @@ class ChatRequest(Sampled, kw_only=True):
     audio: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     prediction: Annotated[
         Prediction | None,
-        described("Text that the answer will probably contain: a source of drafts with `--speculate` on a CPU."),
+        described("Text that the answer will probably contain: a source of drafts with `--speculate`."),
     ] = None
     web_search_options: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     moderation: Annotated[Refused, unsupported("null is accepted.")] = UNSET

@@ -1,0 +1,80 @@
+"""Drafts of running requests on a GPU, as columns by table row and source: Python touches a row only when its request
+ends or is explained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from millrace.ops.base.draft_sources import OWN_DRAFTS, PREDICTED
+from millrace.plan.step import Int32s, Int64s, StepPlan
+from millrace.run.drafting.drafters import GRAMMAR, PREDICTION
+from millrace.run.runner import StepResult
+
+FORCED = 2
+"""Source of drafts that came with the plan, beside those that the device knows."""
+NUM_SOURCES = 3
+NO_REQUEST = -1
+DraftCounts = dict[str, tuple[int, int, int]]
+"""By drafter: steps that verified its drafts, drafts, and those accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedRows:
+    """The rows of a step that had drafts, as columns."""
+
+    rows: Int64s
+    sources: Int32s
+    num_drafts: Int32s
+    num_accepted: Int32s
+
+
+def drafted_rows(plan: StepPlan, result: StepResult) -> DraftedRows | None:
+    """None if the result does not say where drafts come from, as on a CPU, or if no row had any."""
+    if result.sources is None or result.num_drafts is None or result.counts is None:
+        return None
+    has = result.num_drafts > 0
+    if not has.any():
+        return None
+    rows, sources = plan.rows[plan.samples][has].astype(np.int64), result.sources[has]
+    for forced in plan.forced:
+        sources[rows == forced.row] = FORCED
+    return DraftedRows(rows, sources, result.num_drafts[has], result.counts[has] - 1)
+
+
+def source_names(drafter: str) -> tuple[str, ...]:
+    """By source. `drafter`: the engine's own."""
+    names = {OWN_DRAFTS: drafter, PREDICTED: PREDICTION, FORCED: GRAMMAR}
+    return tuple(names[source] for source in range(NUM_SOURCES))
+
+
+class RowDraftCounts:
+    def __init__(self, capacity: int, drafter: str) -> None:
+        self._names = source_names(drafter)
+        self._request_ids = np.full(capacity, NO_REQUEST, np.int64)
+        self._counts = np.zeros((3, NUM_SOURCES, capacity), np.int64)
+        """Steps, drafts and accepted drafts."""
+
+    def admit(self, row: int, request_id: int) -> tuple[int, DraftCounts]:
+        """The row changes hands. Returns the request that had it and what is not taken yet: a preempted one's."""
+        before = int(self._request_ids[row])
+        self._request_ids[row] = request_id
+        return before, self._take(row)
+
+    def add(self, drafted: DraftedRows) -> None:
+        new = np.stack([np.ones_like(drafted.num_drafts), drafted.num_drafts, drafted.num_accepted])
+        self._counts[:, drafted.sources, drafted.rows] += new
+
+    def take(self, request_id: int) -> DraftCounts:
+        """What was added since the last time."""
+        counts: DraftCounts = {}
+        for row in np.flatnonzero(self._request_ids == request_id).tolist():
+            counts |= self._take(row)
+        return counts
+
+    def _take(self, row: int) -> DraftCounts:
+        steps, drafts, accepted = self._counts[:, :, row].tolist()
+        self._counts[:, :, row] = 0
+        columns = zip(self._names, steps, drafts, accepted, strict=True)
+        return {name: (one, two, three) for name, one, two, three in columns if one}
