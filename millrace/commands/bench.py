@@ -46,11 +46,14 @@ examples:
   millrace bench step                                    time of a CPU step by kind of work
   millrace bench front --streams 64,512,2048             fronts over a null engine: tokens/s, µs of CPU per token
   millrace bench front --fronts 1,2 --streams 512        the same with one front and with two
-  millrace bench smooth --seconds 30                     streams beside a long prompt, a small tenant beside 60 streams
+  millrace bench smooth                                  streams beside a long prompt, a small tenant beside 60 streams:
+                                                         about two minutes; longer with --rounds 4 --seconds 30
   millrace bench replay --step-log steps.log             run the steps of `serve --step-log` again, compare tokens
   millrace bench policies --trace trace.csv --svg p.svg  scheduling policies on a recorded trace, simulated device"""
 _ALLOWED = {"peers": ("quick",), "speculate": ("models", "shapes", "batches")}
 """Options of `bench gpu` that other benchmarks take too."""
+_ROUNDS = ("observe", "speculate", "smooth")
+"""Benchmarks that take `--rounds`, beside `peers`."""
 _MODULES = (bench_peers, bench_serve, bench_observe, bench_speculate, bench_gpu)
 EXAMPLES = "\n\n".join([_EXAMPLES, *(module.EXAMPLES for module in _MODULES)])
 
@@ -97,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.what != "peers":
-        bench_peers.reject_own_options(args, allowed=("rounds",) if args.what in ("observe", "speculate") else ())
+        bench_peers.reject_own_options(args, allowed=("rounds",) if args.what in _ROUNDS else ())
     if args.what == "gpu":
         return bench_gpu.run(args)
     if args.what == "serve":
@@ -177,6 +180,13 @@ def _bench_front(args: argparse.Namespace) -> int:
     )
 
 
+def _smooth_rounds(given: int | None) -> int:
+    rounds = 2 if given is None else given
+    if not 1 <= rounds <= 100:
+        raise UsageError(f"--rounds is {rounds}; it must be from 1 to 100.")
+    return rounds
+
+
 def _bench_smooth(args: argparse.Namespace) -> int:
     import uvloop
 
@@ -192,7 +202,8 @@ def _bench_smooth(args: argparse.Namespace) -> int:
             bench = SmoothBench(
                 ("--config", str(file)),
                 streams=streams,
-                seconds=args.seconds or 30.0,
+                seconds=args.seconds or 10.0,
+                rounds=_smooth_rounds(args.rounds),
                 seed=int(time.time()) if args.content_seed is None else args.content_seed,
             )
 

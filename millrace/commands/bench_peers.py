@@ -58,7 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--bf16-model", default="", metavar="DIR", help="model for vLLM, as safetensors")
     add("--openvino-model", default="", metavar="PATH", help="model for OpenVINO (default: the GGUF file)")
     add("--only", default="", metavar="NAMES", help="only these peers, separated by commas")
-    add("--rounds", type=int, metavar="N", help="turns per engine (default: 2)")
+    add(
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="turns per engine, or of bench observe, speculate and smooth (default: 2)",
+    )
     add("--minutes", type=float, metavar="X", help="time budget; work that would not fit is skipped (default: 15)")
     add(
         "--between",

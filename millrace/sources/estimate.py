@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from millrace.host.memory_rate import memory_bytes_per_s
 from millrace.sources.catalogue import CatalogueEntry, entry_of_files, find_entry
 from millrace.sources.names import has_gpu
 
 _SHOWN_CONTEXT = 8192
 _OVERHEAD_BYTES = 600e6
 """Libraries and buffers of the engine's process."""
-_PROBE_BYTES = 64 << 20
 
 
 def estimate_lines(name: str, weight_bytes: int) -> Iterator[str]:
@@ -32,10 +31,10 @@ def estimate_lines(name: str, weight_bytes: int) -> Iterator[str]:
             " Choose a smaller model or quantisation, or lower --max-context."
         )
     share = entry.active / entry.parameters if entry is not None and entry.active else 1.0
-    bandwidth = _bytes_per_s()
+    bandwidth = memory_bytes_per_s()
     yield (
         f"Expect up to {bandwidth / (weight_bytes * share):.1f} tokens/s for one stream on this CPU"
-        f" (memory at {bandwidth / 1e9:.0f} GB/s)."
+        f" (memory at {_rate(bandwidth)})."
     )
 
 
@@ -73,15 +72,9 @@ def cgroup_memory() -> tuple[int, int]:
     return 0, 0
 
 
-def _bytes_per_s() -> float:
-    """Rate at which this process reads and writes memory, with one thread: about 30 ms to measure."""
-    block = bytearray(_PROBE_BYTES)
-    best_s = 1e9
-    for _ in range(2):
-        started = time.perf_counter()
-        bytes(block)
-        best_s = min(best_s, time.perf_counter() - started)
-    return 2 * _PROBE_BYTES / best_s
+def _rate(bytes_per_s: float) -> str:
+    gb_per_s = bytes_per_s / 1e9
+    return f"{gb_per_s:.0f} GB/s" if gb_per_s >= 10 else f"{gb_per_s:.1f} GB/s"
 
 
 def _gb(num_bytes: float) -> str:
