@@ -180,19 +180,14 @@ def _bench_front(args: argparse.Namespace) -> int:
     )
 
 
-def _smooth_rounds(given: int | None) -> int:
-    rounds = 2 if given is None else given
-    if not 1 <= rounds <= 100:
-        raise UsageError(f"--rounds is {rounds}; it must be from 1 to 100.")
-    return rounds
-
-
 def _bench_smooth(args: argparse.Namespace) -> int:
     import uvloop
 
-    from millrace.bench.http.smooth import SmoothBench
+    from millrace.bench.http.smooth import SmoothBench, verdicts
     from millrace.bench.local_server import cancel_on_sigterm
 
+    if args.rounds is not None and not 1 <= args.rounds <= 100:
+        raise UsageError(f"--rounds is {args.rounds}; it must be from 1 to 100.")
     code = 0
     for streams in numbers("--streams", args.streams or "60"):
         with tempfile.TemporaryDirectory() as folder:
@@ -203,7 +198,7 @@ def _bench_smooth(args: argparse.Namespace) -> int:
                 ("--config", str(file)),
                 streams=streams,
                 seconds=args.seconds or 10.0,
-                rounds=_smooth_rounds(args.rounds),
+                rounds=args.rounds,
                 seed=int(time.time()) if args.content_seed is None else args.content_seed,
             )
 
@@ -215,6 +210,8 @@ def _bench_smooth(args: argparse.Namespace) -> int:
             line.clear()
         title = f"Streams beside another tenant's work; many streams are {streams}"
         code = max(code, _print_figures(figures, title, "smooth", as_json=args.json))
+        if not args.json:
+            print("\n".join(verdicts(figures)))
     return code
 
 

@@ -411,6 +411,7 @@ def _to_request(message: NewRequest, *, is_gpu: bool) -> Request:
     params = message.params
     if params.max_tokens is None:
         raise AssertionError("the front must fill in max_tokens")
+    constrained = params.is_constrained
     return Request(
         id=message.id,
         prompt=unpack_tokens(message.prompt),
@@ -424,9 +425,9 @@ def _to_request(message: NewRequest, *, is_gpu: bool) -> Request:
         deadline=message.deadline if message.deadline is not None else float("inf"),
         salt=message.cache_salt.encode(),
         read_cache=params.prompt_logprobs is None and params.pooling != "mean",
-        constrained=params.is_constrained,
+        constrained=constrained,
         can_draft=_can_draft(params, is_gpu=is_gpu),
-        can_jump=_can_verify(params, is_gpu=True),
+        can_jump=constrained and _can_verify(params, is_gpu=True),
         row_params=RowParams(params, message.end_token_ids, message.cache_salt),
     )
 

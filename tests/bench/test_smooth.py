@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+
 import pytest
 
 from millrace.bench.http import smooth
-from millrace.bench.http.smooth import Run, SmoothBench
-from millrace.commands.bench import _smooth_rounds
+from millrace.bench.http.smooth import Run
+from millrace.commands.bench import _bench_smooth
 from millrace.terminal.parser import UsageError
 
 
@@ -39,8 +41,12 @@ def test_throughput_is_held_to_that_without_a_target(rate: float, verdict: str) 
     assert [figure.note for figure in compared] == [f"bar 0.9: {verdict}"] * 2
 
 
-def test_rounds() -> None:
-    assert _smooth_rounds(None) == SmoothBench(()).rounds == 2
-    assert _smooth_rounds(5) == 5
+def test_every_bar_has_a_line() -> None:
+    lines = smooth.verdicts(list(run_of("smooth", gap_s=0.6, small_s=5.0, rate=100.0).figures()))
+    assert len(lines) == 4
+    assert "smooth: beside 4,000 tokens, gap most: 600 ms, bar 500 ms: MISSED" in lines
+
+
+def test_rounds_out_of_range_are_refused() -> None:
     with pytest.raises(UsageError, match="--rounds is 0"):
-        _smooth_rounds(0)
+        _bench_smooth(argparse.Namespace(rounds=0))

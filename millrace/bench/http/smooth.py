@@ -40,6 +40,8 @@ START_LIMIT_S = 120.0
 """Longest wait for the many streams to begin."""
 PAUSE_S = 0.5
 """Between two requests of the small tenant."""
+LIMIT_S, MAX_ROUNDS = 50.0, 4
+"""By default no round begins after this time, nor after this many. A round takes half a minute to a minute and a half."""
 GAP_P99_MS, GAP_MOST_MS, SMALL_P50_S, SMALL_MOST_S, LEAST_RATIO = 250.0, 500.0, 6.0, 10.0, 0.9
 """Bars: gaps of the chat stream, the small tenant's requests, and tokens per second over those without a target."""
 
@@ -49,7 +51,8 @@ Progress = Callable[[str], None]
 @dataclass(frozen=True, slots=True)
 class SmoothBench:
     server_options: tuple[str, ...]
-    rounds: int = 2
+    rounds: int | None = None
+    """None: as many as begin within `LIMIT_S`, up to `MAX_ROUNDS`."""
     streams: int = 60
     seconds: float = 10.0
     """Of one round with many streams."""
@@ -66,12 +69,15 @@ class SmoothBench:
                     Run(SMOOTH, await stack.enter_async_context(_server(options, self.seed))),
                     Run("off", await stack.enter_async_context(_server((*options, "--step-ms", "0"), self.seed))),
                 ]
-                for number in range(2 * self.rounds):
-                    run = runs[number % 2]
-                    progress(f"round {number // 2 + 1} of {self.rounds}, {run.name}: a long prompt")
-                    await run.long_prompt(number)
-                    progress(f"round {number // 2 + 1} of {self.rounds}, {run.name}: many streams")
-                    await run.many_streams(number, self.streams, self.seconds)
+                began = time.monotonic()
+                for number in range(self.rounds or MAX_ROUNDS):
+                    if self.rounds is None and number and time.monotonic() - began > LIMIT_S:
+                        break
+                    for at, run in enumerate(runs):
+                        progress(f"round {number + 1}, {run.name}: a long prompt")
+                        await run.long_prompt(2 * number + at)
+                        progress(f"round {number + 1}, {run.name}: many streams")
+                        await run.many_streams(2 * number + at, self.streams, self.seconds)
         return [figure for run in runs for figure in run.figures()] + list(_compared(*runs))
 
 
@@ -185,6 +191,15 @@ def _compared(smooth: Run, off: Run) -> Iterator[Figure]:
         ratio = percentile(ours, 50) / percentile(theirs, 50)
         note = f"bar {LEAST_RATIO:g}: {_verdict(ratio >= LEAST_RATIO)}"
         yield Figure("tokens, smooth over off", name, ratio, "x", note=note)
+
+
+def verdicts(figures: Sequence[Figure]) -> list[str]:
+    """One line for each bar."""
+    return [
+        f"{figure.workload}, {figure.metric}: {figure.value:.3g} {figure.unit}, {figure.note}"
+        for figure in figures
+        if figure.note
+    ]
 
 
 def _verdict(is_met: bool) -> str:

@@ -18,6 +18,7 @@ from millrace.run.sampling.row_params import RowParamTable
 NO_MASK = -1
 
 _NONE = np.zeros(0, np.int64)
+_NO_COUNTS = np.zeros(0, np.int32)
 
 
 @dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.
@@ -69,6 +70,8 @@ def plan_draws(plan: StepPlan, row_params: RowParamTable, worth_splitting: Calla
     if plan.masked is not None:
         is_masked = plan.masked[due]
         needs, masked = needs | is_masked, is_masked.nonzero()[0]
+    if not row_params.is_adjusted[rows].any():
+        return DrawPlan(due, *_groups(needs, worth_splitting), masked, _NONE, _NO_COUNTS, _NONE, is_reusable=True)
     early = (plan.starts + plan.counts)[due] < row_params.ends_from[rows]
     num_logprobs = row_params.num_logprobs[rows]
     scored = (num_logprobs >= 0).nonzero()[0]
