@@ -67,7 +67,15 @@ class Rows:
         self.num_active = 0
         self._free = list(range(capacity - 1, -1, -1))
         self._fenced: deque[tuple[int, int]] = deque()
-        self._order: Int64s | None = None
+        self._add_order()
+
+    def _add_order(self) -> None:
+        self._order = _NO_ROWS
+        """Rows by rank, without `_newest`, but with those that left, if `_has_left`."""
+        self._newest: list[int] = []
+        self._has_left = False
+        self._last_rank = -1
+        """No row has a higher rank."""
 
     def _add_grammar_columns(self) -> None:
         self.constrained = np.zeros(self.capacity, np.bool_)
@@ -123,10 +131,22 @@ class Rows:
     @property
     def order(self) -> Int64s:
         """Active rows by rank."""
-        if self._order is None:
-            active = self.active.nonzero()[0] if self.num_active else _NO_ROWS
-            self._order = active[self.rank[active].argsort(kind="stable")] if self.num_active > 1 else active
+        if self._newest:
+            self._order = np.concatenate((self._order, self._newest))
+            self._newest = []
+        if self._has_left:
+            self._order = self._order[self.active[self._order]]
+            self._has_left = False
         return self._order
+
+    def _insert(self, row: int, rank: int) -> None:
+        """Add a row to the order. Its column `active` is not set yet."""
+        if self._has_left or rank < self._last_rank:
+            order = self.order
+            self._order = np.insert(order, np.searchsorted(self.rank[order], rank, side="right"), row)
+        else:  # Most requests go last; more urgent or preempted ones go earlier.
+            self._newest.append(row)
+        self._last_rank = max(self._last_rank, rank)
 
     def request(self, row: int) -> Request:
         request = self.requests[row]
@@ -173,9 +193,9 @@ class Rows:
         self._split_history(row, request, num_known)
         self.requests[row] = request
         self.blocks[row] = blocks
+        self._insert(row, request.rank)
         self.rank[row] = request.rank
         self.active[row] = True
-        self._order = None
         self.num_active += 1
         self.epoch += 1
         return row
@@ -202,7 +222,7 @@ class Rows:
         self.requests[row] = None
         self.appended.pop(row, None)
         blocks, self.blocks[row] = self.blocks[row], []
-        self._order = None
+        self._has_left = True
         self.epoch += 1
         if fence is None:
             self._free.append(row)

@@ -35,7 +35,7 @@ NUM_FIRST = 32
 """Steps that count as first."""
 OBSERVE_EVERY = 8
 """After the first steps, one in so many repeated decode steps is observed: they all tell the same."""
-OBSERVE_S = 0.02
+OBSERVE_S = 0.05
 """After the first steps, steps are observed so far apart: on a fast device the fit would take a share of each."""
 
 

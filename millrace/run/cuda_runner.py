@@ -313,10 +313,10 @@ class CudaRunner:
         return Forwarded(sent.draws, shape, *self._read_prompts(plan, hidden))
 
     def _copy_to_host(self, result: StepResult) -> StepResult:
-        host = copy_to_host(result, *self._work.drawn_on_host(len(result.tokens)))
+        host = copy_to_host(result, *self._work.drawn_on_host(result.tokens.size(0)))
         if not result.places:
             return host
-        counts, into, view = self._work.counts(len(result.tokens) // result.places)
+        counts, into, view = self._work.counts(result.tokens.size(0) // result.places)
         into.copy_(counts, non_blocking=True)
         return _with_counts(host, view)
 

@@ -41,7 +41,7 @@ START_LIMIT_S = 120.0
 PAUSE_S = 0.5
 """Between two requests of the small tenant."""
 LIMIT_S, MAX_ROUNDS = 50.0, 4
-"""By default no round begins after this time, nor after this many. A round takes half a minute to a minute and a half."""
+"""By default no round begins after this time, nor after this many. A round takes 30 to 90 s."""
 GAP_P99_MS, GAP_MOST_MS, SMALL_P50_S, SMALL_MOST_S, LEAST_RATIO = 250.0, 500.0, 6.0, 10.0, 0.9
 """Bars: gaps of the chat stream, the small tenant's requests, and tokens per second over those without a target."""
 

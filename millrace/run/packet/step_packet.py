@@ -40,7 +40,7 @@ class _Template:
         """Order of the list of decode rows, or None if the list cannot be advanced."""
         self._by_group = draws.order
         self._starts, self._ends = (section.of(words)[:num_rows] for section in (layout.starts, layout.seq_lens))
-        self._positions = _group_entries(layout.sample_positions, layout, draws).of(words)
+        self._positions = words[_group_entries(layout.sample_positions, layout, draws)]
         self._decode_rows, self._lengths = layout.decode_rows.of(words), layout.seq_lens.of(words)
         # A row that has drawn has no tokens from the host left.
         layout.tokens_in.of(words)[:num_rows] = ON_DEVICE
@@ -271,10 +271,11 @@ def _list_decode_rows(layout: PacketLayout, packet: Int32s, single: slice | Inte
     return write_decode_rows(layout.decode_rows.of(packet), tokens, table_rows, lengths)
 
 
-def _group_entries(section: Section, layout: PacketLayout, draws: DrawPlan) -> Section:
+def _group_entries(section: Section, layout: PacketLayout, draws: DrawPlan) -> slice:
     """The part of a head section that this step uses: the full group up to the middle, the greedy group after it."""
     per_row = layout.shape.tokens_per_row
-    return Section(section.start + layout.middle - len(draws.full) * per_row, len(draws.due) * per_row)
+    start = section.start + layout.middle - len(draws.full) * per_row
+    return slice(start, start + len(draws.due) * per_row)
 
 
 def _write_samples(
@@ -295,7 +296,7 @@ def _write_samples(
         rows, positions = rows.repeat(places), positions.repeat(places)
     sections = (layout.sample_states, layout.sample_rows, layout.sample_positions, layout.sample_index)
     for section, values in zip(sections, (states, rows, positions, index), strict=True):
-        _group_entries(section, layout, draws).of(packet)[:] = values
+        packet[_group_entries(section, layout, draws)] = values
     if lines is not None:
         layout.mask_lines.of(packet)[layout.middle - len(lines) :] = lines
 
