@@ -46,7 +46,9 @@ class Composer:
         rows.computed[table_rows] = ends
         # The token that this step draws counts as known from here on, although only the device will have it.
         rows.known[table_rows] = np.maximum(known, ends + 1)
-        samples = ends == known
+        samples: Bools = ends == known
+        if rows.num_pooled:
+            samples &= ~rows.pooled[table_rows]
         if drafts is not None:
             rows.slack[singles] += drafts
             drafts, trained = _with_chunks(drafts, trained, len(chunks))
@@ -61,7 +63,7 @@ class Composer:
                 num_singles=len(singles),
                 shared_blocks=shared_blocks,
                 drafts=drafts,
-                all_draw=not chunks or bool(samples.all()),
+                all_draw=(not chunks and pooled is None) or bool(samples.all()),
                 scores_prompts=scored is not None or pooled is not None,
             )
         )

@@ -74,9 +74,9 @@ class Confirming:
             outcome = DraftedOutcome(plan, rows, counts)
         delivered = outcome.deliver(rows, tokens)
         appended = delivered.insert_appended(rows) if rows.appended else []
-        self._deferred = _DeferredWork(step_no, outcome, tokens, delivered.ended, appended)
         if rows.num_pooled:
-            delivered.drop_pooled(rows)
+            delivered.end_pooled(plan, rows)
+        self._deferred = _DeferredWork(step_no, outcome, tokens, delivered.ended, appended)
         return delivered, sum(len(own) for _, own in appended) if appended else 0
 
     def run_deferred(self) -> list[tuple[int, Ended]]:

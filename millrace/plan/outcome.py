@@ -28,12 +28,15 @@ class Delivered:
     ended: list[tuple[int, Ended]]
     """Rows that ended, with their terminal events."""
 
-    def drop_pooled(self, rows: Rows) -> None:
-        """Leave out the tokens of rows whose result is no token."""
-        pooled = rows.request_ids[rows.order[rows.pooled[rows.order]]]
-        keeps = ~np.isin(self.request_ids, pooled)
-        self.request_ids, self.tokens = self.request_ids[keeps], self.tokens[keeps]
-        self.sample_index = self.sample_index[keeps]
+    def end_pooled(self, plan: StepPlan, rows: Rows) -> None:
+        """End the rows whose result is no token and whose prompt is computed: they do not draw."""
+        if plan.pooled is None:
+            return
+        is_whole = plan.starts + plan.counts >= rows.num_prompt[plan.rows]
+        for row in plan.rows[plan.pooled & is_whole & rows.active[plan.rows]].tolist():
+            request = rows.request(row)
+            self.first_ids = np.append(self.first_ids, request.id)
+            self.ended.append((row, end_of(request, "length", 0)))
 
     def insert_appended(self, rows: Rows) -> list[tuple[int, Int32s]]:
         """Add the tokens appended after those that this step drew. Returns them, by row."""

@@ -89,7 +89,7 @@ class Request:
 
     @property
     def pools(self) -> bool:
-        """True if its result is a pooled hidden state. The token drawn after its prompt is discarded."""
+        """True if its result is a pooled hidden state. It draws nothing: it ends when its prompt is computed."""
         return bool(self.row_params.params.pooling)
 
     @property

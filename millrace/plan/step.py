@@ -159,7 +159,7 @@ class StepPlan:
     counts: Int32s
     """Tokens of each row in this step."""
     samples: Bools
-    """True for rows whose chunk reaches their last known token: they draw a new one."""
+    """True for rows whose chunk reaches their last known token and that draw a new one: all but pooled rows."""
     block_rows: Int32s
     """Block-table updates since the last plan: block_tables[group, block_rows, block_cols] = block_ids."""
     block_cols: Int32s

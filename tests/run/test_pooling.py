@@ -84,7 +84,9 @@ def test_vectors_are_those_of_transformers(case: str, speculate: Any) -> None:
         while scheduler.has_work:
             plan = scheduler.plan(0.0)
             assert plan is not None
+            assert plan.pooled is None or not (plan.pooled & plan.samples).any(), "it draws nothing"
             result = runner.launch(plan).wait()
+            assert result.counts is not None or len(result.drawn()) == plan.samples.sum()
             outcome = scheduler.apply(plan.step_no, result.drawn(), result.counts)
             outbox.send_step(outcome, result, 0.0)
     finished = {finish.id: finish for message in channel.sent for finish in message.finished}
