@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(bool(missing_tools()), reason=missing_tools())
 
 BY_NAME = {target.name: target for target in TARGETS}
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
+ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 5e-3}
 PLAIN = [torch.float32, torch.bfloat16]
 
 
@@ -82,10 +83,13 @@ def test_linear(kernels: EmulatedKernels, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_stored_weights_unpacked(kernels: EmulatedKernels, kind: str) -> None:
+    torch.manual_seed(0)
     for dtype in PLAIN:
         desc, weight = stored_layer(kernels, kind, 45, 512, dtype, "tiles")
         x, rows = torch.randn(5, 512).to(dtype), torch.empty(3, 512, dtype=dtype)
-        close(kernels.linear(desc, x, 45), (x.double() @ weight.double().T).to(dtype))
+        # Errors relative to the sum of magnitudes: a sum may be close to zero.
+        found, expected = kernels.linear(desc, x, 45), x.double() @ weight.double().T
+        assert ((found - expected).abs() / (x.double().abs() @ weight.double().abs().T)).max() < ROUNDING[dtype]
         ids = torch.tensor([44, 0, 17])
         assert kernels.take_rows(desc, ids, rows) == -1
         assert torch.equal(rows, weight[ids])

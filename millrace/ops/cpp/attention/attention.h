@@ -1,6 +1,7 @@
 // Shared by the attention kernels: the parameters of a step, its units of work, and the addresses of keys and values.
 #pragma once
 
+#include "amx.h"
 #include "attention/attention_sharing.h"
 #include "pool.h"
 #include "transpose.h"
@@ -208,5 +209,13 @@ void run_levels(const Step& s, int64_t num_rows, std::vector<Unit> own, int64_t 
 }
 
 // Attention in bfloat16 on the AMX unit, over a bfloat16 or int8 cache; false if there is no AMX.
+#if HAS_AMX
 bool attend_amx(const Step& s, const bf16* queries, const bf16* kv, bf16* out, int64_t num_rows, bool parallel);
+#else
+inline bool attend_amx(const Step&, const bf16*, const bf16*, bf16*, int64_t, bool) { return false; }
+#endif
+#if HAS_AMX && defined(__AMX_INT8__)
 bool attend_amx(const Step& s, const bf16* queries, const int8_t* kv, bf16* out, int64_t num_rows, bool parallel);
+#else
+inline bool attend_amx(const Step&, const bf16*, const int8_t*, bf16*, int64_t, bool) { return false; }
+#endif

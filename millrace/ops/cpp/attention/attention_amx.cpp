@@ -7,10 +7,12 @@
 // values while it is in the L1 cache; or few queries of each of several KV heads, which share the lanes of one group:
 // each head's products are added to the scores with zeros for the queries of other heads, and only the rows of its own
 // queries are used from each head's sums.
-#include "attention/attention_amx.h"
-#include "attention/attention_weights.h"
+#include "amx.h"
 
 #if HAS_AMX
+
+#include "attention/attention_amx.h"
+#include "attention/attention_weights.h"
 
 namespace {
 
@@ -483,9 +485,5 @@ bool attend_amx(const Step& s, const bf16* queries, const bf16* kv, bf16* out, i
             return attend_units<AmxAttention<0>, Scratch>(s, queries, kv, out, num_rows, parallel);
     }
 }
-
-#else
-
-bool attend_amx(const Step&, const bf16*, const bf16*, bf16*, int64_t, bool) { return false; }
 
 #endif

@@ -4,10 +4,12 @@
 // Keys and values are multiplied as stored. Queries and softmax weights become 16-bit integers, so that they are not
 // rounded to eight bits, and are multiplied in two halves, high and low. The integer sums are exact; scales are applied
 // to them. Each weight includes the scale of its value.
-#include "attention/attention_amx.h"
-#include "attention/attention_weights.h"
+#include "amx.h"
 
 #if HAS_AMX && defined(__AMX_INT8__)
+
+#include "attention/attention_amx.h"
+#include "attention/attention_weights.h"
 
 namespace {
 
@@ -394,9 +396,5 @@ struct Int8Attention : AmxUnit<int8_t> {
 bool attend_amx(const Step& s, const bf16* queries, const int8_t* kv, bf16* out, int64_t num_rows, bool parallel) {
     return attend_units<Int8Attention, Scratch>(s, queries, kv, out, num_rows, parallel);
 }
-
-#else
-
-bool attend_amx(const Step&, const bf16*, const int8_t*, bf16*, int64_t, bool) { return false; }
 
 #endif

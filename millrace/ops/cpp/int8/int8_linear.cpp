@@ -14,16 +14,9 @@ using quantised::format_of;
 
 // Rows of this size stay in the L2 cache while several panels are multiplied with them.
 constexpr int64_t CHUNK_BYTES = 384 << 10;
+constexpr int64_t MAX_CHUNK_ROWS = 192;
 // The least work that is worth a task of its own.
 constexpr int64_t MIN_TILES = 256;
-
-using Multiply = void (*)(const quantised::Panel& panel, const RowBlock& x, int64_t tiles, float* out);
-
-// The functions for one format.
-struct Functions {
-    Multiply multiply[BLOCK_ROWS[0] + 1];  // by number of rows; null where there is no block of this size
-    void (*unpack_row)(const quantised::Panel& panel, int64_t k, int r, float* out);
-};
 
 // Output r of a panel.
 template <int F>
@@ -43,59 +36,52 @@ void unpack_row(const quantised::Panel& panel, int64_t k, int r, float* out) {
     }
 }
 
-template <int F, int... I>
-constexpr Functions functions(std::integer_sequence<int, I...>) {
-    Functions all{{}, unpack_row<F>};
-    ((all.multiply[BLOCK_ROWS[I]] = multiply_panel<F, BLOCK_ROWS[I]>), ...);
-    return all;
-}
+using UnpackRow = void (*)(const quantised::Panel& panel, int64_t k, int r, float* out);
 
 template <int... I>
-const Functions& functions_of(int format, std::integer_sequence<int, I...>) {
-    static constexpr Functions all[] = {
-        functions<quantised::FIRST_FORMAT + I>(std::make_integer_sequence<int, NUM_BLOCKS>{})...};
+UnpackRow unpack_row_of(int format, std::integer_sequence<int, I...>) {
+    static constexpr UnpackRow all[] = {unpack_row<quantised::FIRST_FORMAT + I>...};
     return all[format - quantised::FIRST_FORMAT];
 }
 
-const Functions& functions_of(int format) {
-    return functions_of(format, std::make_integer_sequence<int, quantised::NUM_FORMATS>{});
+// Consecutive panels of one part of a layer.
+struct Task {
+    const Layer* part;
+    int64_t first, last;
+};
+
+// Tasks of nearly the same size, as many for each thread if there are enough. They start at even panels.
+void add_tasks(const Layer& part, std::vector<Task>& tasks) {
+    int64_t pairs = part.panels() / 2, threads = pool::threads();
+    int64_t count = std::clamp<int64_t>(part.panels() * part.tiles() / MIN_TILES, 1, std::min(pairs, 4 * threads));
+    if (count > threads) count = count / threads * threads;
+    for (int64_t i = 0; i < count; i++) tasks.push_back({&part, pairs * i / count * 2, pairs * (i + 1) / count * 2});
 }
 
-// Rows `first_row` to `last_row`, which starts and ends with a block, against panels `first` to `last`.
-void multiply_panels(const Layer& layer, const Rows& x, float* out, int64_t first_row, int64_t last_row, int64_t first,
-                     int64_t last) {
-    const Functions& use = functions_of(layer.format);
-    alignas(64) float sums[BLOCK_ROWS[0] * PANEL];
-    for (int64_t panel = first; panel < last; panel++) {
-        quantised::Panel weights = quantised::panel_at(layer.format, layer.packed, layer.k, panel);
-        for (int64_t row = first_row; row < last_row;) {
-            int size = block_rows(x.count() - row);
-            use.multiply[size](weights, x.block(row), layer.tiles(), sums);
-            for (int r = 0; r < size; r++) finish(layer, out, row + r, panel, load(sums + r * PANEL));
-            row += size;
-        }
+// Rows of one chunk after the other, so that they stay in the L2 cache.
+void run_task(const Task& task, const Rows& x, float* out) {
+    const int64_t chunk = std::clamp<int64_t>(CHUNK_BYTES / task.part->k, 1, MAX_CHUNK_ROWS);
+    for (int64_t row = 0; row < x.count();) {
+        int64_t end = row;
+        while (end < x.count() && end - row < chunk) end += block_rows(x.count() - end);
+        multiply_panels(*task.part, x, out, row, end, task.first, task.last);
+        row = end;
     }
-}
-
-void multiply_part(const Layer& layer, const Rows& x, float* out) {
-    int64_t chunk = std::max<int64_t>(1, CHUNK_BYTES / layer.k / BLOCK_ROWS[0]) * BLOCK_ROWS[0];
-    int64_t tasks = 4 * pool::threads(), least = (MIN_TILES + layer.tiles() - 1) / layer.tiles();
-    int64_t size = std::max(least, (layer.panels() + tasks - 1) / tasks);
-    for_panels(layer, size, [&](int64_t first, int64_t last) {
-        for (int64_t row = 0; row < x.count(); row += chunk)
-            multiply_panels(layer, x, out, row, std::min(row + chunk, x.count()), first, last);
-    });
 }
 
 }  // namespace
 
 void linear(const std::vector<Layer>& parts, const float* x, int64_t stride, float* out, int64_t rows) {
-    Rows rounded(x, stride, rows, parts[0].k);
-    for (const Layer& part : parts) multiply_part(part, rounded, out);
+    bool halves = std::any_of(parts.begin(), parts.end(), [](const Layer& p) { return format_of(p.format).groups == 2; });
+    Rows rounded(x, stride, rows, parts[0].k, halves);
+    std::vector<Task> tasks;
+    for (const Layer& part : parts) add_tasks(part, tasks);
+    pool::for_each(tasks.size(), true, [&](int64_t i) { run_task(tasks[i], rounded, out); });
 }
 
 void unpack_row(int format, const void* packed, int64_t k, int64_t row, float* out) {
-    functions_of(format).unpack_row(quantised::panel_at(format, packed, k, row / PANEL), k, row % PANEL, out);
+    UnpackRow unpack = unpack_row_of(format, std::make_integer_sequence<int, quantised::NUM_FORMATS>{});
+    unpack(quantised::panel_at(format, packed, k, row / PANEL), k, row % PANEL, out);
 }
 
 }  // namespace int8

@@ -1,10 +1,12 @@
 // Linear layers on the AMX matrix unit: few rows here, many in linear_many.cpp.
+#include "amx.h"
+
+#if HAS_AMX
+
 #include "linear/linear_decode.h"
 #include "linear/linear_many.h"
 
 #include <optional>
-
-#if HAS_AMX
 
 namespace linear_layer {
 namespace {

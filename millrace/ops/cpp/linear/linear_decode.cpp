@@ -1,9 +1,11 @@
+#include "amx.h"
+
+#if HAS_AMX
+
 #include "linear/linear_decode.h"
 
 #include "quantised/quantised_exact.h"
 #include "transpose.h"
-
-#if HAS_AMX
 
 namespace linear_layer {
 namespace {

@@ -68,7 +68,7 @@ int64_t group_size(const Layer& layer) {
 }
 
 // Aligned memory of this thread; valid until the thread's next call with the same USE.
-enum Use { WEIGHTS, PLAIN_ROWS, TRANSPOSED_ROWS, INT8_ROWS };
+enum Use { WEIGHTS, PLAIN_ROWS, TRANSPOSED_ROWS, INT8_ROWS, INT8_SUMS };
 
 template <Use USE = WEIGHTS>
 void* scratch(int64_t bytes) {

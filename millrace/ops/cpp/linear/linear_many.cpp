@@ -6,14 +6,16 @@
 // the vector units work concurrently: between the tile products of a block of 32 rows, the results of the previous
 // block are finished (bias, activation, rounding, layout). Weights are unpacked between the products of the first
 // block.
+#include "amx.h"
+
+#if HAS_AMX
+
 #include "linear/linear_many.h"
 
 #include <atomic>
 #include <type_traits>
 
 #include "linear/linear_finish.h"
-
-#if HAS_AMX
 
 namespace linear_layer {
 namespace {
