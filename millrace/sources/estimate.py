@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from millrace.host.memory_rate import memory_bytes_per_s
 from millrace.sources.catalogue import CatalogueEntry, entry_of_files, find_entry
+from millrace.sources.memory_rate import memory_bytes_per_s
 from millrace.sources.names import has_gpu
 
 _SHOWN_CONTEXT = 8192

@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
-
 from millrace.host.cores import usable_cores
 
 PROBE_BYTES = 64 << 20
@@ -27,6 +25,8 @@ LIMIT_S = 0.4
 
 def memory_bytes_per_s() -> float:
     """Bytes that all cores together read from memory per second. Takes at most about half a second."""
+    import numpy as np
+
     parts = np.array_split(np.ones(PROBE_BYTES // 8, np.int64), min(usable_cores(), MAX_THREADS))
     with ThreadPoolExecutor(len(parts)) as threads:
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from millrace.host import memory_rate
-from millrace.host.memory_rate import LIMIT_S, NUM_TRIES, PAUSE_S, memory_bytes_per_s, shortest_s
-from millrace.sources import estimate
+from millrace.sources import estimate, memory_rate
+from millrace.sources.memory_rate import LIMIT_S, NUM_TRIES, PAUSE_S, memory_bytes_per_s, shortest_s
 
 
 class Machine:
@@ -65,7 +64,7 @@ def test_every_byte_is_read_once_per_try(monkeypatch: pytest.MonkeyPatch) -> Non
         read.extend(part.nbytes for part in parts)
         return parts
 
-    monkeypatch.setattr(memory_rate.np, "array_split", splitting)
+    monkeypatch.setattr(np, "array_split", splitting)
     assert memory_bytes_per_s() == 16_000.0
     assert (len(read), sum(read)) == (3, 8000)
 
