@@ -69,6 +69,10 @@ def requests_of(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
         requests.append((prompt, params))
     # One more, whose grammar forces many tokens that any drafter may propose.
     requests.append((requests[0][0], SamplingParams(temperature=0.0, max_tokens=24, grammar=GRAMMARS[-1])))
+    # Drafts from a prediction under a grammar; and a grammar with a bias, whose drafts are off.
+    mixed = {"grammar": GRAMMARS[-1], "max_tokens": OUTPUT, "temperature": 0.9, "seed": 1}
+    requests.append((requests[1][0], SamplingParams(prediction=tuple(phrase), **mixed)))
+    requests.append((requests[2][0], SamplingParams(logit_bias=((300, 2.0),), speculate="off", **mixed)))
     return requests
 
 
