@@ -15,9 +15,7 @@ import numpy as np
 
 from millrace.plan.drafting.control import (
     FIRST_ACCEPTANCE,
-    FIRST_PROBE,
     KEEPS,
-    LAST_PROBE,
     LASTING,
     LEARN,
     LOSES,
@@ -35,8 +33,11 @@ from millrace.plan.step import Bools, Int32s, Int64s
 
 LENGTHS = (1, 2, 3, 5, 7)
 """Numbers of drafts that are compared: each is one more pass of the drafter."""
-FIRST_LENGTH = 2
+FIRST_LENGTH, PROBE_LENGTH = 2, 1
 """Until something is measured, and in probes."""
+FIRST_REST, LAST_REST = 64, 512
+"""Steps without drafts until the next probe, doubled by each probe that fails. Longer than for drafts from text, which
+cost nothing where there are none."""
 LEAVES, ENTERS = 0.9, 1.1
 """A row with drafts keeps them while they give at least the first share of what they cost; one without gets them from
 the second on."""
@@ -76,7 +77,7 @@ class TrainedControl:
         self._first = max(length for length in self._lengths if length <= FIRST_LENGTH)
         self._length = self._first
         """In use; 0: none."""
-        self._wait, self._left = FIRST_PROBE, 0
+        self._wait, self._left = FIRST_REST, 0
         self._num_active, self._num_judged = LASTING, 0
         self._until_plain = PLAIN_EVERY
         self.num_probes = self.num_stops = 0
@@ -134,7 +135,7 @@ class TrainedControl:
             self._left = self._wait
             return None
         self.num_probes += 1
-        return TrainedDecision(self._first, np.ones(len(rows), np.bool_), 0.0)
+        return TrainedDecision(PROBE_LENGTH, np.ones(len(rows), np.bool_), 0.0)
 
     def _judge_probe(self, rows: Int64s) -> None:
         length, rate, is_on = self._best(rows)
@@ -144,7 +145,7 @@ class TrainedControl:
             return
         self._num_judged += 1
         if self._num_judged % NUM_PROBES == 0:
-            self._wait = min(2 * self._wait, LAST_PROBE)
+            self._wait = min(2 * self._wait, LAST_REST)
 
     def _begin(self, length: int, rows: Int64s, is_on: Bools) -> None:
         self._length, self._num_active, self._is_on[rows] = length, 0, is_on
@@ -164,7 +165,7 @@ class TrainedControl:
     def _stop(self) -> None:
         """If drafts began not long ago, a probe was wrong: the next one waits longer."""
         is_short = self._num_active < LASTING
-        self._wait = min(2 * self._wait, LAST_PROBE) if is_short else FIRST_PROBE
+        self._wait = min(2 * self._wait, LAST_REST) if is_short else FIRST_REST
         self._length, self._left, self._num_active = 0, self._wait, 0
         self.num_stops += 1
 
