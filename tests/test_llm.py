@@ -167,7 +167,7 @@ def check_neighbours(llm: LLM) -> None:
                 times.append(time.monotonic())
                 tokens.append(part.token_id)
             assert tokens == [*alone.token_ids, None]
-            assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 2.0
+            assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 8.0
         assert all(sender.result(1) for sender in senders)
 
 

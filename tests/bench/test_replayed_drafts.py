@@ -60,7 +60,7 @@ def test_drafts_are_found_by_position() -> None:
 
 def test_a_gpu_holds_them_behind_the_known_tokens() -> None:
     """Also after a preemption, and not beyond the limit."""
-    drafts = DeviceDrafts(CpuDevice(1), max_rows=3, max_context=9, speculate="replay")
+    drafts = DeviceDrafts(CpuDevice(1), max_rows=3, max_context=9, vocab_size=100, speculate="replay")
     given = admission([7, 8], (10, 11, 12, 13), 5, output=(20,))
     none, one = np.zeros(0, np.int32), np.ones(1, np.int32)
     plan = StepPlan(0, one, one, one, np.ones(1, np.bool_), none, none, none, exact_shape(one), admitted=(given,))
