@@ -7,7 +7,6 @@ code runs uncaptured, its kernels interpreted.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import time
 from contextlib import nullcontext
@@ -19,7 +18,7 @@ import pytest
 import torch
 from helpers.decode_table import want_few_programs
 from helpers.quick_interpreter import quick_interpreter
-from helpers.tiny_models import StateDictSource, config_of, make_reference
+from helpers.small_decoder import decoder_for
 from helpers.triton_mode import device as place
 from helpers.triton_mode import interpreted
 
@@ -32,10 +31,6 @@ from millrace.engine.figures.draft_figures import DraftFigures
 from millrace.engine.grammars import Grammars
 from millrace.engine.loop import _to_request
 from millrace.link.messages import NewRequest, pack_tokens
-from millrace.models.decoder import Decoder
-from millrace.models.load import build_decoder
-from millrace.models.spec.families import spec_from_config
-from millrace.ops.attention import PagedAttention
 from millrace.params import Grammar, SamplingParams
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.scheduler import Scheduler
@@ -64,19 +59,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 OBJECT, NUMBERS = Grammar("json_schema", json.dumps(SCHEMA)), Grammar("regex", r"\[1(,[12]){1,3}\]")
-
-
-def decoder_for(device: torch.device, *, paged: bool) -> Decoder:
-    model = make_reference("qwen3", **MODEL)
-    spec = spec_from_config(config_of(model))
-    decoder = build_decoder(spec, StateDictSource.of(model), device=device, dtype=torch.float32)
-    if paged and not isinstance(decoder.attention, PagedAttention):
-        attention = PagedAttention(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale, spec.attention_softcap
-        )
-        decoder._program.ops = dataclasses.replace(decoder._program.ops, attention=attention)
-        decoder.native_stack = None
-    return decoder
 
 
 class Answers:
@@ -159,9 +141,11 @@ def both(
 ) -> tuple[Answers, Answers]:
     """Without drafts on the plain runner, and with drafts."""
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
-    plain = Answers(Runner(decoder_for(torch.device("cpu"), paged=False), CpuDevice(1), **SIZES), DraftSettings())
+    plain = Answers(
+        Runner(decoder_for(torch.device("cpu"), paged=False, **MODEL), CpuDevice(1), **SIZES), DraftSettings()
+    )
     runner = CudaRunner(
-        decoder_for(place, paged=True), device, token_budget=32, speculate=speculate, **SIZES, **options
+        decoder_for(place, paged=True, **MODEL), device, token_budget=32, speculate=speculate, **SIZES, **options
     )
     fast = Answers(runner, drafts)
     plain.run(asked)
@@ -210,7 +194,7 @@ def test_a_prediction_is_used_first_and_counted(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("speculate", ["ngram", "suffix", "draft"])
 def test_grammars_and_drafters_cross(speculate: str, max_drafts: int) -> None:
     """Rows with and without grammars, greedy and sampled, come and go;."""
-    drafter = decoder_for(place, paged=True) if speculate == "draft" else None
+    drafter = decoder_for(place, paged=True, **MODEL) if speculate == "draft" else None
     kinds = [OBJECT_ROW, FREE, NUMBERS_ROW, msgspec.structs.replace(FREE, temperature=0.7, seed=5, max_tokens=20)]
     asked = [msgspec.structs.replace(kind, seed=index) for index, kind in enumerate(kinds * 4)]
     plain, fast = both(asked, speculate, DraftSettings(max_drafts, max_places=ROWS), drafter=drafter)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.decode_table import want_few_programs
 from helpers.quick_interpreter import quick_interpreter
+from helpers.small_decoder import decoder_for
 from helpers.tiny_models import StateDictSource, config_of, make_reference
 from helpers.triton_mode import device as place
 from helpers.triton_mode import interpreted
@@ -38,19 +39,6 @@ from millrace.run.runner import Runner
 
 BLOCK, BLOCKS, ROWS, BUDGET = 4, 200, 16, 40
 SIZES = {"num_blocks": BLOCKS, "block_size": BLOCK, "max_rows": ROWS, "max_context": 64}
-
-
-def decoder_for(device: torch.device, paged: bool) -> Decoder:
-    model = make_reference("qwen3")
-    spec = spec_from_config(config_of(model))
-    decoder = build_decoder(spec, StateDictSource.of(model), device=device, dtype=torch.float32)
-    if paged and not isinstance(decoder.attention, PagedAttention):
-        attention = PagedAttention(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale, spec.attention_softcap
-        )
-        decoder._program.ops = dataclasses.replace(decoder._program.ops, attention=attention)
-        decoder.native_stack = None
-    return decoder
 
 
 def requests(kinds: list[SamplingParams]) -> list[Request]:
@@ -120,8 +108,8 @@ def test_drafts_change_no_token(listed_from: int, monkeypatch: pytest.MonkeyPatc
         want_few_programs(monkeypatch)
     monkeypatch.setattr(layout, "MIN_LISTED_ROWS", listed_from)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
-    plain = Runner(decoder_for(torch.device("cpu"), False), CpuDevice(1), **SIZES)
-    fast = CudaRunner(decoder_for(place, True), device, token_budget=BUDGET, speculate="ngram", **SIZES)
+    plain = Runner(decoder_for(torch.device("cpu"), paged=False), CpuDevice(1), **SIZES)
+    fast = CudaRunner(decoder_for(place, paged=True), device, token_budget=BUDGET, speculate="ngram", **SIZES)
     kinds = [GREEDY, SAMPLED, msgspec.structs.replace(GREEDY, max_tokens=9)]
     asked, later = requests(kinds)[:2], requests(kinds)[2:]
     expected = Drive(plain, DraftSettings()).run(asked, later)
@@ -136,7 +124,7 @@ def test_drafts_change_no_token(listed_from: int, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.skipif(not interpreted, reason="a GPU captures real graphs")
 def test_bodies_with_places_are_warmed_up_with_what_accepts_their_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     want_few_programs(monkeypatch)
-    fast = CudaRunner(decoder_for(place, True), CpuDevice(1), token_budget=BUDGET, speculate="ngram", **SIZES)
+    fast = CudaRunner(decoder_for(place, paged=True), CpuDevice(1), token_budget=BUDGET, speculate="ngram", **SIZES)
     ran: list[object] = []
     monkeypatch.setattr(fast._graphs, "run_planned", lambda key, work, captures: ran.append(key) or work())
     table = fast._shape_table
@@ -178,10 +166,10 @@ def test_a_draft_model_changes_no_token(is_own: bool, monkeypatch: pytest.Monkey
     if interpreted:
         want_few_programs(monkeypatch)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
-    plain = Runner(decoder_for(torch.device("cpu"), False), CpuDevice(1), **SIZES)
-    drafter = decoder_for(place, True) if is_own else other_model()
+    plain = Runner(decoder_for(torch.device("cpu"), paged=False), CpuDevice(1), **SIZES)
+    drafter = decoder_for(place, paged=True) if is_own else other_model()
     fast = CudaRunner(
-        decoder_for(place, True), device, token_budget=BUDGET, speculate="draft", drafter=drafter, **SIZES
+        decoder_for(place, paged=True), device, token_budget=BUDGET, speculate="draft", drafter=drafter, **SIZES
     )
     # Interpreted, two rows that start together must do.
     num_rows, length = (2, 6) if interpreted else (3, 14)

@@ -1,0 +1,28 @@
+"""A small model as the runners of both devices take it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from helpers.tiny_models import StateDictSource, config_of, make_reference
+
+from millrace.models.decoder import Decoder
+from millrace.models.load import build_decoder
+from millrace.models.spec.families import spec_from_config
+from millrace.ops.attention import PagedAttention
+
+
+def decoder_for(device: torch.device, *, paged: bool, **changes: Any) -> Decoder:
+    """A small Qwen3 with random weights. `paged`: with the GPU's attention, also without a GPU."""
+    model = make_reference("qwen3", **changes)
+    spec = spec_from_config(config_of(model))
+    decoder = build_decoder(spec, StateDictSource.of(model), device=device, dtype=torch.float32)
+    if paged and not isinstance(decoder.attention, PagedAttention):
+        attention = PagedAttention(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale, spec.attention_softcap
+        )
+        decoder._program.ops = dataclasses.replace(decoder._program.ops, attention=attention)
+        decoder.native_stack = None
+    return decoder
