@@ -34,7 +34,7 @@ chat: setup ## Talk to the default model in this terminal
 
 test: lint fetch ## Check style, types, architecture, and run the tests with the real default model
 	@echo "── tests"
-	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(TESTS)
+	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --reruns 1 -raR $(TESTS)
 	@echo "All checks passed. Next: make serve"
 
 test-gpu: setup-dev ## Run the tests that need a GPU: kernels, whole models, graphs, determinism
