@@ -89,7 +89,7 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:8080")
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64, help="per answer")
     parser.add_argument("--rounds", type=int, default=6, help="pairs of a free and a constrained round")
@@ -127,4 +127,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except aiohttp.ClientConnectorError as error:
+        raise SystemExit(f"{error}. Start a server, `millrace serve`, or name its address: --url URL") from None

@@ -35,10 +35,17 @@ def print_table(figures: Iterable[Figure], title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    figures = list(figures)
+    has_notes = any(figure.note for figure in figures)
     table = Table(title=title, title_justify="left", title_style="bold")
-    for column in ("workload", "figure", "value", "unit", "n"):
-        table.add_column(column, justify="right" if column in ("value", "n") else "left", no_wrap=True)
-    table.add_column("note", style="yellow")
+    # In a narrow terminal names are folded; figures are never cut.
+    table.add_column("workload")
+    table.add_column("figure")
+    table.add_column("value", justify="right", no_wrap=True)
+    table.add_column("unit", no_wrap=True)
+    table.add_column("n", justify="right", no_wrap=True)
+    if has_notes:
+        table.add_column("note", style="yellow")
     last = ""
     for figure in figures:
         if last and figure.workload != last:
@@ -46,7 +53,8 @@ def print_table(figures: Iterable[Figure], title: str) -> None:
         name = "" if figure.workload == last else figure.workload
         last = figure.workload
         count = str(figure.requests) if figure.requests else ""
-        table.add_row(name, figure.metric, readable(figure.value, figure.metric), figure.unit, count, figure.note)
+        cells = (name, figure.metric, readable(figure.value, figure.metric), figure.unit, count)
+        table.add_row(*cells, *((figure.note,) if has_notes else ()))
     Console().print(table)
 
 
