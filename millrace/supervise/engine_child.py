@@ -29,7 +29,7 @@ GARBAGE_THRESHOLDS = (50_000, 20, 50)
 SWITCH_S = 0.0002
 """On a CPU the thread that runs steps needs the interpreter back while the previous step's tokens are still being sent;
 the default would make it wait up to 5 ms."""
-SPARE_NAME = "millrace-spare"
+ENGINE_NAME, SPARE_NAME = "millrace-engine", "millrace-spare"
 HUNG = 75
 """Exit code of an engine whose step never ended."""
 
@@ -43,7 +43,7 @@ def main() -> None:
     line = sys.stdin.buffer.readline()
     if not line:
         return  # The server ended before it needed this process.
-    _name_process("millrace-engine")
+    _name_process(ENGINE_NAME)
     config = from_dict(json.loads(line))
     setup_logging(config.observe.log_level, process="engine")
     signal.signal(signal.SIGINT, signal.SIG_IGN)

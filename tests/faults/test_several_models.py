@@ -10,7 +10,7 @@ from pathlib import Path
 from helpers.served import MODEL, Served, serving, wait_until
 
 from millrace.bench.local_server import descendants
-from millrace.supervise.engine_child import SPARE_NAME
+from millrace.supervise.engine_child import ENGINE_NAME
 from millrace.terminal.model_download import is_downloaded
 
 SECOND = "gemma-3-270m"
@@ -38,14 +38,15 @@ def status(served: Served) -> dict[str, str]:
 
 
 def engines(served: Served) -> set[int]:
-    def is_engine(pid: int) -> bool:
-        try:
-            is_spare = Path(f"/proc/{pid}/comm").read_text().strip() == SPARE_NAME
-            return not is_spare and b"supervise.engine_child" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            return False
+    """By name: a spare has the same command line, and its own name only once its interpreter is up."""
 
-    return {pid for pid in descendants(served.process.pid) if is_engine(pid)}
+    def name(pid: int) -> str:
+        try:
+            return Path(f"/proc/{pid}/comm").read_text().strip()
+        except OSError:
+            return ""
+
+    return {pid for pid in descendants(served.process.pid) if name(pid) == ENGINE_NAME}
 
 
 def test_models_are_loaded_evicted_and_replaced_while_another_streams(tmp_path: Path) -> None:
