@@ -3,6 +3,7 @@
 Each round sends the same prompts with the same sampling to a running server, once free and once constrained, in
 changing order. `--share 0.5` constrains half of the streams and compares the others with those of a free round.
 Answers have exactly `--tokens` tokens: the schema needs more than that, and free answers ignore the end token.
+`--schemas DIRECTORY` takes the streams' schemas in turn from its files, each a schema or an object with a `schema`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import statistics
 import time
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -30,8 +32,19 @@ RECORD = {
     "required": ["name", "kind", "price", "tags", "is_new"],
     "additionalProperties": False,
 }
-SCHEMA = {"type": "array", "items": RECORD, "minItems": 400}
+MIN_ITEMS = 400
 T_975 = {2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23, 11: 2.20, 15: 2.13, 20: 2.09}
+
+
+def item_schemas(directory: str) -> list[Any]:
+    """Those that can stand inside an array: a reference would lose its root."""
+    found = []
+    for path in sorted(Path(directory).glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        schema = content.get("schema", content)
+        if "$ref" not in json.dumps(schema):
+            found.append(schema)
+    return found or [RECORD]
 
 
 async def answer(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> int:
@@ -56,7 +69,8 @@ async def round_of(url: str, args: argparse.Namespace, seed: int, num_constraine
             "top_p": 0.95,
         }
         if number < num_constrained:
-            body["structured_outputs"] = {"json": SCHEMA}
+            items = args.items[number % len(args.items)]
+            body["structured_outputs"] = {"json": {"type": "array", "items": items, "minItems": MIN_ITEMS}}
         else:
             body["ignore_eos"] = True
         num_tokens = await answer(session, url, body)
@@ -94,7 +108,9 @@ async def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="per answer")
     parser.add_argument("--rounds", type=int, default=6, help="pairs of a free and a constrained round")
     parser.add_argument("--share", type=float, default=1.0, help="of the streams that are constrained")
+    parser.add_argument("--schemas", metavar="DIRECTORY", help="of schemas, instead of the built-in one")
     args = parser.parse_args()
+    args.items = item_schemas(args.schemas) if args.schemas else [RECORD]
     constrained = int(args.streams * args.share)
     for num_constrained in (0, constrained):
         await round_of(args.url, args, 0, num_constrained)  # Warm: the schema is compiled once.

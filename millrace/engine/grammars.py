@@ -24,7 +24,7 @@ from millrace.link.messages import GrammarStats
 from millrace.params import FinishReason, Grammar
 from millrace.sources.resolve import ModelFiles
 from millrace.text.grammar.compiler import GrammarCompiler, GrammarError, Unusable
-from millrace.text.grammar.masks import ALL_TOKENS, MaskAsk, Uint32s
+from millrace.text.grammar.masks import ALL_TOKENS, MaskAsk, MaskBatch, Uint32s
 
 if TYPE_CHECKING:
     from millrace.text.grammar.compiled import CompiledGrammar
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 COMPILE_LIMIT_S = 30.0
 """Includes loading the vocabulary for the first grammar. The front has compiled the grammar before, within less."""
-MAX_MASK_THREADS = 8
+MAX_MASK_THREADS = 12
 MIN_PARALLEL = 16
 """Tokens of a step that are followed in threads."""
 SLOW_MASKS_S = 0.02
@@ -54,6 +54,18 @@ class Failure:
     message: str
     reason: FinishReason = "refused"
     """What the request asks for cannot be done, or ("error") the server failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """The masked rows of a step, prepared."""
+
+    request_ids: list[int]
+    owners: list[int]
+    """Those that have not failed: the requests of `masks`."""
+    masks: MaskBatch
+    free: list[tuple[int, int]]
+    """First row and number of rows of those that have failed."""
 
 
 class Grammars:
@@ -77,6 +89,8 @@ class Grammars:
         self._grown: deque[CompiledGrammar] = deque()
         """Those with a new lexer. Compile threads append."""
         self._matchers: dict[int, Matcher] = {}
+        self._batch: _Batch | None = None
+        """The last step's, if the next one may have the same rows."""
         self._following = threading.RLock()
         """Held by whoever uses matchers."""
         self._slow_s: dict[int, float] = {}
@@ -182,6 +196,7 @@ class Grammars:
             compiled = self._grown.popleft()
             self._growing.discard(compiled)
             compiled.spread()
+            self._batch = None
             self._grow(compiled)
 
     def _fail_late(self, now: float) -> None:
@@ -201,6 +216,7 @@ class Grammars:
             matcher = self._matchers.pop(request_id, None)
             if matcher is not None:
                 matcher.release()
+                self._batch = None
 
     # -- decoding --------------------------------------------------------------------------------------------------
 
@@ -215,16 +231,20 @@ class Grammars:
         self._consume_seconds += time.monotonic() - began
 
     def _consume(self, request_ids: Sequence[int], tokens: Sequence[int]) -> None:
-        found = [(one, token) for one, token in zip(request_ids, tokens, strict=True) if one in self._matchers]
-        is_once = len({request_id for request_id, _ in found}) == len(found)
-        if len(found) >= MIN_PARALLEL and is_once and self._environment is not None:
-            matchers = [self._matchers[request_id] for request_id, _ in found]
-            errors = self._environment.consume(matchers, [token for _, token in found])
-            for (request_id, _), error in zip(found, errors, strict=True):
+        if self._batch is not None and self._batch.request_ids == request_ids:
+            owners, matchers = request_ids, self._batch.masks.matchers
+        else:
+            found = [(one, token) for one, token in zip(request_ids, tokens, strict=True) if one in self._matchers]
+            owners, tokens = [one for one, _ in found], [token for _, token in found]
+            matchers = [self._matchers[request_id] for request_id in owners]
+        is_once = len(set(owners)) == len(owners)
+        if len(owners) >= MIN_PARALLEL and is_once and self._environment is not None:
+            errors = self._environment.consume(matchers, tokens)
+            for request_id, error in zip(owners, errors, strict=True):
                 if error is not None:
                     self._fail(request_id, str(error))
         else:
-            for request_id, token in found:
+            for request_id, token in zip(owners, tokens, strict=True):
                 self._consume_one(request_id, token)
 
     def _consume_one(self, request_id: int, token: int) -> None:
@@ -242,21 +262,33 @@ class Grammars:
         A request that has failed may draw any token: its draw is discarded. Other threads can run meanwhile.
         """
         began = time.monotonic()
-        asks, ids = [], []
-        row = 0
+        has_drafts = drafts is not None and any(drafts)
         with self._following:
-            for request_id, own in zip(request_ids, drafts or [()] * len(request_ids), strict=True):
-                matcher = self._matchers.get(request_id)
-                if matcher is None:
-                    out[row : row + 1 + len(own)] = ALL_TOKENS
-                else:
-                    asks.append(MaskAsk(matcher, row, own))
-                    ids.append(request_id)
-                row += 1 + len(own)
-            if asks:
-                self._fill(ids, asks, out)
-        self._num_masks += sum(1 + len(ask.drafts) for ask in asks)
+            batch = self._batch
+            if has_drafts or batch is None or batch.request_ids != request_ids:
+                batch = self._batch_of(request_ids, drafts or [()] * len(request_ids))
+            for row, count in batch.free:
+                out[row : row + count] = ALL_TOKENS
+            if batch.masks.asks:
+                self._fill(batch, out)
+            self._batch = batch if not has_drafts and not batch.free and not self._failed else None
+        self._num_masks += batch.masks.num_rows
         self._mask_seconds += time.monotonic() - began
+
+    def _batch_of(self, request_ids: Sequence[int], drafts: Sequence[Sequence[int]]) -> _Batch:
+        asks: list[MaskAsk] = []
+        owners: list[int] = []
+        free: list[tuple[int, int]] = []
+        row = 0
+        for request_id, own in zip(request_ids, drafts, strict=True):
+            matcher = self._matchers.get(request_id)
+            if matcher is None:
+                free.append((row, 1 + len(own)))
+            else:
+                asks.append(MaskAsk(matcher, row, own))
+                owners.append(request_id)
+            row += 1 + len(own)
+        return _Batch(list(request_ids), owners, MaskBatch(asks), free)
 
     def guide(self, request_id: int, output: Int32s, drafts: Int32s, max_drafts: int) -> tuple[Int32s, bool]:
         """See `DraftGuide`. `output`: the request's tokens after its prompt, also those not consumed yet."""
@@ -273,18 +305,20 @@ class Grammars:
         matcher = self._matchers.get(request_id)
         return matcher.forced_tokens() if matcher is not None else []
 
-    def _fill(self, request_ids: Sequence[int], asks: Sequence[MaskAsk], out: Uint32s) -> None:
+    def _fill(self, batch: _Batch, out: Uint32s) -> None:
         assert self._environment is not None, "a matcher without an environment"
         began = time.monotonic()
+        masks = batch.masks
         if self._times_each:
-            errors = [self._fill_timed(one, ask, out) for one, ask in zip(request_ids, asks, strict=True)]
+            errors = [self._fill_timed(one, ask, out) for one, ask in zip(batch.owners, masks.asks, strict=True)]
         else:
-            errors = self._environment.fill_masks(asks, out)
+            errors = self._environment.fill_masks(masks, out)
         self._times_each = time.monotonic() - began > SLOW_MASKS_S
-        for request_id, ask, error in zip(request_ids, asks, errors, strict=True):
-            if error is not None:
-                self._fail(request_id, str(error))
-                ask.rows(out)[:] = ALL_TOKENS
+        if any(errors):
+            for request_id, ask, error in zip(batch.owners, masks.asks, errors, strict=True):
+                if error is not None:
+                    self._fail(request_id, str(error))
+                    ask.rows(out)[:] = ALL_TOKENS
 
     def _fill_timed(self, request_id: int, ask: MaskAsk, out: Uint32s) -> GrammarError | None:
         """A grammar whose masks stay slow ends its request: every step with that row would be late."""

@@ -193,7 +193,7 @@ def test_a_prediction_is_used_first_and_counted(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("max_drafts", [1, 3, 7])
 @pytest.mark.parametrize("speculate", ["ngram", "suffix", "draft"])
 def test_grammars_and_drafters_cross(speculate: str, max_drafts: int) -> None:
-    """Rows with and without grammars, greedy and sampled, come and go;."""
+    """Rows with and without grammars, greedy and sampled, come and go."""
     drafter = decoder_for(place, paged=True, **MODEL) if speculate == "draft" else None
     kinds = [OBJECT_ROW, FREE, NUMBERS_ROW, msgspec.structs.replace(FREE, temperature=0.7, seed=5, max_tokens=20)]
     asked = [msgspec.structs.replace(kind, seed=index) for index, kind in enumerate(kinds * 4)]
@@ -203,4 +203,4 @@ def test_grammars_and_drafters_cross(speculate: str, max_drafts: int) -> None:
         if params.grammar is not None:
             json.loads(text(fast.tokens[index]))
     assert any(plan.forced for plan in fast.plans)
-    assert len(fast.plans) < len(plain.plans)
+    assert sum(len(plan.rows) for plan in fast.plans) < sum(len(plan.rows) for plan in plain.plans)

@@ -12,7 +12,7 @@ from millrace.params import Grammar
 from millrace.sources.resolve import ModelFiles
 from millrace.text.grammar.compiled import CompiledGrammar
 from millrace.text.grammar.compiler import GrammarError
-from millrace.text.grammar.masks import ALL_TOKENS, MaskAsk, Uint32s
+from millrace.text.grammar.masks import ALL_TOKENS, MaskBatch, Uint32s
 from millrace.text.grammar.matcher import Matcher
 from millrace.text.grammar.problems import sentence_of
 from millrace.text.grammar.translate import guidance_source, limits, starting_after
@@ -20,6 +20,8 @@ from millrace.text.tokenizers.load import load_tokenizer
 from millrace.text.tokenizers.tokenizer import Tokenizer
 
 NUM_PROBES = 3
+LEXERS_PER_THREAD = 4
+"""Masks differ in their time, and those of one lexer follow each other: with few rows for each, threads end together."""
 
 
 class GrammarEnvironment:
@@ -37,10 +39,11 @@ class GrammarEnvironment:
             )
         except ValueError as error:
             raise ModelError(f"Grammars are not supported with this model's tokenizer: {error}.") from error
-        self._end_token_ids = ends
+        self._end_token_ids, self._end_set = ends, frozenset(ends)
         self.num_words = (num_ids + 31) // 32
         """32-bit words in a mask over all ids."""
-        self._num_threads, self._threads = num_threads, LLExecutor(num_threads)
+        self._max_lexers = LEXERS_PER_THREAD * num_threads if num_threads > 1 else 1
+        self._threads = LLExecutor(num_threads)
 
     def compile(self, grammar: Grammar) -> CompiledGrammar:
         source = guidance_source(grammar)
@@ -50,7 +53,7 @@ class GrammarEnvironment:
         def build() -> LLMatcher:
             return LLMatcher(self._tokens, source, log_level=0, limits=limits())
 
-        compiled = CompiledGrammar(build, self.num_words, self._end_token_ids, self._num_threads)
+        compiled = CompiledGrammar(build, self.num_words, self._end_token_ids, self._max_lexers)
         if compiled.first.is_error():
             raise GrammarError(sentence_of(compiled.first.get_error(), grammar.noun))
         probe = compiled.matcher()
@@ -73,34 +76,28 @@ class GrammarEnvironment:
                     raise GrammarError(f"The {noun} allows no answer at all.") from None
                 raise GrammarError(f"The {noun} is too complex: {error}") from None
 
-    def fill_masks(self, asks: Sequence[MaskAsk], out: Uint32s) -> list[GrammarError | None]:
+    def fill_masks(self, batch: MaskBatch, out: Uint32s) -> list[GrammarError | None]:
         """Fill the rows of `out` that are asked for, in parallel threads. An error leaves its rows undefined."""
         if out.shape[1] != self.num_words or not out.flags.c_contiguous:
-            return [ask.fill(out) for ask in asks]
-        # Each thread takes a contiguous part: those that share a lexer should not wait for each other.
-        in_order = sorted(asks, key=lambda ask: id(ask.matcher.lexer))
-        plain = [(ask.matcher.inner, ask.first) for ask in in_order if not ask.drafts]
-        drafted = [(ask.matcher.inner, ask.first, list(ask.drafts)) for ask in in_order if ask.drafts]
+            return [ask.fill(out) for ask in batch.asks]
         memory = (out.ctypes.data, out.strides[0], len(out))
-        if plain:
-            self._threads.unsafe_compute_mask_ptr(plain, *memory)
-        if drafted:
-            for ask in asks:
+        if batch.plain:
+            self._threads.unsafe_compute_mask_ptr(batch.plain, *memory)
+        if batch.drafted:
+            for ask in batch.asks:
                 ask.rows(out)[1:] = ALL_TOKENS  # Rows after a refused draft are not written.
-            self._threads.unsafe_compute_mask_ptr_with_draft_token(drafted, *memory)
+            self._threads.unsafe_compute_mask_ptr_with_draft_token(batch.drafted, *memory)
         # A mask without a token is an error to llguidance.
-        return [ask.matcher.error(True) if ask.matcher.inner.is_error() else None for ask in asks]
+        return [matcher.error(True) if matcher.inner.is_error() else None for matcher in batch.matchers]
 
     def consume(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> list[GrammarError | None]:
         """Advance matcher i, each of which occurs once, by token i, in parallel threads."""
         errors: list[GrammarError | None] = [None] * len(matchers)
-        due = [
-            index
-            for index, (matcher, token) in enumerate(zip(matchers, tokens, strict=True))
-            if not matcher.ends(token)
-        ]
-        if not due:
-            return errors
+        due: Sequence[int] = range(len(matchers))
+        if not self._end_set.isdisjoint(tokens):
+            due = [index for index in due if not matchers[index].ends(tokens[index])]
+            if not due:
+                return errors
         done = self._threads.consume_token_par([(matchers[index].inner, tokens[index]) for index in due])
         for index, is_consumed in zip(due, done, strict=True):
             if is_consumed:

@@ -12,6 +12,8 @@ import numpy.typing as npt
 from millrace.text.grammar.compiler import GrammarError
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
     from millrace.text.grammar.matcher import Matcher
 
 ALL_TOKENS = np.uint32(0xFFFFFFFF)
@@ -35,3 +37,18 @@ class MaskAsk:
         except GrammarError as error:
             return error
         return None
+
+
+class MaskBatch:
+    """The masks of a step, in the form that llguidance's threads take. It serves every step with the same rows."""
+
+    def __init__(self, asks: Sequence[MaskAsk]) -> None:
+        self.asks = asks
+        self.matchers = [ask.matcher for ask in asks]
+        self.num_rows = sum(1 + len(ask.drafts) for ask in asks)
+        # Each thread takes a contiguous part: those that share a lexer should not wait for each other.
+        in_order = sorted(asks, key=lambda ask: id(ask.matcher.lexer))
+        self.plain: list[tuple[LLMatcher, int]] = [(ask.matcher.inner, ask.first) for ask in in_order if not ask.drafts]
+        self.drafted: list[tuple[LLMatcher, int, list[int]]] = [
+            (ask.matcher.inner, ask.first, list(ask.drafts)) for ask in in_order if ask.drafts
+        ]
