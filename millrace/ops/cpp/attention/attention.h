@@ -75,24 +75,25 @@ struct Cache {
     const float* value_scale(const float* key_scale) const { return key_scale + values_at / sizeof(float); }
 };
 
-// Addresses of the keys and values of a tile, and the positions that some query sees: from <= k < to.
+// Addresses of the keys and values of a tile.
 template <typename C>
 struct TileRows {
     const C *keys[KEYS], *values[KEYS];
     float key_scales[KEYS], value_scales[KEYS];  // int8 cache only
-    int64_t from, to;
 };
 
-// Up to MAX query vectors.
-template <typename T, typename C, int MAX = QUERIES>
+// Positions that some query of a unit sees: lowest <= k < highest.
+struct Positions {
+    int64_t lowest, highest;
+};
+
+// Addresses of a unit's queries, results, keys and values.
+template <typename T, typename C>
 struct UnitRows {
     const Step& s;
     const T* queries;
     const Cache<C> cache;
     T* out;
-    int32_t positions[MAX];
-    int64_t lowest, highest;  // positions that some query of the unit sees: lowest <= k < highest
-    int count;                // number of query vectors
 
     const T* query(const Unit& unit, int i) const {
         return queries + unit.token_of(s, i) * s.query_stride + unit.head_of(s, i) * s.head_dim;
@@ -101,30 +102,27 @@ struct UnitRows {
         return out + (unit.token_of(s, i) * s.heads + unit.head_of(s, i)) * s.head_dim;
     }
 
-    void begin(const Unit& unit) {
-        count = unit.count();
-        for (int i = 0; i < MAX; i++) positions[i] = i < count ? unit.position_of(s, i) : -1;
-        highest = std::min<int64_t>(unit.to, positions[count - 1] + 1);
-        lowest = std::max(unit.from, s.window ? positions[0] - s.window + 1 : 0);
+    Positions positions_of(const Unit& unit) const {
+        int64_t highest = std::min(unit.to, unit.position_of(s, unit.count() - 1) + 1);
+        return {std::max(unit.from, s.window ? unit.position_of(s, 0) - s.window + 1 : 0), highest};
     }
 
-    // Fills `rows` with the addresses of a tile's keys and values of one head. Slots that no query of the unit sees are
-    // replaced by zeros: they may hold anything.
-    void locate(const Unit& unit, int64_t kv_head, int64_t tile, TileRows<C>& rows) const {
+    // Fills `rows` with the addresses of a tile's keys and values of the unit's first KV head. Slots that no query of
+    // the unit sees are replaced by zeros: they may hold anything.
+    void locate(const Unit& unit, Positions seen, int64_t tile, TileRows<C>& rows) const {
         static const C zeros[MAX_HEAD] = {};
         const int32_t* table = s.tables + unit.row * s.table_width;
-        rows.from = std::max(tile, lowest);
-        rows.to = std::min(tile + KEYS, highest);
-        if (rows.to - rows.from < KEYS)
+        int64_t from = std::max(tile, seen.lowest), to = std::min(tile + KEYS, seen.highest);
+        if (to - from < KEYS)
             for (int k = 0; k < KEYS; k++) {
                 rows.keys[k] = rows.values[k] = zeros;
                 rows.key_scales[k] = rows.value_scales[k] = 0;
             }
-        for (int64_t position = rows.from; position < rows.to;) {  // block by block
-            int64_t block = position / s.block_size, end = std::min(rows.to, (block + 1) * s.block_size);
+        for (int64_t position = from; position < to;) {  // block by block
+            int64_t block = position / s.block_size, end = std::min(to, (block + 1) * s.block_size);
             int64_t offset = position - block * s.block_size;
-            const C* key = cache.key(table[block], kv_head, offset);
-            const float* scale = cache.key_scale(table[block], kv_head, offset);
+            const C* key = cache.key(table[block], unit.kv_head, offset);
+            const float* scale = cache.key_scale(table[block], unit.kv_head, offset);
             for (; position < end; position++, key += s.head_dim, scale++) {
                 rows.keys[position - tile] = key;
                 rows.values[position - tile] = key + cache.values_at;
@@ -133,14 +131,6 @@ struct UnitRows {
                     rows.value_scales[position - tile] = *cache.value_scale(scale);
                 }
             }
-        }
-    }
-
-    // Prefetches one key and value of the next tile. Calls are spread over a tile's work to hide memory latency.
-    void prefetch(const TileRows<C>& next, int k) const {
-        for (int64_t d = 0; d < s.head_dim; d += 64 / sizeof(C)) {
-            __builtin_prefetch(next.keys[k] + d);
-            __builtin_prefetch(next.values[k] + d);
         }
     }
 };
