@@ -1,6 +1,6 @@
 // Causal attention over the paged cache in one pass, with an online softmax.
 //
-// The unit of work is up to 64 query vectors of one row (a decode row has one per head) against tiles of 64 keys. A
+// The unit of work is up to 192 query vectors of one row (a decode row has one per head) against tiles of 64 keys. A
 // query sums over the same tiles in the same order, whatever the block size, chunking or batch. This file is the
 // version with plain vectors and one KV head per unit; attention_amx.cpp is the version for the matrix unit.
 #include "attention/attention_tile.h"
