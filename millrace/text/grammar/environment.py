@@ -21,7 +21,7 @@ from millrace.text.tokenizers.tokenizer import Tokenizer
 
 NUM_PROBES = 3
 LEXERS_PER_THREAD = 4
-"""Masks differ in their time, and those of one lexer follow each other: with few rows for each, threads end together."""
+"""Masks differ in their time, and those of one lexer follow each other: with few rows for each, threads end alike."""
 
 
 class GrammarEnvironment:
