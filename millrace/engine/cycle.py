@@ -260,6 +260,9 @@ class Cycle:
             self._draw(launched)
             self._launch_next()  # It may begin after forced tokens.
             return
+        if launched.plan.draft_places is None and self._runner.draws_ahead(launched.plan):
+            self._launch_planned(self._draw_ahead(launched))
+            return
         # The next step is planned in a thread: computing masks leaves the interpreter to it.
         planned = self._planner.submit(self._plan_next)
         try:
@@ -267,6 +270,27 @@ class Cycle:
         finally:
             plan = planned.result()
         self._launch_planned(plan)
+
+    def _draw_ahead(self, launched: Launched) -> StepPlan | None:
+        """Queue the draw of a step in a thread, and plan the next step there, while this thread computes the masks,
+        which leaves the interpreter to it. The device draws once they are known. Returns the plan."""
+        assert self._masks is not None
+        rows = self._masked_rows(launched.plan, launched.masked_ids)
+        bits = self._runner.mask_memory(rows.num_masks)
+        queued = self._planner.submit(self._queue_and_plan, launched, rows.masks(bits))
+        began = self._clock()
+        try:
+            self._masks.masks(rows, bits)
+        finally:
+            self._runner.masks_ready()
+            self.times.mask_s += self._clock() - began
+            plan = queued.result()
+        self._forced = {}
+        return plan
+
+    def _queue_and_plan(self, launched: Launched, masks: Masks) -> StepPlan | None:
+        launched.pending = self._runner.draw_ahead(launched.plan, masks)
+        return self._plan_next()
 
     def _use_forced(self, rows: MaskedRows, forced: list[tuple[int, list[int]]], *, jumps: bool) -> None:
         """Rows continue after the tokens that their grammars force, or have them as drafts in the next step. The step

@@ -272,6 +272,26 @@ class CudaRunner:
             self.masked_drafts()  # Then the packet has arrived, and may be told which state has which mask.
         return self._device.launch(lambda: self._draw(plan, forwarded(), masks), self._copy_to_host)
 
+    def draws_ahead(self, plan: StepPlan) -> bool:
+        """Only draws that replay graphs and allocate nothing: see `host_gate`."""
+        forwarded = self._forwarded
+        if forwarded is None or self._drafts is not None or not self._work.can_send_masks_ahead:
+            return False
+        draws, shape = forwarded().draws, forwarded().shape
+        has_more = len(draws.shaped) or len(draws.scored) or forwarded().prompt_logprobs or forwarded().pooled
+        if has_more or shape.tokens_per_row != 1:
+            return False
+        return all(self._head(variant, count) in self._graphs.captured for variant, count in draws.groups)
+
+    def draw_ahead(self, plan: StepPlan, masks: Masks) -> Pending[StepResult]:
+        forwarded = self._forwarded
+        assert forwarded is not None, "a draw follows the forward pass of its step"
+        torch.cuda.set_device(self._device.torch_device)  # It may be another thread's first call.
+        return self._device.launch(lambda: self._draw(plan, forwarded(), masks, is_ahead=True), self._copy_to_host)
+
+    def masks_ready(self) -> None:
+        self._work.masks_ready()
+
     def _send(self, plan: StepPlan) -> Sent:
         """Send the step's packet and let a drafter that is a model propose."""
         self._table.update_host(plan)
@@ -320,10 +340,12 @@ class CudaRunner:
         into.copy_(counts, non_blocking=True)
         return _with_counts(host, view)
 
-    def _draw(self, plan: StepPlan, forwarded: Forwarded, masks: Masks | None) -> StepResult:
+    def _draw(self, plan: StepPlan, forwarded: Forwarded, masks: Masks | None, *, is_ahead: bool = False) -> StepResult:
         draws, shape, work = forwarded.draws, forwarded.shape, self._work
         check_masks(masks, draws.masked)
-        if masks is not None:
+        if masks is not None and is_ahead:
+            work.send_masks_ahead(len(masks.bits))
+        elif masks is not None:
             work.send_masks(masks, draws, shape.tokens_per_row)
         logits: Tensor | None = None
         for variant, count in draws.groups:

@@ -125,6 +125,16 @@ class AnyRunner(Protocol):
     def draw(self, plan: StepPlan, masks: Masks | None) -> Pending[StepResult]:
         """Queue the draw of the step whose forward pass was queued last."""
 
+    def draws_ahead(self, plan: StepPlan) -> bool:
+        """True if the draw of the step whose forward pass was queued last can be queued before its masks are known.
+        Then `masks_ready` must follow, whatever fails."""
+
+    def draw_ahead(self, plan: StepPlan, masks: Masks) -> Pending[StepResult]:
+        """Queue that draw, from any thread, before or after `masks_ready`. The masks are in `mask_memory`."""
+
+    def masks_ready(self) -> None:
+        """The masks of that draw are computed: it may begin."""
+
     def copy(self, copies: BlockCopies) -> Pending[float]:
         """Start copies between the KV pool and host memory. The result is the number of seconds that they took."""
 
@@ -244,6 +254,15 @@ class Runner:
         if forwarded is None:
             raise AssertionError("a draw follows the forward pass of its step, and only masked rows have masks")
         return self._device.launch(lambda: self._draw(plan, forwarded(), masks), copy_to_host)
+
+    def draws_ahead(self, plan: StepPlan) -> bool:
+        return False
+
+    def draw_ahead(self, plan: StepPlan, masks: Masks) -> Pending[StepResult]:
+        raise NotImplementedError("this runner draws when the masks are known")
+
+    def masks_ready(self) -> None:
+        pass
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         """Queue both parts of a step."""

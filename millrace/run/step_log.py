@@ -193,6 +193,15 @@ class LoggedRunner:
             self._steps.masks(plan, masks, self._drafts)
         return _LoggedDraw(self._runner.draw(plan, masks), self._steps)
 
+    def draws_ahead(self, plan: StepPlan) -> bool:
+        return False  # Masks are recorded with the draw.
+
+    def draw_ahead(self, plan: StepPlan, masks: Masks) -> Pending[StepResult]:
+        raise NotImplementedError("recorded steps draw when the masks are known")
+
+    def masks_ready(self) -> None:
+        pass
+
     def copy(self, copies: BlockCopies) -> Pending[float]:
         self._steps.copies(copies)
         return self._runner.copy(copies)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ pytest.importorskip("llguidance")
 
 from millrace.engine import loop as loop_module
 from millrace.engine.constrained import ConstrainedRequests
+from millrace.engine.cycle import Cycle, Times
 from millrace.engine.grammars import Grammars
 from millrace.engine.loop import Engine
 from millrace.link.messages import NewRequest, StepTokens, ToEngine, ToFront, pack_tokens, unpack_tokens
@@ -78,6 +80,39 @@ class Runner:
         result = StepResult(plan.step_no, torch.from_numpy(drawn), None, NONE, NONE.astype(np.int32), ())
         return SimpleNamespace(wait=lambda: result)
 
+    def draws_ahead(self, plan: StepPlan) -> bool:
+        return False
+
+
+class AheadRunner(Runner):
+    """Its draws are queued before their masks are known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ready, self.num_ahead = threading.Event(), 0
+
+    def mask_memory(self, count: int) -> Uint32s:
+        self.ready.clear()
+        masks = super().mask_memory(count)
+        masks[:] = 0  # Nothing can be drawn before they are ready.
+        return masks
+
+    def draws_ahead(self, plan: StepPlan) -> bool:
+        return True
+
+    def draw_ahead(self, plan: StepPlan, masks: Masks) -> Any:
+        self.num_ahead += 1
+
+        def wait() -> StepResult:
+            assert self.ready.wait(10)
+            found: StepResult = self.draw(plan, masks).wait()
+            return found
+
+        return SimpleNamespace(wait=wait)
+
+    def masks_ready(self) -> None:
+        self.ready.set()
+
 
 class SeenScheduler(Scheduler):
     threads: set[str]
@@ -93,15 +128,15 @@ def until(condition: Callable[[], bool]) -> None:
         assert time.monotonic() < end
 
 
-def answers(threads: set[str]) -> dict[int, list[int]]:
+def answers(threads: set[str], runner: Any = None) -> dict[int, list[int]]:
     """Half of the requests have a grammar."""
+    runner = runner or Runner()
     scheduler = SeenScheduler(num_blocks=1024, block_size=4, max_running=NUM_REQUESTS, token_budget=2048)
     scheduler.threads = threads
     tokenizer = build_stand_in({"vocab_size": VOCAB, "eos_token_id": END})
     grammars = Grammars(lambda: GrammarEnvironment(tokenizer, VOCAB, 4))
     constrained, channel = ConstrainedRequests(grammars), Channel()
     device: Any = SimpleNamespace(kind="cuda", poll_s=0.0, probe=lambda: None)
-    runner: Any = Runner()
     engine = Engine(scheduler, runner, device, channel, constrained=constrained)
     for number in range(NUM_REQUESTS):
         params = SamplingParams(max_tokens=40, grammar=SCHEMA if number % 2 else None)
@@ -125,9 +160,37 @@ def test_planning_beside_masks_changes_no_answer(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(loop_module, "CUDA_MAX_JUMP_ROWS", 1000)
     monkeypatch.setattr(loop_module, "CUDA_MIN_JUMP", 1000)
     assert found == answers(before)
+    monkeypatch.setattr(loop_module, "CUDA_MAX_JUMP_ROWS", 0)
+    ahead = AheadRunner()
+    assert found == answers(set(), ahead)
+    assert ahead.num_ahead > 20
     assert any(name.startswith("plan") for name in beside)
     assert not any(name.startswith("plan") for name in before)
     assert len(found) == NUM_REQUESTS
     for number in range(1, NUM_REQUESTS, 2):
         text = bytes(token for token in found[number] if token < 256).decode()
         assert text.startswith('["'), text
+
+
+def test_masks_that_fail_still_let_the_device_draw() -> None:
+    """What is queued behind them would wait for ever."""
+    runner = AheadRunner()
+
+    def fail(rows: Any, bits: Any) -> Masks:
+        raise ValueError("no masks")
+
+    cycle: Any = Cycle.__new__(Cycle)
+    cycle._runner, cycle._masks, cycle._clock, cycle.times = (
+        runner,
+        SimpleNamespace(masks=fail),
+        time.monotonic,
+        Times(),
+    )
+    cycle._masked_rows = lambda plan, ids: SimpleNamespace(num_masks=1, masks=lambda bits: bits)
+    cycle._plan_next = lambda: None
+    cycle._planner = ThreadPoolExecutor(1)
+    with pytest.raises(ValueError, match="no masks"):
+        cycle._draw_ahead(SimpleNamespace(plan=None, masked_ids=None, pending=None))
+    assert runner.ready.is_set()
+    assert runner.num_ahead == 1
+    cycle._planner.shutdown()

@@ -3,7 +3,9 @@ interleaving of the streams. Simulated without a GPU; with one, also run for rea
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -12,7 +14,8 @@ from helpers.fake_streams import PLACE, Streams, fake_streams
 
 from millrace.config import RunConfig
 from millrace.run.device.device import CudaDevice, Pending, open_device
-from millrace.run.packet.packet_ring import PacketRing, TokenRing
+from millrace.run.packet.mask_ring import MaskRing
+from millrace.run.packet.packet_ring import RING, PacketRing, TokenRing
 
 WORDS, ROWS = 3000, 5
 
@@ -96,3 +99,36 @@ def test_on_a_gpu_that_lags_behind() -> None:
         if len(flying) > 2:
             expected, pending = flying.popleft()
             assert (pending.wait().numpy() == np.full(ROWS, expected + 1)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("is_early", [False, True])
+def test_masks_are_copied_when_they_are_ready(is_early: bool) -> None:
+    """Queued by another thread, before or after the host has computed them."""
+    place = open_device(RunConfig(device="cuda")).torch_device
+    ring = MaskRing(WORDS, place)
+    if not ring.has_gates:
+        pytest.skip("this driver has no waits for the host")
+    with ThreadPoolExecutor(1) as thread:
+        for number in range(3 * RING):
+            turn = number % RING
+            ring.address(turn, ROWS)
+            bits, seen = ring.host(turn, ROWS), torch.zeros((ROWS, WORDS), dtype=torch.int32, device=place)
+
+            def queue(turn: int = turn, seen: torch.Tensor = seen) -> torch.cuda.Event:
+                ring.send_when_ready(turn, ROWS)
+                seen.copy_(ring._on_device[turn][:ROWS])
+                done = torch.cuda.Event()
+                done.record()
+                return done
+
+            queued = thread.submit(queue)
+            done = None if is_early else queued.result(10)
+            time.sleep(0.001)
+            if done is not None:
+                assert not done.query()
+            bits[:] = number + 1
+            ring.ready(turn)
+            queued.result(10).synchronize()
+            assert (seen == number + 1).all()

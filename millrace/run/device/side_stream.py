@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from millrace.run.device.host_gate import HostGates
+
 
 class SideStream:
     def __init__(self) -> None:
@@ -33,6 +35,10 @@ class SideStream:
         """Make further work on the steps' stream wait for all work queued on this one."""
         self._event.record(self._stream)
         self.steps.wait_event(self._event)
+
+    def wait_for_host(self, gates: HostGates, turn: int, number: int) -> None:
+        """Make further work on this stream wait until the host opens the turn's gate with this number."""
+        gates.queue_wait(self._stream, turn, number)
 
     def record(self, event: torch.cuda.Event) -> None:
         """Record the event after all work queued on this stream."""

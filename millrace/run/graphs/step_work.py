@@ -122,6 +122,17 @@ class StepWork:
         """Host memory for masks of the last step sent."""
         return self._masks.host(self._ring.turn, count)
 
+    @property
+    def can_send_masks_ahead(self) -> bool:
+        return self._masks.has_gates
+
+    def send_masks_ahead(self, count: int) -> None:
+        """Send the masks of the last step sent, one for each row, as soon as they are ready."""
+        self._masks.send_when_ready(self._ring.turn, count)
+
+    def masks_ready(self) -> None:
+        self._masks.ready(self._ring.turn)
+
     def send_masks(self, masks: Masks, draws: DrawPlan, num_places: int) -> None:
         """Send the masks of the last step sent; they are read by its head."""
         if masks.places is None:

@@ -1,7 +1,8 @@
 """Carries grammar masks to the device: per turn of the packet ring a pinned host buffer and a device buffer.
 
 The packet says where a step's masks will be before they are known; they are copied when the step draws, on a stream of
-its own, while the step's body runs. With drafts, which state has which mask is known only then too, and is copied into
+its own, while the step's body runs. That copy can be queued before the masks are known: it waits until the host opens
+the turn's gate. With drafts, which state has which mask is known only then too, and is copied into
 the packet on the device. Buffers grow on demand. When a turn comes again, its step has completed, so its buffers can be
 replaced.
 """
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from millrace.plan.step import Int32s
+from millrace.run.device.host_gate import open_gates
 from millrace.run.device.side_stream import SideStream
 from millrace.run.packet.packet_ring import RING
 from millrace.run.sampling.masks import Uint32s
@@ -27,6 +29,9 @@ class MaskRing:
         """`words`: 32-bit words of a mask. `max_states`: those that a step may draw from."""
         self._words, self._device = words, device
         self._side = SideStream() if device.type == "cuda" else None
+        self._gates = open_gates(RING) if self._side is not None else None
+        self._numbers = [0] * RING
+        """What opens the gate of each turn."""
         nothing = torch.zeros((0, words), dtype=torch.int32)
         self._host = [nothing] * RING
         self._on_device = [nothing] * RING
@@ -39,7 +44,9 @@ class MaskRing:
         return self._on_device[turn].data_ptr()
 
     def host(self, turn: int, count: int) -> Uint32s:
-        """The turn's host buffer, which `address` made large enough."""
+        """The turn's host buffer, which `address` made large enough. Closes the turn's gate."""
+        if self._gates is not None:
+            self._numbers[turn] = self._gates.close(turn)
         lines: Uint32s = self._host[turn][:count].numpy().view(np.uint32)
         return lines
 
@@ -59,6 +66,25 @@ class MaskRing:
                 to.copy_(source, non_blocking=self._side is not None)
         if self._side is not None:
             self._side.lead_steps()
+
+    @property
+    def has_gates(self) -> bool:
+        return self._gates is not None
+
+    def ready(self, turn: int) -> None:
+        """The turn's host buffer holds its masks."""
+        if self._gates is not None:
+            self._gates.open(turn, self._numbers[turn])
+
+    def send_when_ready(self, turn: int, count: int) -> None:
+        """Like `send`, for masks that the host still computes in the turn's host buffer. `ready` must be called, before
+        or after this, in any thread."""
+        assert self._side is not None
+        assert self._gates is not None
+        with self._side:
+            self._side.wait_for_host(self._gates, turn, self._numbers[turn])
+            self._on_device[turn][:count].copy_(self._host[turn][:count], non_blocking=True)
+        self._side.lead_steps()
 
     def _grow(self, turn: int, count: int) -> None:
         lines = max(MIN_LINES, 1 << (count - 1).bit_length())
