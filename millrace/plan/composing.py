@@ -34,12 +34,15 @@ class Composer:
         drafts: Int32s | None = None,
         draft_floor: float = 0.0,
         trained: TrainedPlaces | None = None,
+        *,
+        trained_rests: bool = False,
     ) -> StepPlan:
-        """`singles` get one token each and, with `drafts`, that many places for drafts; `chunks` are tokens by row."""
+        """`singles` get one token each and, with `drafts`, that many places for drafts; `chunks` are tokens by row. The
+        others are those of `StepPlan`."""
         repeated, rows = self._repeated, self._rows
         is_same = not chunks and drafts is None and repeated is not None and len(singles) == len(repeated.order)
         if is_same and repeated is not None and repeated.can_repeat(rows):
-            return self._repeat(repeated)
+            return self._repeat(repeated, trained_rests)
         table_rows, counts = _columns(singles, chunks)
         starts, known = rows.computed[table_rows], rows.known[table_rows]
         ends = starts + counts
@@ -87,6 +90,7 @@ class Composer:
             draft_places=drafts,
             draft_floor=draft_floor,
             trained=trained,
+            trained_rests=trained_rests,
             masked=self._masked(table_rows, samples),
             scored=scored,
             pooled=pooled,
@@ -97,7 +101,7 @@ class Composer:
         self._repeated = repeated_decode_from(plan, len(singles), rows)
         return plan
 
-    def _repeat(self, repeated: RepeatedDecode) -> StepPlan:
+    def _repeat(self, repeated: RepeatedDecode, trained_rests: bool) -> StepPlan:
         """What `compose` would return for the same rows, reusing the columns of the previous plan."""
         rows, order, before = self._rows, repeated.order, repeated.plan
         starts = before.starts + 1
@@ -118,6 +122,7 @@ class Composer:
             shape=shape,
             shared_blocks=shared_blocks,
             block_groups=block_groups if self._has_groups else None,
+            trained_rests=trained_rests,
             masked=before.masked,
             captures=captures,
             epoch=self._epoch,

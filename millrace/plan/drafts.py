@@ -6,13 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from millrace.plan.drafting.control import DraftControl
+from millrace.plan.drafting.control import NO_DRAFTS, DraftControl
+from millrace.plan.drafting.looks import Looks
 from millrace.plan.drafting.trained import TrainedControl, TrainedDecision
 from millrace.plan.seating import Seating
 from millrace.plan.step import Bools, Int32s, Int64s, StepPlan, TrainedDrafts, TrainedPlaces
 
 NO_TEXT = 2.0
 """A `StepPlan.draft_floor` that no draft reaches: drafts from text lose at present."""
+IDLE_MEASURED = 4
+"""Of steps in which it was known that nothing would be drafted, one in so many is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,9 @@ class DraftPlaces:
         self._trained: TrainedControl | None = None
         if settings.has_trained and settings.max_drafts and not settings.is_fixed:
             self._trained = TrainedControl(seating.rows.capacity, settings.max_drafts, self.control)
+        self._looks = None if settings.is_padded or settings.is_fixed else Looks(seating.rows.capacity)
+        self._idle_left, self._idle_epoch = 0, -1
+        """Steps in which nothing is drafted while the rows have this `Rows.epoch`."""
         self.floor = 0.0
         self.trained: TrainedPlaces | None = None
         """`StepPlan.draft_floor` and `StepPlan.trained` of the places taken last."""
@@ -73,13 +79,22 @@ class DraftPlaces:
         self.floor, self.trained = 0.0, None
         if not self._settings.max_drafts:
             return None
+        if self._idle_left > 0 and self._idle_epoch == self._rows.epoch:
+            self._skip_step()
+            return None
         places = self._wanted(singles)
         if places is not None and not self._take_blocks(singles, places):
             places = None
         if places is None and self._rows.slack[singles].any():
             # Steps in flight verify drafts of these rows: only the device knows where this step begins.
             return np.zeros(len(singles), np.int32)
+        self._idle_left, self._idle_epoch = 0 if places is not None else self._idle_steps(singles), self._rows.epoch
         return places
+
+    @property
+    def trained_rests(self) -> bool:
+        """`StepPlan.trained_rests` of a step planned now."""
+        return self._trained is not None and self._trained.rests
 
     def _wanted(self, singles: Int64s) -> Int32s | None:
         settings, rows = self._settings, self._rows
@@ -87,17 +102,37 @@ class DraftPlaces:
         if per_row <= 0 or len(singles) == 0 or not rows.can_draft[singles].any():
             return None
         ids, can_draft = rows.request_ids[singles], rows.can_draft[singles]
-        decision = self.control.decide(singles, ids)
+        looks = can_draft if self._looks is None else can_draft & self._looks.due(singles, ids)
+        decision = NO_DRAFTS
+        if looks.any() or self.control.length == 0:
+            decision = self.control.decide(singles, ids)
         text, self.floor = min(per_row, decision.max_drafts), decision.min_probability
         # The last token that the limit allows needs no draft before it.
         left = rows.limit[singles] - rows.known[singles] - 1
-        places: Int32s = np.where(can_draft, np.clip(left, 0, text), 0).astype(np.int32)
+        looks = can_draft if decision.is_probe else looks
+        places: Int32s = np.where(looks, np.clip(left, 0, text), 0).astype(np.int32)
         if self._trained is not None and not decision.measures_plain:
             trained = self._trained_places(self._trained.decide(singles, ids), can_draft, np.clip(left, 0, per_row))
             self.floor = self.floor if text > 0 else NO_TEXT
             self.trained = trained
             places = np.maximum(places, trained.places)
         return places if places.any() else None
+
+    def _idle_steps(self, singles: Int64s) -> int:
+        """Steps from now in which certainly no row drafts. `singles`: those that decode in this step."""
+        if self._looks is None or not len(singles) or len(singles) < len(self._rows.order):
+            return 0  # The others will decode soon.
+        if self._trained is not None and not self._trained.is_idle(singles):
+            return 0
+        return self._looks.steps_without(singles) if self.control.length else self.control.steps_without
+
+    def _skip_step(self) -> None:
+        assert self._looks is not None
+        self._idle_left -= 1
+        self._looks.skip()
+        self.control.skip()
+        if self._trained is not None:
+            self._trained.skip()
 
     def _trained_places(self, decision: TrainedDecision | None, can_draft: Bools, most: Int64s) -> TrainedPlaces:
         if decision is None:
@@ -127,7 +162,7 @@ class DraftPlaces:
             return
         # Where every row is computed with all places, a place without a draft costs as much as a wrong one.
         drafts = plan.draft_places if num_drafts is None or self._settings.is_padded else num_drafts
-        drawn = counts > 0  # The others are past their limit.
+        drawn = (counts > 0) & (plan.draft_places > 0)  # The others are past their limit, or did not look.
         rows = plan.rows[drawn].astype(np.int64)
         ids, own, accepted = self._rows.request_ids[rows], drafts[drawn], counts[drawn] - 1
         if trained is not None and self._trained is not None:
@@ -135,8 +170,11 @@ class DraftPlaces:
             has = its > 0
             self._trained.observe(rows[has], ids[has], its[has], accepted[has])
             own, accepted = np.where(has, 0, own), np.where(has, 0, accepted)
-        if plan.draft_floor < NO_TEXT or own.any():
-            self.control.observe_drafts(rows, ids, own, accepted)
+        has = own > 0
+        if self._looks is not None:
+            self._looks.observe(rows, has & (accepted > 0))
+        if has.any():
+            self.control.observe_drafts(rows[has], ids[has], own[has], accepted[has])
         self._measured[plan.step_no] = int(drafts.sum()), self._drafting_s(trained)
 
     def _drafting_s(self, trained: TrainedDrafts | None) -> float:
@@ -148,6 +186,8 @@ class DraftPlaces:
 
     def observe_time(self, plan: StepPlan, seconds: float) -> None:
         """A completed step occupied the device for this long."""
+        if self._idle_left > 0 and plan.draft_places is None and plan.step_no % IDLE_MEASURED:
+            return
         num_drafts, drafting_s = self._measured.pop(plan.step_no, (0, 0.0))
         if not self._settings.max_drafts or self._settings.is_fixed or seconds <= 0 or not _only_decodes(plan):
             return

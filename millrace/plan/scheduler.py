@@ -233,9 +233,11 @@ class Scheduler:
             return None
         self._choice.count_skipped(singles)
         drafts = self._drafts.take(singles)
+        rests = self._drafts.trained_rests
         if drafts is None:
-            return self._composer.compose(singles, chunks)
-        return self._composer.compose(singles, chunks, drafts, self._drafts.floor, self._drafts.trained)
+            return self._composer.compose(singles, chunks, trained_rests=rests)
+        parts = (drafts, self._drafts.floor, self._drafts.trained)
+        return self._composer.compose(singles, chunks, *parts, trained_rests=rests)
 
     def _expire(self, now: float) -> None:
         late = self.waiting.expired(now)

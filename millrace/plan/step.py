@@ -179,6 +179,8 @@ class StepPlan:
     """Drafts less likely than this to be accepted are not worth their place."""
     trained: TrainedPlaces | None = None
     """None: the engine's drafter may fill all places. Else drafts come from text first."""
+    trained_rests: bool = False
+    """True if the trained drafter need not know what the step computes: it drafts no more for these rows."""
     forced: tuple[ForcedDrafts, ...] = ()
     """Only for runners whose drafters do not ask the grammars themselves."""
     masked: Bools | None = None

@@ -291,17 +291,33 @@ class Runner:
                 return StepResult(plan.step_no, self._whole_step(plan), None, _NO_INDEX, _NO_COUNTS, ())
             return self._draw(plan, self._states(plan, None), None)
         drafted.admit(plan)
-        if plan.draft_places is None and self._is_one_call(plan) and not drafted.needs_hidden:
-            tokens = self._whole_step(plan)
-            drafted.feed(plan, plan.samples.astype(np.int32))
-            drafted.append(plan.rows[plan.samples], tokens.numpy())
-            return StepResult(plan.step_no, tokens, None, _NO_INDEX, _NO_COUNTS, ())
+        is_one_call = self._is_one_call(plan) and not drafted.needs_hidden(plan)
+        if plan.draft_places is None and is_one_call:
+            return StepResult(plan.step_no, self._plain_step(plan, drafted), None, _NO_INDEX, _NO_COUNTS, ())
         verified = drafted.expand(plan)
-        if not verified.has_drafts and self._is_one_call(verified.plan) and not drafted.needs_hidden:
+        if verified.is_as_planned and is_one_call:
+            return self._without_drafts(plan, self._plain_step(plan, drafted), drafted)
+        if not verified.has_drafts and is_one_call and len(verified.plan.rows):
             drawn = Drawn(self._whole_step(verified.plan), None, _NO_INDEX, _NO_COUNTS)
             drafted.feed(verified.plan, verified.draws)
             return self._accept(plan, verified, drawn, ())
         return self._draw(plan, self._states(plan, verified), None)
+
+    def _plain_step(self, plan: StepPlan, drafted: DraftedRows) -> Tensor:
+        tokens = self._whole_step(plan)
+        drafted.feed(plan, plan.samples)
+        drafted.append(plan, tokens.numpy())
+        return tokens
+
+    def _without_drafts(self, plan: StepPlan, tokens: Tensor, drafted: DraftedRows) -> StepResult:
+        """The result of a step with places for which no drafts were found."""
+        none = np.zeros(len(tokens), np.int32)
+        return StepResult(
+            *(plan.step_no, tokens, None, _NO_INDEX, _NO_COUNTS, ()),
+            counts=none + np.int32(1),
+            num_drafts=none,
+            trained=drafted.trained_of(plan, none),
+        )
 
     def _is_one_call(self, plan: StepPlan) -> bool:
         return self._native is not None and bool(len(plan.rows)) and self._native.can_run(plan)
@@ -338,7 +354,7 @@ class Runner:
 
     def _compute(self, plan: StepPlan, draws: Int32s) -> Computed:
         scores_prompts = plan.scored is not None
-        taps, drafter_needs_all = self._taps(plan.num_tokens)
+        taps, drafter_needs_all = self._taps(plan)
         needs_all = drafter_needs_all or plan.pooled is not None
         query_starts = np.zeros(len(plan.rows) + 1, np.int32)
         np.cumsum(plan.counts, out=query_starts[1:])
@@ -358,12 +374,14 @@ class Runner:
         states = hidden if len(due) == len(hidden) else hidden[self._device.upload(due).long()]
         return Computed(states, all_states, prompt_logprobs, pooled)
 
-    def _taps(self, num_tokens: int) -> tuple[Taps | None, bool]:
+    def _taps(self, plan: StepPlan) -> tuple[Taps | None, bool]:
         """What a feature drafter reads: states inside the target, or those of all tokens after its final norm."""
         layers, decoder = self._read_layers, self._decoder
+        if self._drafted is None or not self._drafted.needs_hidden(plan):
+            return None, False
         if layers is None or not len(layers):
             return None, layers is not None
-        shape = (num_tokens, len(layers), decoder.spec.hidden_size)
+        shape = (plan.num_tokens, len(layers), decoder.spec.hidden_size)
         return Taps(layers, torch.empty(shape, dtype=decoder.dtype, device=decoder.device)), False
 
     def _draw(self, plan: StepPlan, states: DrawStates, masks: Masks | None) -> StepResult:

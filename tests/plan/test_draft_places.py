@@ -18,12 +18,16 @@ from millrace.plan.step import StepPlan, TrainedDrafts
 SETTINGS = DraftSettings(max_drafts=5, is_fixed=False, has_trained=True)
 
 
-def decoding(num_rows: int = 2, settings: DraftSettings = SETTINGS) -> tuple[Scheduler, DraftPlaces]:
+def decoding(
+    num_rows: int = 2, settings: DraftSettings = SETTINGS, max_tokens: int = 30
+) -> tuple[Scheduler, DraftPlaces]:
     """A scheduler whose rows have drawn their first token."""
-    scheduler = Scheduler(num_blocks=64, block_size=4, max_running=4, token_budget=32, mixed_budget=32, drafts=settings)
+    scheduler = Scheduler(
+        num_blocks=256, block_size=4, max_running=4, token_budget=32, mixed_budget=32, drafts=settings
+    )
     for index in range(num_rows):
         prompt = np.arange(5, dtype=np.int32)
-        scheduler.submit(Request(id=index, prompt=prompt, max_tokens=30, row_params=DEFAULT_ROW_PARAMS))
+        scheduler.submit(Request(id=index, prompt=prompt, max_tokens=max_tokens, row_params=DEFAULT_ROW_PARAMS))
     while (scheduler.rows.known_host[:num_rows] < 6).any():
         plan = planned(scheduler)
         num_drawn = int(plan.samples.sum())
@@ -102,9 +106,45 @@ def test_each_controller_learns_from_its_own_drafts_and_times(monkeypatch: Any) 
     by_model = TrainedDrafts(np.array([2, 0], np.int32), 0.004)
     scheduler.confirm(plan.step_no, tokens, counts, np.array([2, 2], np.int32), by_model)
     scheduler.observe_step(plan, 0.024)
-    assert told == [[[first], [0], [2], [1]], [[first, second], [0, 1], [0, 2], [0, 2]]]
+    assert told == [[[first], [0], [2], [1]], [[second], [1], [2], [2]]]
     assert passes == [(1, 2, 0.004)]
     assert steps == [(2, 6, pytest.approx(0.020))]
+
+
+def step(scheduler: Scheduler, num_found: int, num_accepted: int) -> StepPlan:
+    """One step: each row with places has so many drafts."""
+    plan = planned(scheduler)
+    counts = found = None
+    if plan.draft_places is not None:
+        found = np.minimum(plan.draft_places, num_found).astype(np.int32)
+        counts = 1 + np.minimum(found, num_accepted).astype(np.int32)
+    num_tokens = len(plan.rows) if counts is None else int(counts.sum())
+    scheduler.confirm(plan.step_no, np.full(num_tokens, 9, np.int32), counts, found)
+    scheduler.run_deferred()
+    scheduler.observe_step(plan, 0.01)
+    return plan
+
+
+@pytest.mark.parametrize("num_found", [0, 2])
+def test_rows_that_find_nothing_right_look_seldom(num_found: int) -> None:
+    scheduler, _ = decoding(1, DraftSettings(max_drafts=2, is_fixed=False), max_tokens=600)
+    looks = [step(scheduler, num_found, 0).draft_places is not None for _ in range(300)]
+    assert 3 < sum(looks[:40]) < 20
+    assert 4 < sum(looks[100:]) < 12
+    while step(scheduler, 2, 2).draft_places is None:
+        pass
+    assert sum(step(scheduler, 2, 2).draft_places is not None for _ in range(20)) > 15, "what it finds is right again"
+
+
+def test_a_new_request_looks_at_once() -> None:
+    scheduler, _ = decoding(1, DraftSettings(max_drafts=2, is_fixed=False), max_tokens=600)
+    for _ in range(150):
+        step(scheduler, 0, 0)
+    prompt = np.arange(3, dtype=np.int32)
+    scheduler.submit(Request(id=7, prompt=prompt, max_tokens=30, row_params=DEFAULT_ROW_PARAMS))
+    new = [step(scheduler, 0, 0) for _ in range(7)][2:]
+    places = [plan.draft_places.tolist() for plan in new if plan.draft_places is not None]
+    assert [0, 2] in places, "the row that found nothing does not look with it"
 
 
 def test_always_the_same_number_of_drafts_needs_no_controller() -> None:

@@ -25,19 +25,21 @@ class Machine:
         self.rows = np.arange(len(acceptance))
         self.control = TrainedControl(len(acceptance), 7, Steps())
         self.rng = np.random.default_rng(1)
+        self.first_id = 100
 
     def run(self, num_steps: int) -> tuple[float, np.ndarray]:
         """Tokens per second, and the share of steps in which each row had drafts."""
         tokens = seconds = 0.0
         had = np.zeros(len(self.rows))
         for _ in range(num_steps):
-            decision = self.control.decide(self.rows, self.rows + 100)
+            decision = self.control.decide(self.rows, self.rows + self.first_id)
             length = 0 if decision is None else decision.length
             has = np.zeros(len(self.rows), np.bool_) if decision is None else decision.has_drafts
             right = self.rng.random((len(self.rows), length)) < self.acceptance[:, None]
             accepted = np.where(has, np.cumprod(right, axis=1).sum(axis=1), 0)
             own = self.rows[has]
-            self.control.observe(own, own + 100, np.full(len(own), length, np.int32), accepted[has].astype(np.int32))
+            drafts = np.full(len(own), length, np.int32)
+            self.control.observe(own, own + self.first_id, drafts, accepted[has].astype(np.int32))
             drafting_s = self.pass_s * length if has.any() else 0.0
             self.control.observe_time(len(own), length, drafting_s)
             tokens += len(self.rows) + accepted.sum()
@@ -70,16 +72,40 @@ def test_only_rows_that_pay_have_drafts() -> None:
     assert had[[1, 3]].max() < 0.35
 
 
-def test_a_drafter_that_loses_rests_and_comes_back() -> None:
+def test_a_drafter_that_loses_rests_until_a_new_request_tries_it_again() -> None:
     machine = Machine([0.05], 0.3 * PLAIN_S)
     machine.run(500)
+    control = machine.control
+    assert control.num_stops == 1
     _, had = machine.run(1000)
-    assert had[0] < 0.05
-    assert machine.control.length == 0 or machine.control.num_stops > 0
+    assert had[0] == 0, "it knows nothing of the row any more"
+    assert control.is_idle(machine.rows)
+    assert not control.rests, "rows that come now are tried"
+    tried = 0.0
+    for _ in range(100):
+        machine.first_id += 10
+        _, had = machine.run(100)
+        tried += had[0]
+    assert 0 < tried < 0.01 * 100, "trials back off"
     machine.acceptance[:] = 0.9
-    machine.run(1000)
+    for _ in range(100):
+        machine.first_id += 10
+        machine.run(100)
     _, had = machine.run(500)
     assert had[0] > 0.9
+
+
+def test_rows_that_began_while_it_rested_stay_without_drafts() -> None:
+    machine = Machine([0.05, 0.05], 0.3 * PLAIN_S)
+    while not machine.control.rests:
+        machine.run(1)
+    both, ids = machine.rows, machine.rows + 5000
+    while machine.control.rests:
+        assert machine.control.decide(both, ids) is None
+    ids[1] += 1
+    decision = machine.control.decide(both, ids)
+    assert decision is not None
+    assert decision.has_drafts.tolist() == [False, True]
 
 
 def test_what_it_is_worth_grows_with_its_acceptance_and_falls_with_its_cost() -> None:

@@ -61,7 +61,8 @@ class StepCosts:
     def __init__(self) -> None:
         self._seconds: dict[int, tuple[float, float]] = {}
         """By class of sizes: tokens and seconds, decayed averages."""
-        self._sizes = self._times = np.zeros(0)
+        self._curve: tuple[Floats, Floats] | None = None
+        """Sizes and times, in order; None if something was measured since."""
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         at = num_tokens if num_tokens <= 16 else 16 + int(8 * math.log2(num_tokens / 16))
@@ -69,10 +70,15 @@ class StepCosts:
         # One disturbed step must not decide.
         taken = min(max(seconds, before / 2), before * 2)
         self._seconds[at] = size + TIME_WEIGHT * (num_tokens - size), before + TIME_WEIGHT * (taken - before)
-        known = sorted(self._seconds.values())
-        self._sizes = np.array([one for one, _ in known])
-        # A longer step is never faster: what says so is noise.
-        self._times = np.maximum.accumulate([one for _, one in known])
+        self._curve = None
+
+    def _known(self) -> tuple[Floats, Floats]:
+        if self._curve is None:
+            known = sorted(self._seconds.values())
+            # A longer step is never faster: what says so is noise.
+            times: Floats = np.maximum.accumulate([one for _, one in known])
+            self._curve = np.array([one for one, _ in known]), times
+        return self._curve
 
     @property
     def is_known(self) -> bool:
@@ -85,13 +91,20 @@ class StepCosts:
     @property
     def smallest(self) -> tuple[float, float]:
         """Tokens and seconds of the smallest steps measured; only if something was measured."""
-        return float(self._sizes[0]), float(self._times[0])
+        sizes, times = self._known()
+        return float(sizes[0]), float(times[0])
+
+    @property
+    def largest(self) -> float:
+        """Tokens of the largest steps measured; only if something was measured."""
+        return float(self._known()[0][-1])
 
     def seconds(self, num_tokens: float) -> float:
         """Predicted; only if something was measured."""
-        last_size, last = float(self._sizes[-1]), float(self._times[-1])
+        sizes, times = self._known()
+        last_size, last = float(sizes[-1]), float(times[-1])
         if num_tokens <= last_size:
-            return float(np.interp(num_tokens, self._sizes, self._times))
+            return float(np.interp(num_tokens, sizes, times))
         return last * (1 + FREE_SHARE * (num_tokens / last_size - 1))
 
 
@@ -165,6 +178,16 @@ class DraftControl:
         if self._length == 0:
             return NO_DRAFTS
         return DraftDecision(self._length, self._break_even(rows))
+
+    @property
+    def steps_without(self) -> int:
+        """While drafts lose: steps until the next probe. 0 otherwise."""
+        return max(0, self._left - 1) if self._length == 0 and not self._fixed else 0
+
+    def skip(self) -> None:
+        """A step passed in which it was known that nothing would be drafted."""
+        if self._length == 0:
+            self._left -= 1
 
     def observe_drafts(self, rows: Int64s, request_ids: Int64s, drafts: Int32s, accepted: Int32s) -> None:
         """What became of the drafts of a step. `drafts`: those that each row had, or places if that is not known."""
@@ -291,5 +314,7 @@ class DraftControl:
             return 0.0
         num_rows = len(rows)
         most = num_rows * (1.0 + self._length)
+        if self._drafted.largest > num_rows:  # beyond, times are guessed
+            most = min(most, self._drafted.largest)
         more_s = self._drafted_s(num_rows, most) - self._drafted_s(num_rows, num_rows)
         return min(MAX_MIN_PROBABILITY, more_s / (most - num_rows) * self._rate(rows, self._length))

@@ -3,7 +3,8 @@
 What is measured: how often the first, second ... draft of a row is accepted when the trained drafter proposed it, and
 how long one pass of the drafter takes, by rows. What drafts add to the step itself is known to `DraftControl`.
 A row whose drafts do not pay for what they add goes without, and slowly approaches the average until it is tried again.
-If no row's drafts pay, the drafter rests, and a few steps try again from time to time.
+If no row's drafts pay, the drafter rests: it learns nothing more of the rows that decode then, so steps are plain ones.
+After some time it is tried again in the first steps of a new request, whose prompt it has read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from millrace.plan.drafting.control import (
     MANY_ROWS,
     MEAN_LEARN,
     NUM_PLAIN,
-    NUM_PROBES,
     PLAIN_EVERY,
     PROBE_LEARN,
     WINS,
@@ -34,10 +34,12 @@ from millrace.plan.step import Bools, Int32s, Int64s
 LENGTHS = (1, 2, 3, 5, 7)
 """Numbers of drafts that are compared: each is one more pass of the drafter."""
 FIRST_LENGTH, PROBE_LENGTH = 2, 1
-"""Until something is measured, and in probes."""
-FIRST_REST, LAST_REST = 64, 512
-"""Steps without drafts until the next probe, doubled by each probe that fails. Longer than for drafts from text, which
-cost nothing where there are none."""
+"""Until something is measured, and in trials."""
+FIRST_REST, LAST_REST = 128, 4096
+"""Steps without drafts until a new request tries again, doubled by each trial that fails: a trial costs about three
+steps and a few percent of a prompt."""
+NUM_TRIED = 6
+"""Steps of a trial."""
 LEAVES, ENTERS = 0.9, 1.1
 """A row with drafts keeps them while they give at least the first share of what they cost; one without gets them from
 the second on."""
@@ -72,13 +74,15 @@ class TrainedControl:
         self._request_ids = np.full(capacity, -1, np.int64)
         self._is_on = np.ones(capacity, np.bool_)
         """Rows whose drafts pay."""
+        self._is_asleep = np.zeros(capacity, np.bool_)
+        """Rows that decoded while the drafter rested: it lacks their tokens, so they get no more drafts."""
         self._passes = StepCosts()
         """Seconds of one pass of the drafter, by rows."""
         self._first = max(length for length in self._lengths if length <= FIRST_LENGTH)
         self._length = self._first
         """In use; 0: none."""
         self._wait, self._left = FIRST_REST, 0
-        self._num_active, self._num_judged = LASTING, 0
+        self._num_active, self._num_tried = LASTING, 0
         self._until_plain = PLAIN_EVERY
         self.num_probes = self.num_stops = 0
 
@@ -86,11 +90,27 @@ class TrainedControl:
     def length(self) -> int:
         return self._length
 
+    @property
+    def rests(self) -> bool:
+        """True while no row is tried. What rows compute meanwhile the drafter need not know, now or later."""
+        return self._length == 0 and self._left > 0
+
+    def is_idle(self, rows: Int64s) -> bool:
+        """True if these rows certainly get no drafts."""
+        return bool(self._is_asleep[rows].all())
+
+    def skip(self) -> None:
+        """A step passed in which it was known that nothing would be drafted."""
+        if self.rests:
+            self._left -= 1
+
     def decide(self, rows: Int64s, request_ids: Int64s) -> TrainedDecision | None:
         """For a step in which these rows decode. None: no row has trained drafts."""
         self._greet(rows, request_ids)
         if self._length == 0:
-            return self._probe(rows)
+            return self._try_again(rows)
+        if self.is_idle(rows):
+            return None
         self._until_plain = self._until_plain - 1 if self._until_plain > -NUM_PLAIN else PLAIN_EVERY
         if self._until_plain < 0:
             return None
@@ -98,7 +118,7 @@ class TrainedControl:
         self._choose(rows)
         if self._length == 0:
             return None
-        is_on = self._is_on[rows]
+        is_on = self._is_on[rows] & ~self._is_asleep[rows]
         off = rows[~is_on]
         self._survival[off] += FORGET * (self._mean - self._survival[off])
         return TrainedDecision(self._length, is_on, self._worth(rows[is_on], len(rows)))
@@ -120,35 +140,33 @@ class TrainedControl:
         self._survival[rows] = survival
         self._mean = self._mean + (MEAN_LEARN if len(rows) == 1 else weight) * (survival.mean(axis=0) - self._mean)
         if self._length == 0:
-            self._judge_probe(rows)
+            self._judge_trial(rows)
 
     def observe_time(self, num_rows: int, num_passes: int, seconds: float) -> None:
         """The drafter took this long for its passes over so many rows."""
         if num_rows and num_passes and seconds > 0:
             self._passes.observe(num_rows, seconds / num_passes)
 
-    def _probe(self, rows: Int64s) -> TrainedDecision | None:
-        self._left -= 1
+    def _try_again(self, rows: Int64s) -> TrainedDecision | None:
         if self._left > 0:
+            self._left -= 1
+            self._is_asleep[rows] = True
             return None
-        if self._left <= -NUM_PROBES:
-            self._left = self._wait
+        is_awake = ~self._is_asleep[rows]
+        if not is_awake.any():
             return None
+        if self._num_tried == NUM_TRIED:
+            self._rest(min(2 * self._wait, LAST_REST))
+            return None
+        self._num_tried += 1
         self.num_probes += 1
-        return TrainedDecision(PROBE_LENGTH, np.ones(len(rows), np.bool_), 0.0)
+        return TrainedDecision(PROBE_LENGTH, is_awake, 0.0)
 
-    def _judge_probe(self, rows: Int64s) -> None:
+    def _judge_trial(self, rows: Int64s) -> None:
         length, rate, is_on = self._best(rows)
         plain = self._plain_rate(len(rows))
         if plain is None or rate > WINS * plain:
-            self._begin(length, rows, is_on)
-            return
-        self._num_judged += 1
-        if self._num_judged % NUM_PROBES == 0:
-            self._wait = min(2 * self._wait, LAST_REST)
-
-    def _begin(self, length: int, rows: Int64s, is_on: Bools) -> None:
-        self._length, self._num_active, self._is_on[rows] = length, 0, is_on
+            self._length, self._num_active, self._is_on[rows] = length, 0, is_on
 
     def _choose(self, rows: Int64s) -> None:
         plain = self._plain_rate(len(rows))
@@ -163,18 +181,22 @@ class TrainedControl:
             self._stop()
 
     def _stop(self) -> None:
-        """If drafts began not long ago, a probe was wrong: the next one waits longer."""
+        """If drafts began not long ago, a trial was wrong: the next one waits longer."""
         is_short = self._num_active < LASTING
-        self._wait = min(2 * self._wait, LAST_REST) if is_short else FIRST_REST
-        self._length, self._left, self._num_active = 0, self._wait, 0
+        self._rest(min(2 * self._wait, LAST_REST) if is_short else FIRST_REST)
         self.num_stops += 1
+
+    def _rest(self, num_steps: int) -> None:
+        self._length, self._wait, self._left = 0, num_steps, num_steps
+        self._num_active = self._num_tried = 0
 
     def _greet(self, rows: Int64s, request_ids: Int64s) -> None:
         """Rows that another request has now start from the average."""
         is_new = self._request_ids[rows] != request_ids
         if is_new.any():
             new = rows[is_new]
-            self._request_ids[new], self._survival[new], self._is_on[new] = request_ids[is_new], self._mean, True
+            self._request_ids[new], self._survival[new] = request_ids[is_new], self._mean
+            self._is_on[new], self._is_asleep[new] = True, False
 
     def _plain_rate(self, num_rows: int) -> float | None:
         """Tokens per second without drafts."""
@@ -192,7 +214,7 @@ class TrainedControl:
         """Expected tokens per second if the rows that pay have so many drafts, and those rows."""
         num_rows, accepted = len(rows), self._accepted(rows, length)
         own = np.where(self._is_on[rows], LEAVES, ENTERS)
-        pays: Bools = accepted > own * self._marginal_cost(num_rows, length)
+        pays: Bools = (accepted > own * self._marginal_cost(num_rows, length)) & ~self._is_asleep[rows]
         num_on = int(pays.sum())
         seconds = self._step_s(num_rows, num_rows + num_on * length)
         if num_on:

@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from millrace.plan.step import Int32s, Int64s, StepPlan, TrainedDrafts
+from millrace.plan.step import Bools, Int32s, Int64s, StepPlan, TrainedDrafts
 from millrace.run.drafting.drafter import DraftAsk, DraftGuide, RowProgress, RowTokens
 from millrace.run.drafting.drafters import GRAMMAR, Drafters
 from millrace.run.sampling.masks import Masks
 from millrace.run.sampling.penalties import NO_DRAFT
 from millrace.run.table.request_table import RequestTable
 
+MAX_UNSETTLED = 64
+"""Steps without drafts after which their tokens are taken over."""
 _NO_TOKENS, _FIRST = np.zeros(0, np.int32), np.array([NO_DRAFT], np.int32)
 
 
@@ -35,6 +37,8 @@ class VerifiedStep:
     """Drawing rows of the original plan."""
     masked_drafts: list[Int32s]
     """Drafts of each masked row of the original plan."""
+    is_as_planned: bool = False
+    """True if no row has drafts or is past its limit, and all begin where the plan says: `plan` is the original."""
 
     @property
     def has_drafts(self) -> bool:
@@ -94,18 +98,22 @@ class DraftedRows:
         self._computed = np.zeros(max_rows, np.int64)
         """Tokens that the target has computed: less than all but the last while a prompt is computed in parts."""
         self._limit = np.zeros(max_rows, np.int64)
+        self._untold = np.zeros(max_rows, np.int64)
+        """Tokens of each row that drafters were not told of: they are when they are asked for drafts."""
+        self._unsettled: list[tuple[StepPlan, Int32s]] = []
+        """Steps without drafts whose tokens are not in the columns yet."""
         self.guide: DraftGuide | None = None
         """Shown the drafts of masked rows before they are verified."""
         self.num_drafted = self.num_accepted = 0
 
-    @property
-    def needs_hidden(self) -> bool:
-        return self._drafters.needs_hidden
+    def needs_hidden(self, plan: StepPlan) -> bool:
+        return self._drafters.needs_hidden(plan.rows)
 
     def take_hidden(self, hidden: Tensor, rows: Int32s, positions: Int32s) -> None:
         self._drafters.take_hidden(hidden, rows, positions)
 
     def admit(self, plan: StepPlan) -> None:
+        """Begin a step: rows change hands."""
         for release in plan.released:
             tokens = self._tokens[release.row][: self._known[release.row]]
             self._drafters.release(release.row, tokens, has_ended=release.reason != "preempted")
@@ -114,25 +122,40 @@ class DraftedRows:
             self._tokens[row] = tokens = np.zeros(max(admission.limit, known + 1), np.int32)
             tokens[:known] = admission.tokens
             self._known[row], self._limit[row] = known, admission.limit
-            self._computed[row] = admission.num_computed
+            self._computed[row], self._untold[row] = admission.num_computed, 0
             self._table.tokens[row] = tokens
             self._drafters.admit(admission)
+        if plan.trained_rests:
+            self._drafters.rest(plan.rows)
         for appended in plan.appended:
             row, end = appended.row, appended.start + len(appended.tokens)
             num_new = end - int(self._known[row])
             self._tokens[row][appended.start : end] = appended.tokens
             self._known[row] = end
-            self._drafters.confirm([RowProgress(row, self._tokens[row][:end], num_new, 0, 0)])
+            self._untold[row] += num_new
+            self._tell([row])
 
     def leave(self, plan: StepPlan) -> None:
         """Call it before the table is updated. A row has blocks only for what was computed."""
+        if plan.released or plan.admitted or plan.appended:
+            self._settle()
         rows = [gone.row for gone in plan.released if self._table.request_ids[gone.row] == gone.request_id]
         if rows:
             self._drafters.leave([RowTokens(row, self._tokens[row][: self._computed[row]]) for row in rows])
 
-    def feed(self, plan: StepPlan, draws: Int32s, states: Tensor | None = None) -> None:
+    def _tell(self, rows: list[int]) -> None:
+        """Tell drafters of the tokens that they have not heard of."""
+        counts = [(row, int(self._untold[row])) for row in rows]
+        progress = [RowProgress(row, self._tokens[row][: self._known[row]], new, 0, 0) for row, new in counts if new]
+        if progress:
+            self._untold[rows] = 0
+            self._drafters.confirm(progress)
+
+    def feed(self, plan: StepPlan, draws: Int32s | Bools, states: Tensor | None = None) -> None:
         """The target's forward pass has computed the plan's tokens, with `states` if drafters need them. `draws`: how
         many of each row's tokens draw."""
+        if not self._drafters.is_followed(plan.rows):
+            return
         if states is not None:
             self._drafters.take_states(plan.rows, plan.starts, plan.counts, states)
         columns = zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), draws.tolist(), strict=True)
@@ -145,6 +168,7 @@ class DraftedRows:
 
     def expand(self, plan: StepPlan) -> VerifiedStep:
         """Propose drafts for the plan's places, and leave out rows that are past their limit."""
+        self._settle()
         starts, counts, keeps = plan.starts.copy(), plan.counts.copy(), np.ones(len(plan.rows), np.bool_)
         draws = plan.samples.astype(np.int32)
         places = np.zeros(len(plan.rows), np.int32) if plan.draft_places is None else plan.draft_places
@@ -160,6 +184,7 @@ class DraftedRows:
             if max_drafts > 0:
                 indices.append(index)
                 asks.append(self._ask(plan, index, max_drafts))
+        self._tell([ask.row for ask in asks])
         masked = {} if plan.masked is None else dict.fromkeys(np.flatnonzero(plan.masked).tolist(), _NO_TOKENS)
         for index, ask, drafts in zip(indices, asks, self._drafters.propose(asks), strict=True):
             if index in masked:
@@ -169,6 +194,8 @@ class DraftedRows:
             counts[index] += num_drafts
             draws[index] += num_drafts
             self.num_drafted += num_drafts
+        if not masked and keeps.all() and (counts == plan.counts).all() and (starts == plan.starts).all():
+            return VerifiedStep(plan, draws, np.arange(int(plan.samples.sum())), int(plan.samples.sum()), [], True)
         self._table.num_admitted[plan.rows] = np.maximum(self._known[plan.rows], starts + counts)
         drawing = np.flatnonzero(keeps[plan.samples])
         true_plan = replace(
@@ -228,6 +255,7 @@ class DraftedRows:
             self._known[row] = known + count
             self._computed[row] = known + count - 1
             self._table.last_tokens[row] = int(own[count - 1])
+            self._table.num_admitted[row] = known + count - 1  # The step after reads the row's last token.
             counts[place], num_drafts[place] = count, num_draws - 1
             if num_draws > 1 and self._drafters.is_trained(row):
                 num_trained[place] = num_draws - 1
@@ -235,8 +263,11 @@ class DraftedRows:
             progress.append(self._progress(row, count, num_draws - 1, drafted))
         self._drafters.confirm(progress)
         tokens = np.concatenate(accepted) if accepted else drawn[:0]
-        trained = TrainedDrafts(num_trained, self._drafters.trained_s) if step.plan.trained is not None else None
-        return AcceptedStep(tokens, counts, num_drafts, tuple(drafted), trained)
+        return AcceptedStep(tokens, counts, num_drafts, tuple(drafted), self.trained_of(step.plan, num_trained))
+
+    def trained_of(self, plan: StepPlan, num_drafts: Int32s) -> TrainedDrafts | None:
+        """What a trained drafter did beside drafts from text, if there is one. `num_drafts`: its own."""
+        return None if plan.trained is None else TrainedDrafts(num_drafts, self._drafters.trained_s)
 
     def _progress(self, row: int, num_new: int, num_drafts: int, drafted: list[RowDrafts]) -> RowProgress:
         """What drafters are told. Notes drafts in `drafted`."""
@@ -245,14 +276,24 @@ class DraftedRows:
         if num_drafts:
             self.num_accepted += num_accepted
             drafted.append(RowDrafts(int(self._table.request_ids[row]), source, num_drafts, num_accepted))
-        return RowProgress(row, tokens, num_new, num_drafts, num_accepted if num_drafts else 0)
+        num_untold, self._untold[row] = int(self._untold[row]), 0  # none if it has drafts
+        return RowProgress(row, tokens, num_untold + num_new, num_drafts, num_accepted if num_drafts else 0)
 
-    def append(self, rows: Int32s, drawn: Int32s) -> None:
-        """A step without places for drafts drew these tokens, one for each of the rows."""
-        progress = []
-        for row, token in zip(rows.tolist(), drawn.tolist(), strict=True):
-            known = int(self._known[row])
-            self._tokens[row][known] = token
-            self._known[row] = known + 1
-            progress.append(RowProgress(row, self._tokens[row][: known + 1], 1, 0, 0))
-        self._drafters.confirm(progress)
+    def append(self, plan: StepPlan, drawn: Int32s) -> None:
+        """The plan's step drew these tokens without drafts, one for each row that draws."""
+        self._unsettled.append((plan, drawn))
+        if len(self._unsettled) >= MAX_UNSETTLED or self._drafters.is_followed(plan.rows):
+            self._settle()
+
+    def _settle(self) -> None:
+        """Take over the tokens of steps without drafts. Many at once cost much less than one after each step, when the
+        step has displaced everything from the caches."""
+        for plan, drawn in self._unsettled:
+            rows = plan.rows[plan.samples]
+            for row, known, token in zip(rows.tolist(), self._known[rows].tolist(), drawn.tolist(), strict=True):
+                self._tokens[row][known] = token
+            self._known[rows] += 1
+            self._untold[rows] += 1
+            if self._drafters.is_followed(rows):
+                self._tell(rows.tolist())
+        self._unsettled.clear()

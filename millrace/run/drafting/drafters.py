@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from millrace.config import Speculation
@@ -44,7 +45,9 @@ class Drafters:
         """By row with drafts in the current step: who proposed them."""
         self.trained_s = 0.0
         """Seconds that the trained drafter took to propose in the current step."""
-        self.needs_hidden = any(drafter.needs_hidden for drafter in by_name.values())
+        self._needs_hidden = any(drafter.needs_hidden for drafter in by_name.values())
+        self._awake: set[int] = set()
+        """Rows that the trained drafter follows."""
 
     def admit(self, admission: Admission) -> None:
         wanted = admission.row_params.params.speculate
@@ -53,8 +56,24 @@ class Drafters:
             self._prediction.admit(admission)
         for drafter in self._by_name.values():
             drafter.admit(admission)
+        if self._trained:
+            self._awake.add(admission.row)
+
+    def rest(self, rows: Int32s) -> None:
+        """The trained drafter drafts no more for these rows, and need not know what they compute."""
+        if self._awake:
+            self._awake.difference_update(rows.tolist())
+
+    def is_followed(self, rows: Int32s) -> bool:
+        """True if the trained drafter follows one of the rows: it must be told of every step."""
+        return bool(self._awake) and not self._awake.isdisjoint(rows.tolist())
+
+    def needs_hidden(self, rows: Int32s) -> bool:
+        """True if a drafter needs the states of a step with these rows."""
+        return self._needs_hidden and self.is_followed(rows)
 
     def release(self, row: int, tokens: Int32s, *, has_ended: bool) -> None:
+        self._awake.discard(row)
         for drafter in self._by_name.values():
             drafter.release(row, tokens, has_ended=has_ended)
 
@@ -73,6 +92,8 @@ class Drafters:
         return drafts
 
     def _serves(self, name: str, row: int) -> bool:
+        if name == self._trained and row not in self._awake:
+            return False
         chosen = self._chosen[row]
         return chosen == name or (chosen == AUTO and name in (AUTO_TEXT, self._trained))
 
@@ -126,16 +147,25 @@ class Drafters:
         return replace(progress, num_drafts=0, num_accepted=0)
 
     def feed(self, rows: Sequence[RowTokens]) -> None:
-        for drafter in self._by_name.values():
-            drafter.feed(rows)
+        """Only for rows that the trained drafter follows; the others keep no state between steps."""
+        awake = [own for own in rows if own.row in self._awake]
+        if awake:
+            self._by_name[self._trained].feed(awake)
 
     def leave(self, rows: Sequence[RowTokens]) -> None:
-        for drafter in self._by_name.values():
-            drafter.leave(rows)
+        awake = [own for own in rows if own.row in self._awake]
+        if awake:
+            self._by_name[self._trained].leave(awake)
 
     def take_states(self, rows: Int32s, starts: Int32s, counts: Int32s, states: Tensor) -> None:
-        for drafter in self._by_name.values():
-            drafter.take_states(rows, starts, counts, states)
+        if not self._trained:
+            return
+        is_awake = np.fromiter((row in self._awake for row in rows.tolist()), np.bool_, len(rows))
+        if not is_awake.all():
+            states = states[torch.from_numpy(np.repeat(is_awake, counts))]
+            rows, starts, counts = rows[is_awake], starts[is_awake], counts[is_awake]
+        if len(rows):
+            self._by_name[self._trained].take_states(rows, starts, counts, states)
 
     def take_hidden(self, hidden: Tensor, rows: Int32s, positions: Int32s) -> None:
         for drafter in self._by_name.values():
