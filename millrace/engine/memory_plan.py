@@ -83,6 +83,8 @@ class MemoryPlan:
     copy_batch_bytes: int = 0
     """Size of a batch of copies between the pool and host memory."""
     drafter: DrafterMemory = NO_DRAFTER
+    history_bytes: int = 0
+    """The tokens of every row, from which a GPU drafts."""
     notes: tuple[str, ...] = ()
     """What was chosen automatically, why, and the settings that change it."""
 
@@ -94,6 +96,8 @@ class MemoryPlan:
         parts = {"weights": self.weights_bytes}
         if self.drafter.weights_bytes:
             parts["weights of the drafter"] = self.drafter.weights_bytes
+        if self.history_bytes:
+            parts["tokens of all rows, for drafts"] = self.history_bytes
         parts |= {
             "activations, worst step": self.activation_bytes,
             f"KV pool, {self.kv_tokens:,} tokens{kv_dtype}": self.kv_bytes,
@@ -138,9 +142,10 @@ def make_memory_plan(
             _free_beside_host_blocks(config, host_free_bytes)
             activation_bytes += 2 * batch_bytes  # a buffer for each direction
     all_weights = weights_bytes + drafter.weights_bytes
-    fixed = all_weights + activation_bytes
+    history_bytes = _history_bytes(config, max_running, max_context, device_kind)
+    fixed = all_weights + activation_bytes + history_bytes
     if fixed + groups.blocks_for(MIN_KV_TOKENS, block_size) * block_bytes > free_bytes:
-        raise _too_big(spec, dtype, all_weights, activation_bytes, free_bytes)
+        raise _too_big(spec, dtype, all_weights, activation_bytes + history_bytes, free_bytes)
     most_useful = max_running * groups.blocks_for(max_context, block_size)
     if device_kind == "cpu" and not config.memory.fraction:
         most_useful = min(most_useful, groups.blocks_for(max(CPU_KV_TOKENS, max_context), block_size))
@@ -169,6 +174,7 @@ def make_memory_plan(
         host_slots=host_slots,
         copy_batch_bytes=batch_bytes,
         drafter=drafter,
+        history_bytes=history_bytes,
         notes=tuple(_notes(config, device_kind, kv_tokens, num_blocks * block_bytes, max_context, fitting_context)),
     )
 
@@ -285,6 +291,14 @@ def _read_states_bytes(
         return (tapped + kept) * dtype.itemsize
     # As for activations: for captured and for uncaptured steps. Padding has a row of its own.
     return (2 * tapped + (max_running + 1) * PLACES[-1] * drafter.kept_width) * dtype.itemsize
+
+
+def _history_bytes(config: Config, max_running: int, max_context: int, device_kind: str) -> int:
+    """The column `history` of `DeviceDrafts`, which every drafter has on a GPU. Padding has a row of its own, and each
+    row a place behind its context. An upper bound if the KV pool shortens the context."""
+    if device_kind == "cpu" or config.plan.speculate == "off":
+        return 0
+    return (max_running + 1) * (max_context + 1) * 4
 
 
 def _too_big(spec: ModelSpec, dtype: torch.dtype, weights: int, activations: int, free: int) -> MemoryPlanError:

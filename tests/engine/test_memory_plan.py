@@ -9,6 +9,8 @@ from millrace.config import Config, load_config
 from millrace.engine.memory_plan import GIB, NO_DRAFTER, DrafterMemory, MemoryPlan, make_memory_plan
 from millrace.errors import ConfigError, MemoryPlanError
 from millrace.models.spec.families import spec_from_config
+from millrace.run.device.device import CpuDevice
+from millrace.run.drafting.device_drafts import DeviceDrafts
 
 LLAMA = {
     "model_type": "llama",
@@ -150,3 +152,20 @@ def test_states_that_do_not_fit_are_refused_like_activations() -> None:
     assert plan(6.0, step_flops=1e14, **SIZES).num_blocks
     with pytest.raises(MemoryPlanError, match="Lower --max-running or --token-budget"):
         plan(6.0, step_flops=1e14, drafter=huge, **SIZES)
+
+
+def test_the_tokens_that_a_gpu_drafts_from_have_their_place() -> None:
+    settings = {"plan__max_running": 31, "model__max_context": 2047, "memory__fraction": 0.9}
+    off = plan(16.0, step_flops=1e14, **settings)
+    on = plan(16.0, step_flops=1e14, plan__speculate="suffix", **settings)
+    drafts = DeviceDrafts(CpuDevice(1), max_rows=31 + 1, max_context=2047, vocab_size=10, speculate="suffix")
+    assert on.history_bytes == drafts.columns.history.nbytes == 32 * 2048 * 4
+    assert on.history_bytes in on.parts().values()
+    assert sum(on.parts().values()) == on.free_bytes
+    assert off.history_bytes == plan(16.0, plan__speculate="suffix", **settings).history_bytes == 0
+
+
+def test_the_pool_is_smaller_by_what_drafts_need() -> None:
+    settings = {"plan__max_running": 1024, "memory__fraction": 1.0}
+    off, on = (plan(16.0, step_flops=1e14, plan__speculate=name, **settings) for name in ("off", "suffix"))
+    assert 0 <= off.kv_bytes - on.kv_bytes - on.history_bytes < on.block_bytes
