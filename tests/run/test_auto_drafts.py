@@ -14,6 +14,8 @@ import torch
 from run.test_model_drafters import BLOCK, BUDGET, OUTPUT, ROWS, eagle, eagle3, load, medusa, requests, runner_of
 
 from millrace.params import RowParams, SamplingParams
+from millrace.plan.drafting import trained as trained_control
+from millrace.plan.drafting.trained import TrainedControl
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import Admission, Int32s
@@ -83,6 +85,50 @@ def test_a_perfect_draft_model_stays_perfect_between_drafts_from_text(drafts: Dr
     assert sources(drafted) == {"suffix", "draft"}
     assert all(part.num_accepted == part.num_drafts for part in drafted if part.source == "draft")
     assert not all(part.num_accepted == part.num_drafts for part in drafted if part.source == "suffix")
+
+
+@pytest.mark.parametrize(("kind", "make"), [("eagle", eagle), ("eagle", eagle3), ("medusa", medusa), ("draft", None)])
+def test_a_drafter_that_rests_is_told_nothing_and_no_token_changes(
+    kind: str, make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(5)
+    decoder = load("llama_tied")
+    expected, _ = drive(runner_of(decoder, None, 60), DraftSettings())
+    monkeypatch.setattr(trained_control, "FIRST_REST", 12)
+    monkeypatch.setattr(trained_control, "LAST_REST", 12)
+    monkeypatch.setattr(TrainedControl, "_judge_trial", lambda control, rows: None)
+    monkeypatch.setattr(TrainedControl, "__init__", resting(TrainedControl.__init__))
+    model = load("llama_tied", spoilt=True) if make is None else make(tmp_path, decoder)
+    runner = runner_of(decoder, model, 60, "auto")
+    assert runner._drafted is not None
+    drafter, rests, told = runner._drafted._drafters._by_name[kind], [False], []
+    for name in ("feed", "take_states", "confirm"):
+        monkeypatch.setattr(drafter, name, told_while(rests, told, getattr(drafter, name)))
+    execute = runner._execute
+    monkeypatch.setattr(runner, "_execute", lambda plan: (rests.__setitem__(0, plan.trained_rests), execute(plan))[1])
+    tokens, drafted = drive(runner, CONTROLLED)
+    assert tokens == expected
+    assert sources(drafted) == {"suffix", kind}, "later requests try it again"
+    assert told, "it is told of those"
+    assert all(told), "while it rests it is told nothing"
+
+
+def resting(init: Any) -> Any:
+    def begin(control: TrainedControl, *args: Any) -> None:
+        init(control, *args)
+        control._rest(12)
+
+    return begin
+
+
+def told_while(rests: list[bool], told: list[bool], method: Any) -> Any:
+    """`method`; notes of each call whether the drafter was awake."""
+
+    def call(*args: Any) -> Any:
+        told.append(not rests[0])
+        return method(*args)
+
+    return call
 
 
 @pytest.mark.parametrize("named", ["suffix", "ngram", "draft"])
