@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from millrace.bench.gpu.speculating import SweepPoint
     from millrace.bench.http.speculating import Point
 
-ROUNDS = 4
 LEAST = 0.98
 """Drafts may not take more than the rest."""
 EXAMPLES = """\
 bench speculate:
-  millrace bench speculate                                with drafts (auto) against none, 1, 4 and 16 streams
+  millrace bench speculate                                with drafts (auto) against none, 1, 4 and 16 streams: five
+                                                          minutes; narrower intervals with --seconds 1200
   millrace bench speculate --speculate ngram --draft-tokens 3 --streams 1 --rounds 8 --svg speed-up.svg
   millrace bench speculate --drafter ./my-drafter --workloads chat --streams 1      text and a trained drafter (auto)
   millrace bench speculate --models llama-3.1-8b          a GPU shape: off, auto and fixed numbers of drafts, right with
@@ -45,11 +45,10 @@ def run(args: argparse.Namespace) -> int:
         return asyncio.run(_run_sweep(args))
     if args.acceptance:
         raise UsageError("--acceptance needs --models: on a GPU shape, drafts are replayed.")
-    from millrace.bench.http.speculating import STREAMS, SpeculateBench, plot_svg
+    from millrace.bench.http.speculating import SECONDS, STREAMS, SpeculateBench, plot_svg
 
-    rounds = ROUNDS if args.rounds is None else args.rounds
-    if not 2 <= rounds <= 100:
-        raise UsageError(f"--rounds is {rounds}; it must be from 2 to 100.")
+    if args.rounds is not None and not 2 <= args.rounds <= 100:
+        raise UsageError(f"--rounds is {args.rounds}; it must be from 2 to 100.")
     settings = load_settings(args)
     with tempfile.TemporaryDirectory() as folder:
         bench = SpeculateBench(
@@ -57,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
             _on_options(settings.config),
             streams=tuple(numbers("--streams", args.streams)) if args.streams else STREAMS,
             workloads=_workloads(args.workloads),
-            rounds=rounds,
+            rounds=args.rounds or 0,
+            seconds=args.seconds or SECONDS,
         )
         line, points = StatusLine(), []
         for point in bench.run(line.show):
@@ -145,22 +145,27 @@ def _on_options(config: Config) -> tuple[str, ...]:
 
 
 def _line(point: Point) -> str:
-    ratio = point.speed_up
-    off, on = (sum(rates) / len(rates) for rates in (point.off, point.on))
+    ratio, cpu = point.speed_up, point.cpu_ratio
+    off, on = (sum(side.tokens_per_s for side in sides) / len(sides) for sides in (point.off, point.on))
     return (
         f"{point.workload:8} {point.streams:3} streams: {off:7.1f} tok/s off, {on:7.1f} on,"
-        f" {ratio.value:.2f} × (95% interval {ratio.low:.2f} to {ratio.high:.2f})"
+        f" {ratio.value:.3f} × (95% interval {ratio.low:.3f} to {ratio.high:.3f}, {len(point.off)} rounds);"
+        f" CPU time per token {cpu.value:.3f} × ({cpu.low:.3f} to {cpu.high:.3f})"
     )
 
 
 def _record(point: Point) -> dict[str, object]:
-    ratio = point.speed_up
+    ratio, cpu = point.speed_up, point.cpu_ratio
     return {
         "case": "speculate",
         "workload": point.workload,
         "streams": point.streams,
-        "tokens_per_s_off": [round(rate, 2) for rate in point.off],
-        "tokens_per_s_on": [round(rate, 2) for rate in point.on],
+        "tokens_per_s_off": [round(side.tokens_per_s, 2) for side in point.off],
+        "tokens_per_s_on": [round(side.tokens_per_s, 2) for side in point.on],
         "speed_up": round(ratio.value, 4),
         "interval": [round(ratio.low, 4), round(ratio.high, 4)],
+        "cpu_ms_per_token_off": [round(1e3 * side.cpu_s, 3) for side in point.off],
+        "cpu_ms_per_token_on": [round(1e3 * side.cpu_s, 3) for side in point.on],
+        "cpu_ratio": round(cpu.value, 4),
+        "cpu_interval": [round(cpu.low, 4), round(cpu.high, 4)],
     }

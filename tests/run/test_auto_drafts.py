@@ -101,7 +101,8 @@ def test_a_drafter_that_rests_is_told_nothing_and_no_token_changes(
     model = load("llama_tied", spoilt=True) if make is None else make(tmp_path, decoder)
     runner = runner_of(decoder, model, 60, "auto")
     assert runner._drafted is not None
-    drafter, rests, told = runner._drafted._drafters._by_name[kind], [False], []
+    drafter, rests = runner._drafted._drafters._by_name[kind], [False]
+    told: list[bool] = []
     for name in ("feed", "take_states", "confirm"):
         monkeypatch.setattr(drafter, name, told_while(rests, told, getattr(drafter, name)))
     execute = runner._execute

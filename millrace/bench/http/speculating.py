@@ -2,13 +2,13 @@
 
 Both run at the same time; a round sends the same requests to one and then to the other, in alternating order, so a slow
 phase of the machine affects both. Every request has a salt of its own: no round profits from the answers of another.
+Rounds are short and many: a point ends when its interval is narrow enough, or when its share of the time is over.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -18,9 +18,10 @@ from typing import Any
 import aiohttp
 
 from millrace.bench.errors import BenchError
-from millrace.bench.http.observing import T_95, Ratio
+from millrace.bench.http.observing import Ratio
+from millrace.bench.http.paired import half_width, paired_ratio
 from millrace.bench.http.serving import Progress, await_idle, await_warm, model_name
-from millrace.bench.local_server import LocalServer
+from millrace.bench.local_server import LocalServer, cpu_seconds
 
 WORKLOADS = ("edit", "quote", "extract", "rewrite", "chat")
 COPY_HEAVY = WORKLOADS[:3]
@@ -28,7 +29,13 @@ COPY_HEAVY = WORKLOADS[:3]
 STREAMS = (1, 4, 16)
 OFF = ("--speculate", "off", "--drafter", "")
 """Options of the server without drafts; the settings of both may name a drafter."""
-MAX_TOKENS = 128
+MAX_TOKENS, MANY_MAX_TOKENS = 128, 64
+"""Of a request, alone and beside others."""
+SECONDS = 270.0
+"""Time for all points."""
+NARROW = 0.03
+"""Half-width of the interval, as a share of the speed-up, at which a point ends."""
+MIN_ROUNDS, MAX_ROUNDS = 4, 200
 _FENCE = "```"
 _NAMES = ("price", "weight", "height", "volume", "score", "length", "amount", "width")
 _PEOPLE = (
@@ -106,23 +113,31 @@ def _report(person: str, name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Side:
+    """One server in one round."""
+
+    tokens_per_s: float
+    cpu_s: float
+    """CPU time of the server per output token, the prompt's included."""
+
+
+@dataclass(frozen=True, slots=True)
 class Point:
-    """One workload at one number of streams: output tokens per second of each round."""
+    """One workload at one number of streams: a side of each round."""
 
     workload: str
     streams: int
-    off: tuple[float, ...]
-    on: tuple[float, ...]
+    off: tuple[Side, ...]
+    on: tuple[Side, ...]
 
     @property
     def speed_up(self) -> Ratio:
-        logs = [math.log(on / off) for on, off in zip(self.on, self.off, strict=True)]
-        mean, degrees = sum(logs) / len(logs), len(logs) - 1
-        if not degrees:
-            return Ratio(math.exp(mean), 0.0, math.inf)
-        deviation = math.sqrt(sum((one - mean) ** 2 for one in logs) / degrees)
-        half = T_95[min(degrees, len(T_95)) - 1] * deviation / math.sqrt(len(logs))
-        return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+        return paired_ratio(*([side.tokens_per_s for side in sides] for sides in (self.on, self.off)))
+
+    @property
+    def cpu_ratio(self) -> Ratio:
+        """CPU time per token, on over off: what others on the machine take away is not in it."""
+        return paired_ratio(*([side.cpu_s for side in sides] for sides in (self.on, self.off)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +146,9 @@ class SpeculateBench:
     on_options: tuple[str, ...]
     workloads: tuple[str, ...] = WORKLOADS
     streams: tuple[int, ...] = STREAMS
-    rounds: int = 4
-    max_tokens: int = MAX_TOKENS
+    rounds: int = 0
+    """Of each point; 0: as many as make its interval narrow, within the time."""
+    seconds: float = SECONDS
 
     def run(self, progress: Progress) -> Iterator[Point]:
         with ExitStack() as cleanup:
@@ -140,25 +156,42 @@ class SpeculateBench:
                 self._server(cleanup, (*self.server_options, *options), progress) for options in (OFF, self.on_options)
             ]
             names = [model_name(server) for server in servers]
-            for workload in self.workloads:
-                for streams in self.streams:
-                    yield self._point(servers, names, workload, streams, progress)
+            points = [(workload, streams) for workload in self.workloads for streams in self.streams]
+            end = time.monotonic() + self.seconds
+            for number, (workload, streams) in enumerate(points):
+                left_s = max(0.0, end - time.monotonic()) / (len(points) - number)
+                yield self._point(servers, names, workload, streams, left_s, progress)
 
     def _point(
-        self, servers: Sequence[LocalServer], names: Sequence[str], workload: str, streams: int, progress: Progress
+        self,
+        servers: Sequence[LocalServer],
+        names: Sequence[str],
+        workload: str,
+        streams: int,
+        seconds: float,
+        progress: Progress,
     ) -> Point:
-        rates: tuple[list[float], list[float]] = ([], [])
-        for number in range(-1, self.rounds):  # One round to warm up.
+        sides: tuple[list[Side], list[Side]] = ([], [])
+        began, number = time.monotonic(), -1  # One round to warm up.
+        while not self._is_done(Point(workload, streams, *map(tuple, sides)), time.monotonic() - began, seconds):
             for which in (0, 1) if number % 2 == 0 else (1, 0):
-                progress(f"{workload}, {streams} streams, round {number + 1} of {self.rounds}")
-                bodies = [self._body(names[which], workload, number, stream) for stream in range(streams)]
-                rate = asyncio.run(_decode_rate(servers[which].url, bodies))
+                progress(f"{workload}, {streams} streams, round {number + 1}")
+                bodies = [self._body(names[which], workload, number, stream, streams) for stream in range(streams)]
+                side = _measure(servers[which], bodies)
                 if number >= 0:
-                    rates[which].append(rate)
-                await_idle(servers[which])
-        return Point(workload, streams, tuple(rates[0]), tuple(rates[1]))
+                    sides[which].append(side)
+            number += 1
+        return Point(workload, streams, tuple(sides[0]), tuple(sides[1]))
 
-    def _body(self, model: str, workload: str, number: int, stream: int) -> dict[str, Any]:
+    def _is_done(self, point: Point, taken_s: float, seconds: float) -> bool:
+        num_rounds = len(point.off)
+        if self.rounds or num_rounds < MIN_ROUNDS:
+            return bool(self.rounds) and num_rounds >= self.rounds
+        # One more round must fit.
+        is_over = taken_s * (num_rounds + 2) / (num_rounds + 1) > seconds
+        return is_over or num_rounds >= MAX_ROUNDS or half_width(point.speed_up) <= NARROW
+
+    def _body(self, model: str, workload: str, number: int, stream: int, streams: int) -> dict[str, Any]:
         messages = messages_of(workload, number * 3 + stream)
         is_begun = messages[-1]["role"] == "assistant"
         return {
@@ -168,7 +201,7 @@ class SpeculateBench:
             "continue_final_message": is_begun,
             "temperature": 0.7 if workload == "chat" else 0.0,
             "seed": 100 * number + stream,
-            "max_tokens": self.max_tokens,
+            "max_tokens": MAX_TOKENS if streams == 1 else MANY_MAX_TOKENS,
             "stop": [_FENCE] if workload == "edit" else [],  # the end of the file
             "cache_salt": f"{workload} {number} {stream}",
             "stream": True,
@@ -183,12 +216,21 @@ class SpeculateBench:
         return server
 
 
-async def _decode_rate(url: str, bodies: Sequence[dict[str, Any]]) -> float:
-    """Output tokens per second, all streams together, from the first token of the first to the end of the last."""
+def _measure(server: LocalServer, bodies: Sequence[dict[str, Any]]) -> Side:
+    cpu_before = cpu_seconds(server.pid)
+    rate, tokens = asyncio.run(_decode_rate(server.url, bodies))
+    await_idle(server)
+    return Side(rate, max(cpu_seconds(server.pid) - cpu_before, 1e-3) / tokens)
+
+
+async def _decode_rate(url: str, bodies: Sequence[dict[str, Any]]) -> tuple[float, int]:
+    """Output tokens per second, all streams together, from the first token of the first to the end of the last; and the
+    tokens."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
         found = await asyncio.gather(*(_stream(session, url, body) for body in bodies))
     begun, ended = min(first for first, _, _ in found), max(last for _, last, _ in found)
-    return sum(tokens - 1 for _, _, tokens in found) / max(ended - begun, 1e-6)
+    num_tokens = sum(tokens for _, _, tokens in found)
+    return (num_tokens - len(found)) / max(ended - begun, 1e-6), num_tokens
 
 
 async def _stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[float, float, int]:
