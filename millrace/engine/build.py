@@ -56,8 +56,7 @@ def build_engine(
         load_processor(name)
 
     def on_loading(what: str, done: int, total: int) -> None:
-        for front in range(channel.num_fronts):
-            channel.send(front, EngineLoading(what, done, total))
+        channel.send_all(EngineLoading(what, done, total))
 
     files = resolve_model(config.model.source, progress=on_loading)
     spec = spec_from_config(files.config)

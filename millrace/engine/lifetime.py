@@ -32,16 +32,14 @@ def serve_engine(
         engine.ready, engine.on_hang = ready, on_hang
         if on_idle is not None:
             engine.on_idle = on_idle
-        for front in range(channel.num_fronts):
-            channel.send(front, ready)
+        channel.send_all(ready)
         engine.run()
         return None
     except Exception as error:
         message = error.message if isinstance(error, MillraceError) else f"The engine failed: {error!r}"
         if not isinstance(error, MillraceError):
             log.exception("the engine failed")
-        for front in range(channel.num_fronts):
-            channel.send(front, EngineFailed(message, isinstance(error, MemoryPlanError)))
+        channel.send_all(EngineFailed(message, isinstance(error, MemoryPlanError)))
         return message
     finally:
         if build_pool is not None:

@@ -20,8 +20,7 @@ from millrace.engine.explain import explain
 from millrace.engine.figures.draft_figures import DraftFigures
 from millrace.engine.figures.row_drafts import RowDraftCounts, drafted_rows
 from millrace.engine.figures.step_figures import StepFigures, StepWork
-from millrace.engine.figures.step_log import StepLog
-from millrace.engine.figures.uncounted import UncountedSteps, UncountedTimes, UnloggedSteps
+from millrace.engine.figures.uncounted import UncountedSteps, UncountedTimes
 from millrace.engine.ledger import Ledger
 from millrace.engine.outbox import Outbox
 from millrace.engine.rates import MeasuredRates
@@ -94,7 +93,6 @@ class Engine:
         self._ledger = Ledger(None if has_figures else UncountedTimes())
         self._rates = MeasuredRates()
         self._outbox = Outbox(channel, self._ledger)
-        self._step_log = StepLog() if has_figures else UnloggedSteps()
         count_steps = StepFigures if has_figures else UncountedSteps
         self._figures = count_steps(scheduler.rows, self._ledger.histograms, work or StepWork())
         self._drafts = DraftFigures(drafter)
@@ -213,9 +211,8 @@ class Engine:
 
     def on_step_done(self, done: Confirmed) -> None:
         self._rates.on_step(done.plan.num_tokens, done.device_s)
-        self._figures.on_step(done.plan, done.outcome, done.at, done.result.num_drafts)
+        self._figures.on_step(done)
         self._drafts.on_step(done.plan, done.result)
-        self._step_log.note(done, self._figures)
         if done.at - self._stats_at >= STATS_EVERY_S:  # After the tokens, which clients wait for.
             self._report(done.at)
         if done.plan.step_no % CHECK_POOL_EVERY == 0:
@@ -314,12 +311,12 @@ class Engine:
         self._stopping = self._stopping or (num_open == 0 and idle_s >= message.idle_s)
         idleness = Idleness(self._stopping, num_open, idle_s)
         self._channel.send(message.front, Reply(message.query_id, msgspec.json.encode(idleness)))
-        for front in range(self._channel.num_fronts) if self._stopping else ():
-            self._channel.send(front, EngineRetired())
+        if self._stopping:
+            self._channel.send_all(EngineRetired())
 
     def _answer(self, query: Query) -> bytes:
         if query.kind == "steps":
-            return msgspec.json.encode(self._step_log.last(int(query.name)))
+            return msgspec.json.encode(self._figures.last_steps(int(query.name)))
         entries = self._ledger.named(query.name, query.tenant)
         if not entries:
             return b""
@@ -347,6 +344,7 @@ class Engine:
         if tier is not None:
             tier.prefill_tokens_per_s = rates.tokens_per_s
         times, figures, ledger = self._cycle.times, self._figures, self._ledger
+        figures.count()
         return EngineStats(
             step_no=self._step_no,
             running=scheduler.num_running,

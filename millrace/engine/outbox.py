@@ -68,8 +68,7 @@ class Outbox:
             self._channel.send(front, StepTokens(step_no=step_no, ids=b"", tokens=b"", finished=tuple(finished)))
 
     def send_stats(self, step_no: int, stats: EngineStats) -> None:
-        for front in range(self._channel.num_fronts):
-            self._channel.send(front, StepTokens(step_no=step_no, ids=b"", tokens=b"", stats=stats))
+        self._channel.send_all(StepTokens(step_no=step_no, ids=b"", tokens=b"", stats=stats))
 
     def _finish(self, ended: Ended, now: float) -> Finish:
         self._prompt_logprobs.pop(ended.request_id, None)

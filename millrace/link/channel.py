@@ -31,6 +31,9 @@ class EngineChannel(Protocol):
 
     def send(self, front_index: int, message: ToFront) -> None: ...
 
+    def send_all(self, message: ToFront) -> None:
+        """Send the same message to every front."""
+
     def close(self) -> None: ...
 
 
@@ -98,6 +101,9 @@ class InProcessLink:
         return self._inbox.drain(timeout_s)
 
     def send(self, front_index: int, message: ToFront) -> None:
+        self._front.deliver(message)
+
+    def send_all(self, message: ToFront) -> None:
         self._front.deliver(message)
 
     def close(self) -> None:

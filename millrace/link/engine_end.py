@@ -169,7 +169,14 @@ class SocketEngineChannel:
     # -- sending ---------------------------------------------------------------------------------------------------
 
     def send(self, front_index: int, message: ToFront) -> None:
-        front, frame = self._fronts[front_index], encode_frame(message)
+        self._send_frame(self._fronts[front_index], encode_frame(message))
+
+    def send_all(self, message: ToFront) -> None:
+        frame = encode_frame(message)
+        for front in self._fronts:
+            self._send_frame(front, frame)
+
+    def _send_frame(self, front: Front, frame: bytearray) -> None:
         if front.connection is None:
             # Accept its connection if one is waiting: while loading, the engine sends but does not receive.
             self._early = self._turn(0.0)

@@ -5,8 +5,6 @@ The engine adds to it in columns; fronts export it as Prometheus histograms and 
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,8 +56,6 @@ NUM_CLASSES = len(CLASS_NAMES)
 SHAPE = (len(SPECS), NUM_CLASSES, NUM_EDGES + 2)
 """Per histogram and class: the count of each bucket, the last one unbounded, then the sum of all values."""
 _EDGES = np.array([spec.edges for spec in SPECS])
-_AT_END = (PROMPT_LENGTH, OUTPUT_LENGTH, QUEUE, PREFILL, DECODE, SEQUENCE, TPOT)
-"""What is known when a sequence with output ends."""
 
 
 class Histograms:
@@ -68,7 +64,7 @@ class Histograms:
         self._single: list[tuple[int, int, float]] = []
         """Kind, class and value of what `observe` was given since `values` was last read."""
         self._ended: list[tuple[float, ...]] = []
-        """The same for `observe_finish`: class, and a value for each of `_AT_END`; NaN for none."""
+        """The same for `observe_finish`: class, tokens of prompt and output, and the times of the finish."""
 
     @property
     def values(self) -> Floats:
@@ -80,18 +76,43 @@ class Histograms:
             for kind in set(kinds.tolist()):
                 self._add(kind, single[kinds == kind, 2], priorities[kinds == kind])
         if self._ended:
-            ended, self._ended = np.array(self._ended), []
-            for column, kind in enumerate(_AT_END, 1):
-                has_value = ~np.isnan(ended[:, column])
-                self._add(kind, ended[has_value, column], ended[has_value, 0].astype(np.int64))
+            ended, self._ended = np.array(self._ended).T, []
+            self._add_ended(ended[0].astype(np.int64), *ended[1:])
         return self._values
 
-    def _add(self, kind: int, values: Floats, priorities: npt.NDArray[np.integer]) -> None:
+    def _add(
+        self,
+        kind: int,
+        values: Floats,
+        priorities: npt.NDArray[np.integer],
+        nums: npt.NDArray[np.integer] | None = None,
+    ) -> None:
+        """`nums`: how often each value counts; once by default."""
         width = NUM_EDGES + 2
         places = _EDGES[kind].searchsorted(values) + width * priorities
         counts = self._values[kind].reshape(-1)
-        counts += np.bincount(places, minlength=NUM_CLASSES * width)
-        self._values[kind, :, -1] += np.bincount(priorities, values, NUM_CLASSES)
+        counts += np.bincount(places, nums, NUM_CLASSES * width)
+        self._values[kind, :, -1] += np.bincount(priorities, values if nums is None else values * nums, NUM_CLASSES)
+
+    def _add_ended(
+        self,
+        priorities: npt.NDArray[np.int64],
+        num_prompt: Floats,
+        num_output: Floats,
+        queued_s: Floats,
+        first_s: Floats,
+        total_s: Floats,
+        before_s: Floats,
+    ) -> None:
+        decode_s = np.maximum(0.0, total_s - first_s)
+        self._add(PROMPT_LENGTH, num_prompt, priorities)
+        self._add(OUTPUT_LENGTH, num_output, priorities)
+        self._add(QUEUE, queued_s, priorities)
+        self._add(PREFILL, np.maximum(0.0, first_s - queued_s), priorities)
+        self._add(DECODE, decode_s, priorities)
+        self._add(SEQUENCE, before_s + total_s, priorities)
+        has_several = num_output > 1
+        self._add(TPOT, decode_s[has_several] / (num_output[has_several] - 1), priorities[has_several])
 
     def observe(self, kind: int, priority: int, value: float) -> None:
         """Once per request and kind, not per token."""
@@ -99,35 +120,17 @@ class Histograms:
 
     def observe_finish(self, finish: Finish, priority: int, before_submit_s: float) -> None:
         """A sequence ended. `before_submit_s`: the front's time before it submitted the request."""
-        num_output = finish.output_tokens
-        if num_output == 0:
+        if finish.output_tokens == 0:
             self.observe(PROMPT_LENGTH, priority, finish.prompt_tokens)
             return
-        decode_s = max(0.0, finish.total_s - finish.first_token_s)
-        self._ended.append(
-            (
-                priority,
-                finish.prompt_tokens,
-                num_output,
-                finish.queued_s,
-                max(0.0, finish.first_token_s - finish.queued_s),
-                decode_s,
-                before_submit_s + finish.total_s,
-                decode_s / (num_output - 1) if num_output > 1 else math.nan,
-            )
-        )
+        times = (finish.queued_s, finish.first_token_s, finish.total_s, before_submit_s)
+        self._ended.append((priority, finish.prompt_tokens, finish.output_tokens, *times))
 
-    def observe_gaps(self, gaps: Floats, priorities: npt.NDArray[np.int32]) -> None:
-        """Inter-token gaps of some sequences in one step."""
-        self._add(ITL, gaps, priorities)
-
-    def observe_same_gap(self, gap: float, num_by_class: list[int]) -> None:
-        """The same gap for so many sequences of each class."""
-        place, itl = bisect_left(_GAPS_S, gap), self._values[ITL]
-        for priority, count in enumerate(num_by_class):
-            if count:
-                itl[priority, place] += count
-                itl[priority, -1] += count * gap
+    def observe_gaps(
+        self, gaps: Floats, priorities: npt.NDArray[np.integer], nums: npt.NDArray[np.integer] | None = None
+    ) -> None:
+        """Inter-token gaps of some sequences. `nums`: how many sequences have each gap; one by default."""
+        self._add(ITL, gaps, priorities, nums)
 
     def tobytes(self) -> bytes:
         return self.values.tobytes()

@@ -50,6 +50,9 @@ class Channel:
             for request_id, token in zip(ids, unpack_tokens(message.tokens).tolist(), strict=True):
                 self.tokens.setdefault(request_id, []).append(token)
 
+    def send_all(self, message: ToFront) -> None:
+        self.send(0, message)
+
     def close(self) -> None: ...
 
 

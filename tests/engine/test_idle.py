@@ -31,6 +31,9 @@ class Channel:
     def send(self, front_index: int, message: ToFront) -> None:
         self.sent.append(message)
 
+    def send_all(self, message: ToFront) -> None:
+        self.sent.append(message)
+
     def close(self) -> None: ...
 
 

@@ -37,6 +37,10 @@ class Channel:
         assert isinstance(message, StepTokens)
         self.sent.append((front_index, message))
 
+    def send_all(self, message: ToFront) -> None:
+        for front in range(self.num_fronts):
+            self.send(front, message)
+
     def close(self) -> None: ...
 
 

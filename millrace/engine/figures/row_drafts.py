@@ -55,20 +55,25 @@ class RowDraftCounts:
         self._request_ids = np.full(capacity, NO_REQUEST, np.int64)
         self._counts = np.zeros((3, NUM_SOURCES, capacity), np.int64)
         """Steps, drafts and accepted drafts."""
+        self._has_any = False
+        """True once a step had drafts. Without, nothing is looked up."""
 
     def admit(self, row: int, request_id: int) -> tuple[int, DraftCounts]:
         """The row changes hands. Returns the request that had it and what is not taken yet: a preempted one's."""
-        before = int(self._request_ids[row])
+        before = int(self._request_ids[row]) if self._has_any else NO_REQUEST
         self._request_ids[row] = request_id
-        return before, self._take(row)
+        return before, self._take(row) if self._has_any else {}
 
     def add(self, drafted: DraftedRows) -> None:
+        self._has_any = True
         new = np.stack([np.ones_like(drafted.num_drafts), drafted.num_drafts, drafted.num_accepted])
         self._counts[:, drafted.sources, drafted.rows] += new
 
     def take(self, request_id: int) -> DraftCounts:
         """What was added since the last time."""
         counts: DraftCounts = {}
+        if not self._has_any:
+            return counts
         for row in np.flatnonzero(self._request_ids == request_id).tolist():
             counts |= self._take(row)
         return counts

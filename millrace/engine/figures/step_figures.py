@@ -1,16 +1,22 @@
-"""What steps did, summed: composition of batches, gaps between tokens, drafts, bytes and FLOPs. A few array operations
-per step, after its tokens were sent."""
+"""What steps did, summed: composition of batches, gaps between tokens, drafts, bytes and FLOPs.
+
+A step is only noted, after its tokens were sent. Many steps are counted at once, when their figures are read: a few
+array operations then take the place of a few in every step.
+"""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from millrace.observe.histograms import NUM_CLASSES, Histograms
+from millrace.engine.cycle import Confirmed
+from millrace.engine.figures.step_log import StepLog
+from millrace.engine.figures.token_gaps import MAX_STEPS, TokenGaps
+from millrace.observe.histograms import NUM_CLASSES, Floats, Histograms
 from millrace.plan.rows import Rows
-from millrace.plan.step import NO_EPOCH, Bools, Int32s, StepOutcome, StepPlan
+from millrace.plan.step import Int32s, Int64s, StepOutcome, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +33,18 @@ class StepWork:
 
 
 class StepFigures:
+    """Totals of all steps up to the last `count`, except `output_tokens` and those of drafts, which are up to date."""
+
     def __init__(self, rows: Rows, histograms: Histograms, work: StepWork) -> None:
-        self._rows, self._histograms, self._work = rows, histograms, work
-        self._last_token = np.full(rows.capacity, math.nan)
-        """By row: when its request got its last token; NaN if it has none."""
-        self._last_at = math.nan
-        """When the last step delivered tokens."""
-        self._context = 0
-        """Sum of the rows' contexts in the last step."""
-        self._epoch = NO_EPOCH
-        """Of the last step's plan."""
+        self._rows, self._work = rows, work
+        self._gaps = TokenGaps(rows, histograms)
+        self._log = StepLog()
+        self._noted: list[tuple[float, ...]] = []
+        """Steps since the last count: number, launch, end, time on the device, rows, tokens with padding and places for
+        drafts."""
+        self._starts: list[Int32s] = []
+        self._counts: list[Int32s] = []
+        """Columns of their plans."""
         self.output_tokens = 0
         self.step_rows = 0
         self.prefill_tokens = self.decode_tokens = self.padded_tokens = 0
@@ -44,79 +52,90 @@ class StepFigures:
         self.bytes_read = self.flops = 0.0
 
     def last_token_at(self, row: int) -> float:
-        return float(self._last_token[row])
+        return self._gaps.last_token_at(row)
 
     def on_admitted(self, row: int, last_token: float) -> None:
-        self._last_token[row] = last_token
+        self._gaps.on_admitted(row, last_token)
 
-    def on_step(self, plan: StepPlan, outcome: StepOutcome, now: float, num_drafts: Int32s | None = None) -> None:
-        """`num_drafts`: drafts of each drawing row; None if only the places are known."""
-        num_rows = len(plan.rows)
-        self.step_rows += num_rows
-        self.output_tokens += len(outcome.tokens)
-        repeats, self._epoch = plan.repeats(self._epoch), plan.epoch
-        if repeats:
-            self._count_work(num_rows, self._context + num_rows, self._context + num_rows)
-            self.decode_tokens += num_rows
-            self.padded_tokens += plan.shape.tokens - num_rows
-        elif num_rows:
-            self._count_composition(plan)
+    def on_step(self, done: Confirmed) -> None:
+        plan, outcome = done.plan, done.outcome
+        num_rows, num_tokens, num_places = len(plan.rows), len(outcome.tokens), 0
+        if not num_rows:
+            return
         if plan.draft_places is not None:
-            self._count_drafts(plan.draft_places if num_drafts is None else num_drafts, outcome)
-        if len(outcome.tokens):
-            self._note_gaps(plan, outcome, now)
+            num_places = int(plan.draft_places.sum())
+            num_drafts = done.result.num_drafts
+            self._count_drafts(num_places if num_drafts is None else int(num_drafts.sum()), outcome)
+        self.output_tokens += num_tokens
+        self._noted.append(
+            (plan.step_no, done.launched_at, done.at, done.device_s, num_rows, plan.shape.tokens, num_places)
+        )
+        self._starts.append(plan.starts)
+        self._counts.append(plan.counts)
+        if num_tokens:
+            self._note_tokens(plan, outcome, done.at)
+        if len(self._noted) >= MAX_STEPS:
+            self.count()
+
+    def _note_tokens(self, plan: StepPlan, outcome: StepOutcome, now: float) -> None:
+        rows, is_distinct = plan.rows, plan.draft_places is None and not outcome.num_appended
+        if not is_distinct or len(outcome.tokens) != len(rows):
+            rows = rows[plan.samples][outcome.sample_index]
+        num_first, num_last = len(outcome.first_ids), 0
+        for ended in outcome.ended:
+            if ended.stop_token_id >= 0:  # An end token is not delivered.
+                num_first -= ended.num_output == 1
+            elif ended.reason == "length":  # Pooled requests have no tokens.
+                num_last += ended.num_output > 0
+                num_first -= ended.num_output == 0
+        self._gaps.note(rows, now, num_first=num_first, num_last=num_last, is_distinct=is_distinct)
+
+    def _count_drafts(self, num_drafts: int, outcome: StepOutcome) -> None:
+        self.drafted_tokens += num_drafts
+        index = outcome.sample_index
+        self.accepted_tokens += int((index[1:] == index[:-1]).sum()) - outcome.num_appended
+
+    def count(self) -> None:
+        """Count the steps noted since the last time."""
+        self._gaps.count()
+        if not self._noted:
+            return
+        noted, starts, counts = np.array(self._noted), np.concatenate(self._starts), np.concatenate(self._counts)
+        self._noted, self._starts, self._counts = [], [], []
+        num_rows, num_computed, num_places = noted[:, 4:].T.astype(np.int64)
+        decoded, prefilled, context, pairs = _composition(num_rows, starts, counts)
+        num_tokens, work = decoded + prefilled, self._work
+        bytes_read = work.weights_bytes + work.context_bytes * context
+        flops = work.token_flops * num_tokens + work.pair_flops * pairs
+        self.step_rows += int(num_rows.sum())
+        self.decode_tokens += int(decoded.sum())
+        self.prefill_tokens += int(prefilled.sum())
+        self.padded_tokens += int(np.maximum(0, num_computed - num_tokens - num_places).sum())
+        self.bytes_read += float(bytes_read.sum())
+        self.flops += float(flops.sum())
+        self._log.add(np.column_stack([noted[:, :5], prefilled, decoded, bytes_read, flops]))
+
+    def last_steps(self, count: int) -> dict[str, Any]:
+        self.count()
+        return self._log.last(count)
 
     def running_by_class(self) -> tuple[int, ...]:
         rows = self._rows
         return tuple(np.bincount(rows.priority[rows.active], minlength=NUM_CLASSES)[:NUM_CLASSES].tolist())
 
-    def _count_composition(self, plan: StepPlan) -> None:
-        chunks = (plan.counts != 1).nonzero()[0]
-        counts, starts = plan.counts[chunks].tolist(), plan.starts[chunks].tolist()
-        num_single, num_chunked = len(plan.rows) - len(counts), sum(counts)
-        num_tokens = num_single + num_chunked
-        self.decode_tokens += num_single
-        self.prefill_tokens += num_chunked
-        num_places = 0 if plan.draft_places is None else int(plan.draft_places.sum())
-        self.padded_tokens += max(0, plan.shape.tokens - num_tokens - num_places)
-        context = int(plan.starts.sum()) + num_tokens
-        # A chunk of c tokens after s attends to (s + 1) + … + (s + c) tokens; the context counts its s + c.
-        pairs = context + sum((c - 1) * (2 * s + c) // 2 for s, c in zip(starts, counts, strict=True))
-        self._count_work(num_tokens, context, pairs)
 
-    def _count_work(self, num_tokens: int, context: int, pairs: int) -> None:
-        work = self._work
-        self._context = context
-        self.bytes_read += work.weights_bytes + work.context_bytes * context
-        self.flops += work.token_flops * num_tokens + work.pair_flops * pairs
+def _composition(num_rows: Int64s, starts: Int32s, counts: Int32s) -> tuple[Int64s, Int64s, Int64s, Int64s]:
+    """Per step: decode tokens, prefill tokens, sum of the rows' contexts, and pairs of a query and a token it attends
+    to. `starts` and `counts` are those of all steps, one after the other."""
+    ends, num_steps = num_rows.cumsum(), len(num_rows)
+    chunks = (counts != 1).nonzero()[0]
+    step_of = ends.searchsorted(chunks, side="right")
 
-    def _count_drafts(self, num_drafts: Int32s, outcome: StepOutcome) -> None:
-        self.drafted_tokens += int(num_drafts.sum())
-        index = outcome.sample_index
-        self.accepted_tokens += int((index[1:] == index[:-1]).sum()) - outcome.num_appended
+    def by_step(values: Floats | Int64s | None) -> Int64s:
+        return np.bincount(step_of, values, num_steps).astype(np.int64)
 
-    def _note_gaps(self, plan: StepPlan, outcome: StepOutcome, now: float) -> None:
-        """Most rows got their last token in the step before: they have the same gap and are only counted."""
-        rows = plan.rows
-        if len(outcome.tokens) != len(rows) or plan.draft_places is not None or outcome.num_appended:
-            rows = rows[plan.samples][outcome.sample_index]
-        last, (last_at, self._last_at) = self._last_token[rows], (self._last_at, now)
-        self._last_token[rows] = now
-        if plan.draft_places is not None or outcome.num_appended:
-            # Tokens of one row in one step arrive together: all but the first have a gap of 0.
-            last[1:][rows[1:] == rows[:-1]] = now
-        is_common = last == last_at
-        num_common = int(np.count_nonzero(is_common))
-        if num_common < len(rows):
-            others = (~is_common & (last == last)).nonzero()[0]  # Not NaN: it is not the first token.
-            if len(others):
-                self._histograms.observe_gaps(now - last[others], self._rows.priority[rows[others]])
-        if num_common:
-            self._histograms.observe_same_gap(now - last_at, self._num_by_class(rows, is_common, num_common))
-
-    def _num_by_class(self, rows: Int32s, chosen: Bools, num_chosen: int) -> list[int]:
-        classes = self._rows.classes
-        if len(classes) == 1:
-            return [num_chosen if one in classes else 0 for one in range(NUM_CLASSES)]
-        counts: list[int] = np.bincount(self._rows.priority[rows[chosen]], minlength=NUM_CLASSES).tolist()
-        return counts
+    count, start = counts[chunks].astype(np.int64), starts[chunks]
+    decoded, prefilled = num_rows - by_step(None), by_step(count)
+    context = np.add.reduceat(starts, ends - num_rows, dtype=np.int64) + decoded + prefilled
+    # A chunk of c tokens after s attends to (s + 1) + … + (s + c) tokens; the context counts its s + c.
+    return decoded, prefilled, context, context + by_step((count - 1) * (2 * start + count) // 2)

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.engine.cycle import Confirmed
-from millrace.engine.figures.step_figures import StepFigures
+from millrace.observe.histograms import Floats
 
 CAPACITY = 4096
 COLUMNS = ("step_no", "launched", "done", "device_s", "rows", "prefill_tokens", "decode_tokens", "bytes", "flops")
@@ -18,24 +17,11 @@ class StepLog:
     def __init__(self) -> None:
         self._columns = np.zeros((CAPACITY, len(COLUMNS)))
         self._num = 0
-        self._before = (0, 0, 0.0, 0.0)
 
-    def note(self, done: Confirmed, figures: StepFigures) -> None:
-        """Once per step, after `figures` counted it."""
-        totals = (figures.prefill_tokens, figures.decode_tokens, figures.bytes_read, figures.flops)
-        before, self._before = self._before, totals
-        self._columns[self._num % CAPACITY] = (
-            done.plan.step_no,
-            done.launched_at,
-            done.at,
-            done.device_s,
-            len(done.plan.rows),
-            totals[0] - before[0],
-            totals[1] - before[1],
-            totals[2] - before[2],
-            totals[3] - before[3],
-        )
-        self._num += 1
+    def add(self, steps: Floats) -> None:
+        """`steps` [steps, columns]: at most `CAPACITY` of them."""
+        self._columns[np.arange(self._num, self._num + len(steps)) % CAPACITY] = steps
+        self._num += len(steps)
 
     def last(self, count: int) -> dict[str, Any]:
         """The last `count` steps as lists, oldest first. Times are on `time.monotonic`."""

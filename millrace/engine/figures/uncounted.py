@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import numpy.typing as npt
-from numpy import int32
+import math
 
 from millrace.engine.cycle import Confirmed
 from millrace.engine.figures.step_figures import StepFigures
-from millrace.engine.figures.step_log import StepLog
 from millrace.link.messages import Finish
-from millrace.observe.histograms import Floats, Histograms
-from millrace.plan.step import StepOutcome, StepPlan
+from millrace.observe.histograms import Histograms
 
 
 class UncountedSteps(StepFigures):
-    def on_step(
-        self, plan: StepPlan, outcome: StepOutcome, now: float, num_drafts: npt.NDArray[int32] | None = None
-    ) -> None:
-        self.output_tokens += len(outcome.tokens)
+    def last_token_at(self, row: int) -> float:
+        return math.nan
 
-
-class UnloggedSteps(StepLog):
-    def note(self, done: Confirmed, figures: StepFigures) -> None:
+    def on_admitted(self, row: int, last_token: float) -> None:
         pass
+
+    def on_step(self, done: Confirmed) -> None:
+        self.output_tokens += len(done.outcome.tokens)
 
 
 class UncountedTimes(Histograms):
@@ -30,7 +26,4 @@ class UncountedTimes(Histograms):
         pass
 
     def observe_finish(self, finish: Finish, priority: int, before_submit_s: float) -> None:
-        pass
-
-    def observe_gaps(self, gaps: Floats, priorities: npt.NDArray[int32]) -> None:
         pass
