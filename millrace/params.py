@@ -170,8 +170,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             self._check_numbers()
         if _shape_of(self) != _NEUTRAL_SHAPE:
             self._check_shape()
-        if self.grammar is not None:
-            self._check_grammar()
         if self.pooling and (self.pooling not in POOLINGS or self.max_tokens != 1 or self.is_constrained):
             raise BadRequest(
                 f"pooling is {self.pooling!r}; it must be one of {', '.join(POOLINGS)}, with max_tokens 1 and no"
@@ -229,16 +227,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
                 raise BadRequest(
                     f"A stop string has {len(text)} characters; at most {MAX_STOP_STRING_CHARS} are allowed.",
                     param="stop",
-                )
-
-    def _check_grammar(self) -> None:
-        """A complete answer allows only end tokens, so nothing may forbid them."""
-        for name, is_set in (("ignore_eos", self.ignore_eos), ("min_tokens", self.min_tokens > 0)):
-            if is_set:
-                raise BadRequest(
-                    f"{name} cannot be combined with a grammar, because the answer ends where the grammar ends;"
-                    f" remove {name} or the grammar.",
-                    param=name,
                 )
 
     def _check_shape(self) -> None:

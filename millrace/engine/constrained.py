@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from millrace.engine.grammars import Failure, Grammars
+from millrace.engine.grammars import NEVER, Failure, Grammars
 from millrace.engine.thinking import ThinkingLimits
 from millrace.link.messages import GrammarStats
 from millrace.plan.request import Request
@@ -34,7 +34,8 @@ class ConstrainedRequests:
         if grammar is None:
             return False
         self._held[request.id] = request
-        self._grammars.open(request.id, grammar, request.tenant, now)
+        ends_from = NEVER if params.ignore_eos else params.min_tokens
+        self._grammars.open(request.id, grammar, request.tenant, now, ends_from)
         return True
 
     def take_ready(self, now: float) -> list[Request]:

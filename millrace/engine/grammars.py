@@ -43,6 +43,8 @@ SLOW_MASKS_S = 0.02
 SLOW_MASK_S = 0.004
 MAX_SLOW_S = 0.5
 """CPU time that a request may spend on slow masks. Its neighbours wait for them."""
+NEVER = 1 << 31
+"""As a number of tokens: the answer ends only where nothing else may follow."""
 Int32s = npt.NDArray[np.int32]
 
 
@@ -93,6 +95,8 @@ class Grammars:
         """The last step's, if the next one may have the same rows."""
         self._following = threading.RLock()
         """Held by whoever uses matchers."""
+        self._ends_from: dict[int, int] = {}
+        """Tokens from which a request may end although more may follow, where that is not at once."""
         self._slow_s: dict[int, float] = {}
         """CPU time of slow masks by request."""
         self._times_each = False
@@ -121,8 +125,11 @@ class Grammars:
 
     # -- compiling -------------------------------------------------------------------------------------------------
 
-    def open(self, request_id: int, grammar: Grammar, scope: str, now: float) -> None:
-        """Start compiling. Compiled grammars are shared within a scope. `now` is in seconds."""
+    def open(self, request_id: int, grammar: Grammar, scope: str, now: float, ends_from: int = 0) -> None:
+        """Start compiling. Compiled grammars are shared within a scope. `now` is in seconds. Before `ends_from` tokens
+        the answer ends only where nothing else may follow."""
+        if ends_from:
+            self._ends_from[request_id] = ends_from
         try:
             future = self._compiler.submit(grammar, scope)
         except Overloaded as error:
@@ -155,6 +162,7 @@ class Grammars:
         self._pending.pop(request_id, None)
         self._drop(request_id)
         self._slow_s.pop(request_id, None)
+        self._ends_from.pop(request_id, None)
 
     def shut_down(self) -> None:
         self._compiler.close()
@@ -271,9 +279,21 @@ class Grammars:
                 out[row : row + count] = ALL_TOKENS
             if batch.masks.asks:
                 self._fill(batch, out)
+                self._withhold_ends(batch, out)
             self._batch = batch if not has_drafts and not batch.free and not self._failed else None
         self._num_masks += batch.masks.num_rows
         self._mask_seconds += time.monotonic() - began
+
+    def _withhold_ends(self, batch: _Batch, out: Uint32s) -> None:
+        """Remove end tokens from masks of answers that must go on as long as they can."""
+        if not self._ends_from or self._environment is None:
+            return
+        rows: list[int] = []
+        for request_id, ask in zip(batch.owners, batch.masks.asks, strict=True):
+            num_early = self._ends_from.get(request_id, 0) - ask.matcher.num_consumed
+            rows.extend(range(ask.first, ask.first + min(num_early, 1 + len(ask.drafts))))
+        if rows:
+            self._environment.withhold_ends(out, np.array(rows))
 
     def _batch_of(self, request_ids: Sequence[int], drafts: Sequence[Sequence[int]]) -> _Batch:
         asks: list[MaskAsk] = []

@@ -415,7 +415,7 @@ def _to_request(message: NewRequest, *, is_gpu: bool) -> Request:
         prompt=unpack_tokens(message.prompt),
         max_tokens=params.max_tokens,
         end_token_ids=message.end_token_ids,
-        min_tokens=params.min_tokens,
+        min_tokens=params.min_tokens if params.grammar is None else 0,  # The grammar's masks keep it from ending.
         priority=min(max(message.priority, INTERACTIVE), BATCH),
         tenant=message.tenant,
         weight=message.weight,

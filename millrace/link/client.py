@@ -238,7 +238,7 @@ class EngineClient:
             raise self._overloaded()
         token_ids = checked_ids(prompt, ready.vocab_size)
         params = self._complete(len(token_ids), params, ready)
-        if params.ignore_eos:
+        if params.ignore_eos and params.grammar is None:
             end_token_ids = ()
         request_id = self._next_id
         self._next_id += 1

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("llguidance")
 
 from millrace.engine import grammars as grammars_module
-from millrace.engine.grammars import ALL_TOKENS, COMPILE_LIMIT_S, Failure, Grammars
+from millrace.engine.grammars import ALL_TOKENS, COMPILE_LIMIT_S, NEVER, Failure, Grammars
 from millrace.link.messages import NewRequest, decode_to_engine
 from millrace.params import Grammar, SamplingParams
 from millrace.text.grammar import compiler as compiler_module
@@ -96,6 +96,35 @@ def test_several_rows_advance_each_on_their_own(grammars: Grammars) -> None:
     assert grammars.take_failed() == []
     assert grammars.counters.masks == 8
     assert grammars.counters.mask_seconds > 0
+
+
+def test_an_answer_that_must_go_on_ends_only_where_nothing_else_may_follow(grammars: Grammars) -> None:
+    numbers, longer = Grammar("regex", "1{2,5}"), Grammar("regex", "1{2,5}")
+    grammars.open(1, numbers, "", 0.0, NEVER)
+    grammars.open(2, longer, "", 0.0, 4)
+    grammars.open(3, numbers, "", 0.0)
+    ready: list[int] = []
+    wait_for(lambda: len(ready.extend(grammars.take_ready(0.0)) or ready) == 3)
+    one = ord("1")
+    seen = []
+    for _ in range(5):
+        seen.append(allowed(grammars, [1, 2, 3]))
+        grammars.consume([1, 2, 3], [one] * 3)
+    assert seen == [
+        [{one}] * 3,
+        [{one}] * 3,
+        [{one}, {one}, {one, END}],
+        [{one}, {one}, {one, END}],
+        [{one}, {one, END}, {one, END}],
+    ]
+    assert allowed(grammars, [1, 2, 3]) == [{END}] * 3
+    out = np.zeros((4, NUM_WORDS), np.uint32)
+    grammars.close(1)
+    grammars.open(4, numbers, "", 0.0, 3)
+    wait_for(lambda: grammars.take_ready(0.0) == [4])
+    grammars.fill([4], out, [[one, one, one]])
+    ends = [bool(row[END // 32] >> END % 32 & 1) for row in out]
+    assert ends == [False, False, False, True], "after three drafts it may end"
 
 
 def test_requests_share_a_compiled_grammar_but_no_state(grammars: Grammars) -> None:

@@ -78,7 +78,7 @@ class Formatted(BeamFields, kw_only=True):
         described(
             'Hold the answer to a form: {"type": "json_object"}, or {"type": "json_schema", "json_schema": {"name": …,'
             ' "schema": …}}, whether or not "strict" is set. A schema that is wrong or uses a keyword that is not'
-            " supported is refused. Not with `ignore_eos` or `min_tokens`."
+            " supported is refused. With `ignore_eos` or below `min_tokens` it ends only where nothing else may follow."
         ),
     ] = None
     structured_outputs: Annotated[

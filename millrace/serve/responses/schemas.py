@@ -104,9 +104,7 @@ ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
 class ResponseText(Strict, kw_only=True):
-    format: Annotated[
-        ResponseFormat | None, described("Hold the answer to a form; not with `ignore_eos` or `min_tokens`.")
-    ] = None
+    format: Annotated[ResponseFormat | None, described("Hold the answer to a form.")] = None
     verbosity: Annotated[
         Verbosity | None, described("Passed to the chat template; refused if the template does not read it.")
     ] = None

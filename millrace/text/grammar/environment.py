@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from millrace.errors import ModelError
@@ -18,6 +19,8 @@ from millrace.text.grammar.problems import sentence_of
 from millrace.text.grammar.translate import guidance_source, limits, starting_after
 from millrace.text.tokenizers.load import load_tokenizer
 from millrace.text.tokenizers.tokenizer import Tokenizer
+
+Int64s = npt.NDArray[np.int64]
 
 NUM_PROBES = 3
 LEXERS_PER_THREAD = 4
@@ -40,6 +43,8 @@ class GrammarEnvironment:
         except ValueError as error:
             raise ModelError(f"Grammars are not supported with this model's tokenizer: {error}.") from error
         self._end_token_ids, self._end_set = ends, frozenset(ends)
+        self._end_words = np.array(ends) // 32
+        self._end_bits = np.uint32(1) << np.array(ends, np.uint32) % np.uint32(32)
         self.num_words = (num_ids + 31) // 32
         """32-bit words in a mask over all ids."""
         self._max_lexers = LEXERS_PER_THREAD * num_threads if num_threads > 1 else 1
@@ -89,6 +94,16 @@ class GrammarEnvironment:
             self._threads.unsafe_compute_mask_ptr_with_draft_token(batch.drafted, *memory)
         # A mask without a token is an error to llguidance.
         return [matcher.error(True) if matcher.inner.is_error() else None for matcher in batch.matchers]
+
+    def withhold_ends(self, out: Uint32s, rows: Int64s) -> None:
+        """Remove end tokens from these rows of masks, but not from those that allow nothing else."""
+        may_end = (out[rows][:, self._end_words] & self._end_bits).any(axis=1)
+        rows = rows[may_end]
+        without = out[rows]
+        for word, bits in zip(self._end_words, self._end_bits, strict=True):
+            without[:, word] &= ~bits
+        goes_on = without.any(axis=1)
+        out[rows[goes_on]] = without[goes_on]
 
     def consume(self, matchers: Sequence[Matcher], tokens: Sequence[int]) -> list[GrammarError | None]:
         """Advance matcher i, each of which occurs once, by token i, in parallel threads."""
