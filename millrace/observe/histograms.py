@@ -14,6 +14,9 @@ from millrace.link.messages import Finish
 from millrace.params import CLASS_NAMES
 
 Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.integer]
+Part = tuple[int, Floats, Integers]
+"""Kind, values, and the class of each."""
 
 NUM_EDGES = 22
 _WAITS_S = (
@@ -53,7 +56,8 @@ SPECS = (
 )
 TTFT, ITL, TPOT, QUEUE, PREFILL, DECODE, SEQUENCE, PROMPT_LENGTH, OUTPUT_LENGTH = range(len(SPECS))
 NUM_CLASSES = len(CLASS_NAMES)
-SHAPE = (len(SPECS), NUM_CLASSES, NUM_EDGES + 2)
+WIDTH = NUM_EDGES + 2
+SHAPE = (len(SPECS), NUM_CLASSES, WIDTH)
 """Per histogram and class: the count of each bucket, the last one unbounded, then the sum of all values."""
 _EDGES = np.array([spec.edges for spec in SPECS])
 
@@ -70,49 +74,26 @@ class Histograms:
     def values(self) -> Floats:
         """Counts and sums. What was observed one by one is added here, in columns: in the engine, a few times per
         second."""
+        parts: list[Part] = []
         if self._single:
-            single, self._single = np.array(self._single), []
-            kinds, priorities = single[:, 0].astype(np.int64), single[:, 1].astype(np.int64)
-            for kind in set(kinds.tolist()):
-                self._add(kind, single[kinds == kind, 2], priorities[kinds == kind])
+            single, self._single = np.array(self._single).T, []
+            kinds, priorities = single[:2].astype(np.int64)
+            parts += [(kind, single[2, kinds == kind], priorities[kinds == kind]) for kind in set(kinds.tolist())]
         if self._ended:
             ended, self._ended = np.array(self._ended).T, []
-            self._add_ended(ended[0].astype(np.int64), *ended[1:])
+            parts += _parts_of_ended(ended[0].astype(np.int64), *ended[1:])
+        if parts:
+            self._add(parts)
         return self._values
 
-    def _add(
-        self,
-        kind: int,
-        values: Floats,
-        priorities: npt.NDArray[np.integer],
-        nums: npt.NDArray[np.integer] | None = None,
-    ) -> None:
+    def _add(self, parts: list[Part], nums: Integers | None = None) -> None:
         """`nums`: how often each value counts; once by default."""
-        width = NUM_EDGES + 2
-        places = _EDGES[kind].searchsorted(values) + width * priorities
-        counts = self._values[kind].reshape(-1)
-        counts += np.bincount(places, nums, NUM_CLASSES * width)
-        self._values[kind, :, -1] += np.bincount(priorities, values if nums is None else values * nums, NUM_CLASSES)
-
-    def _add_ended(
-        self,
-        priorities: npt.NDArray[np.int64],
-        num_prompt: Floats,
-        num_output: Floats,
-        queued_s: Floats,
-        first_s: Floats,
-        total_s: Floats,
-        before_s: Floats,
-    ) -> None:
-        decode_s = np.maximum(0.0, total_s - first_s)
-        self._add(PROMPT_LENGTH, num_prompt, priorities)
-        self._add(OUTPUT_LENGTH, num_output, priorities)
-        self._add(QUEUE, queued_s, priorities)
-        self._add(PREFILL, np.maximum(0.0, first_s - queued_s), priorities)
-        self._add(DECODE, decode_s, priorities)
-        self._add(SEQUENCE, before_s + total_s, priorities)
-        has_several = num_output > 1
-        self._add(TPOT, decode_s[has_several] / (num_output[has_several] - 1), priorities[has_several])
+        values = np.concatenate([own for _, own, _ in parts])
+        lines = np.concatenate([NUM_CLASSES * kind + priorities for kind, _, priorities in parts])
+        places = np.concatenate([_EDGES[kind].searchsorted(own) for kind, own, _ in parts]) + WIDTH * lines
+        by_line = self._values.reshape(-1, WIDTH)
+        by_line += np.bincount(places, nums, by_line.size).reshape(by_line.shape)
+        by_line[:, -1] += np.bincount(lines, values if nums is None else values * nums, len(by_line))
 
     def observe(self, kind: int, priority: int, value: float) -> None:
         """Once per request and kind, not per token."""
@@ -126,14 +107,34 @@ class Histograms:
         times = (finish.queued_s, finish.first_token_s, finish.total_s, before_submit_s)
         self._ended.append((priority, finish.prompt_tokens, finish.output_tokens, *times))
 
-    def observe_gaps(
-        self, gaps: Floats, priorities: npt.NDArray[np.integer], nums: npt.NDArray[np.integer] | None = None
-    ) -> None:
+    def observe_gaps(self, gaps: Floats, priorities: Integers, nums: Integers | None = None) -> None:
         """Inter-token gaps of some sequences. `nums`: how many sequences have each gap; one by default."""
-        self._add(ITL, gaps, priorities, nums)
+        self._add([(ITL, gaps, priorities)], nums)
 
     def tobytes(self) -> bytes:
         return self.values.tobytes()
+
+
+def _parts_of_ended(
+    priorities: Integers,
+    num_prompt: Floats,
+    num_output: Floats,
+    queued_s: Floats,
+    first_s: Floats,
+    total_s: Floats,
+    before_s: Floats,
+) -> list[Part]:
+    """Arguments and values are columns over ended sequences, see `observe_finish`."""
+    decode_s, has_several = np.maximum(0.0, total_s - first_s), num_output > 1
+    return [
+        (PROMPT_LENGTH, num_prompt, priorities),
+        (OUTPUT_LENGTH, num_output, priorities),
+        (QUEUE, queued_s, priorities),
+        (PREFILL, np.maximum(0.0, first_s - queued_s), priorities),
+        (DECODE, decode_s, priorities),
+        (SEQUENCE, before_s + total_s, priorities),
+        (TPOT, decode_s[has_several] / (num_output[has_several] - 1), priorities[has_several]),
+    ]
 
 
 def percentile(spec: HistogramSpec, counts: Floats, share: float) -> float | None:

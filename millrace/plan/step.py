@@ -54,6 +54,10 @@ class StepShape:
     is_exact: bool = False
     """The step's own size, without padding: it runs uncaptured."""
 
+    def __hash__(self) -> int:
+        """Of the sizes in which most shapes differ: every step looks its shape up several times."""
+        return hash((self.tokens, self.rows, self.tiles, self.context))
+
     @property
     def tokens_per_row(self) -> int:
         """Of decode shapes."""

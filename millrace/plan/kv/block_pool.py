@@ -85,22 +85,27 @@ class BlockPool:
     def num_in_use(self) -> int:
         return self.total - len(self._free) - self.num_cached - len(self._fence_of) - len(self._held)
 
-    def _evict(self) -> int:
-        if self._cached:
-            block, _ = self._cached.popitem(last=False)
-        else:
-            block, _ = self._dirty.popitem(last=False)
-            self.num_lost += 1
-        self.num_evicted += 1
-        digest = self._hash_of[block]
-        if digest is None:
-            raise AssertionError(f"block {block} is cached without a hash")
-        del self._by_hash[self._group_of[block]][digest]
-        parent = self._parent_of[block]
-        if self._last_child_of.get(parent) == block:
-            del self._last_child_of[parent]
-        self._hash_of[block] = self._tokens_of[block] = None
-        return block
+    def _evict(self, count: int) -> list[int]:
+        cached, hash_of, tokens_of, parent_of = self._cached, self._hash_of, self._tokens_of, self._parent_of
+        by_hash, group_of, last_child_of = self._by_hash, self._group_of, self._last_child_of
+        blocks = []
+        for _ in range(count):
+            if cached:
+                block, _ = cached.popitem(last=False)
+            else:
+                block, _ = self._dirty.popitem(last=False)
+                self.num_lost += 1
+            digest = hash_of[block]
+            if digest is None:
+                raise AssertionError(f"block {block} is cached without a hash")
+            del by_hash[group_of[block]][digest]
+            parent = parent_of[block]
+            if last_child_of.get(parent) == block:
+                del last_child_of[parent]
+            hash_of[block] = tokens_of[block] = None
+            blocks.append(block)
+        self.num_evicted += count
+        return blocks
 
     def take_many(self, count: int) -> list[int]:
         """Allocate blocks with one reference each, evicting where none is free. The caller has checked
@@ -110,7 +115,8 @@ class BlockPool:
         blocks = free[first:]
         del free[first:]
         blocks.reverse()
-        blocks += [self._evict() for _ in range(count - len(blocks))]
+        if len(blocks) < count:
+            blocks += self._evict(count - len(blocks))
         for block in blocks:
             refs[block] = 1
         return blocks
@@ -175,43 +181,47 @@ class BlockPool:
 
         Pass the blocks of a sequence in reverse, so that its tail is evicted before its head.
         """
-        fenced, refs, fence_of = [], self._refs, self._fence_of
+        left_over, refs, fence_of = [], self._refs, self._fence_of
         for block in blocks:
             refs[block] = left = refs[block] - 1
             if left > 0:
                 continue
             if left < 0:
                 raise AssertionError(f"block {block} was released twice")
-            if fence is None:
-                self._retire(block)
-            else:
+            left_over.append(block)
+            if fence is not None:
                 fence_of[block] = fence
-                fenced.append(block)
-        if fenced and fence is not None:
-            self._fences.append((fence, fenced))
+        if fence is None:
+            self._retire(left_over)
+        elif left_over:
+            self._fences.append((fence, left_over))
 
     def complete(self, step_no: int) -> None:
         """Step `step_no` and all before it have completed: lift their fences."""
-        fence_of, retire = self._fence_of, self._retire
+        fence_of = self._fence_of
         while self._fences and self._fences[0][0] <= step_no:
             fence, blocks = self._fences.popleft()
-            for block in blocks:
-                # A block that was shared and released again since then has a newer fence.
-                if fence_of.get(block) == fence:
-                    del fence_of[block]
-                    retire(block)
+            # A block that was shared and released again since then has a newer fence.
+            lifted = [block for block in blocks if fence_of.get(block) == fence]
+            for block in lifted:
+                del fence_of[block]
+            self._retire(lifted)
 
-    def _retire(self, block: int) -> None:
-        if block in self._holds:
-            self._held.add(block)
-        elif self._hash_of[block] is None:
-            self._free.append(block)
-        elif self._host is not None and self._key(block) not in self._host:
-            self._dirty[block] = None
-        else:
-            self._cached[block] = None
-            if self._host is not None:
-                self._host.touch(self._key(block))
+    def _retire(self, blocks: Iterable[int]) -> None:
+        """These blocks are no longer used: each becomes free, cached, dirty or held."""
+        hash_of, free, cached, holds, host = self._hash_of, self._free, self._cached, self._holds, self._host
+        for block in blocks:
+            if block in holds:
+                self._held.add(block)
+            elif hash_of[block] is None:
+                free.append(block)
+            elif host is None:
+                cached[block] = None
+            elif self._key(block) not in host:
+                self._dirty[block] = None
+            else:
+                cached[block] = None
+                host.touch(self._key(block))
 
     # -- the host tier ---------------------------------------------------------------------------------------------
 
@@ -260,7 +270,7 @@ class BlockPool:
                 del self._holds[block]
                 if block in self._held:
                     self._held.remove(block)
-                    self._retire(block)
+                    self._retire((block,))
 
     def give_up(self, block: int) -> None:
         """The block's copy to host memory failed: it may be evicted without one."""

@@ -102,8 +102,10 @@ class DeviceSampler:
         for release in plan.released:
             self._release(release.row)
             self._shaped.release(release)
-        for admission in plan.admitted:
-            self._records[admission.row] = np.frombuffer(ROW_STRUCT.pack(*self._record(admission)), np.int32)
+        if plan.admitted:
+            packed = b"".join([ROW_STRUCT.pack(*self._record(admission)) for admission in plan.admitted])
+            rows = [admission.row for admission in plan.admitted]
+            self._records[rows] = np.frombuffer(packed, np.int32).reshape(-1, ROW_WORDS)
 
     def records(self, plan: StepPlan) -> Int32s:
         """Records [n, ROW_WORDS] of the rows that the plan admits. The caller must copy them to `columns` before the

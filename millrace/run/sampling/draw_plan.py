@@ -65,6 +65,8 @@ class DrawPlan:
 def plan_draws(plan: StepPlan, row_params: RowParamTable, worth_splitting: Callable[[int], bool]) -> DrawPlan:
     """`worth_splitting`: True if this many greedy rows are worth a head of their own beside one for logits."""
     due = plan.samples.nonzero()[0]
+    if not row_params.num_needing and not row_params.num_adjusted and plan.masked is None:
+        return DrawPlan(due, _NONE, np.arange(len(due)), _NONE, _NONE, _NO_COUNTS, _NONE, is_reusable=True)
     rows = plan.rows[due]
     needs, masked = row_params.needs_logits[rows], _NONE
     if plan.masked is not None:

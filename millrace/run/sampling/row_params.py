@@ -70,6 +70,8 @@ class RowParamTable:
     def __init__(self, *, max_rows: int, vocab_size: int) -> None:
         self._vocab_size = vocab_size
         self._values: list[RowValues | None] = [None] * max_rows
+        self.num_needing = self.num_adjusted = 0
+        """Rows whose last request needs logits, and those whose last request is adjusted."""
         self.temperature = np.zeros(max_rows, np.float32)
         self.top_k = np.zeros(max_rows, np.int64)
         self.top_p = np.ones(max_rows, np.float32)
@@ -98,6 +100,11 @@ class RowParamTable:
         self.has_bias[row] = values.has_bias
         self.has_penalties[row] = values.has_penalties
         self.is_shaped[row] = values.is_shaped
+        if before is not None:
+            self.num_needing -= before.needs_logits
+            self.num_adjusted -= before.is_adjusted
+        self.num_needing += values.needs_logits
+        self.num_adjusted += values.is_adjusted
         self.needs_logits[row] = values.needs_logits
         self.is_adjusted[row] = values.is_adjusted
         return values
