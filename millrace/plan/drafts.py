@@ -61,6 +61,11 @@ class DraftPlaces:
         """By step to be measured: drafts that it verified, and the time of a trained drafter."""
 
     @property
+    def is_on(self) -> bool:
+        """False if no step ever has drafts: then no row has slack."""
+        return self._settings.max_drafts > 0
+
+    @property
     def state(self) -> DraftState:
         control, trained = self.control, self._trained
         if trained is None:

@@ -317,7 +317,9 @@ class Scheduler:
         if len(singles) == 0:
             return singles
         rows = self.rows
-        last = rows.computed[singles] + rows.slack[singles]
+        last = rows.computed[singles]
+        if self._drafts.is_on:
+            last += rows.slack[singles]
         return singles[last >= rows.num_blocks[singles] * self.block_size]
 
     def observe_step(self, plan: StepPlan, seconds: float) -> None:
