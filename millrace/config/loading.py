@@ -1,14 +1,12 @@
-"""All settings as one frozen tree, merged from the defaults, a TOML file, the environment and the command line.
+"""Loading: merges the defaults, a TOML file, the environment and the command line into one tree, and checks it.
 
-Each setting has a help text, a command-line flag and, once loaded, the layer that set it.
-This is the only module that reads environment variables.
+Each setting knows its flag and variable and, once loaded, the layer that set it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
-import os
 import sys
 import tomllib
 import types
@@ -18,281 +16,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from millrace.config.environment import ENVIRONMENT_PREFIX, setting_variables, settings_file
+from millrace.config.sections import Config
 from millrace.errors import ConfigError
-
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-Quantization = Literal["none", "fp8", "int8"]
-QuantizationSetting = Literal["auto", "none", "fp8", "int8"]
-KvDtype = Literal["auto", "full", "packed", "fp8", "float16", "int8"]
-DeviceKind = Literal["auto", "cpu", "cuda"]
-Speculation = Literal["off", "ngram", "suffix", "draft", "medusa", "eagle", "replay", "auto"]
-Batching = Literal["continuous", "static"]
-PolicyName = Literal["fcfs", "shortest", "feedback", "deadline"]
-GenerationDefaults = Literal["model", "neutral"]
-ManageModels = Literal["local", "always", "never"]
-LoadWhen = Literal["auto", "start", "request"]
-LogLevel = Literal["debug", "info", "warning", "error"]
-
-DEFAULT_MODEL = "smollm2-135m-instruct"
-DEFAULT_MAX_RUNNING = 1024
-"""Upper bound of `plan.max_running` when it is chosen automatically. Some devices use fewer."""
-
-
-ENVIRONMENT_PREFIX = "MILLRACE_"
-CONFIG_VARIABLE = "MILLRACE_CONFIG"
-API_KEY_VARIABLE = "MILLRACE_API_KEY"
-_OTHER_VARIABLES = (CONFIG_VARIABLE, API_KEY_VARIABLE, "MILLRACE_FUZZ", "MILLRACE_REQUESTS", "MILLRACE_OPENAI_OPENAPI")
-"""Variables that are no settings: the settings file, the key of our client commands, and those of the test suite."""
-
-
-def client_api_key() -> str:
-    """The API key that `chat`, `ps` and other client commands send unless one is given."""
-    return os.environ.get(API_KEY_VARIABLE, "")
-
-
-def cache_dir() -> Path:
-    """Directory of downloaded models: `millrace` in the user's cache directory (XDG_CACHE_HOME if it is absolute)."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "millrace"
-
-
-def settings_dir() -> Path:
-    """Directory of the user's own settings, such as aliases (XDG_CONFIG_HOME if it is absolute)."""
-    base = os.environ.get("XDG_CONFIG_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".config") / "millrace"
-
-
-def data_dir() -> Path:
-    """Directory of clients' stored data: `millrace` in the user's data directory (XDG_DATA_HOME if it is absolute)."""
-    base = os.environ.get("XDG_DATA_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "share") / "millrace"
-
-
-def allows_colour() -> bool:
-    """False if `NO_COLOR` is set (https://no-color.org) or the terminal is dumb."""
-    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-def child_environment(**changes: str) -> dict[str, str]:
-    """This process's environment with `changes`, for a child process that is configured through it."""
-    return {**os.environ, **changes}
-
-
-def setting(default: Any, help: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
-    """Declare one setting: its default, its help text and, for a number, its range."""
-    return field(default=default, metadata={"help": help, "minimum": minimum, "maximum": maximum})
-
-
-@dataclass(frozen=True, slots=True)
-class ModelConfig:
-    source: str = setting(
-        DEFAULT_MODEL,
-        "model name, directory, .gguf file, hub name (org/model[@revision][:quantisation]) or random:<config.json>",
-    )
-    offline: bool = setting(False, "never download: use only models that are on this machine")
-    served_name: str = setting("", "model name in the API; if empty, the name of the source")
-    dtype: Dtype = setting(
-        "auto",
-        "compute dtype; auto = float32 with INT8 products of quantised weights (see --quantization), else bfloat16"
-        " where the hardware has instructions for it, else float32",
-    )
-    quantization: QuantizationSetting = setting(
-        "auto",
-        "fp8: the layers' weights in 8 bits (needs a GPU with FP8); int8: a GGUF file's quantised weights times"
-        " activations rounded to INT8 (CPU); auto = int8 on a CPU without AMX unless --dtype is given, else none",
-    )
-    max_context: int = setting(0, "maximum tokens of prompt and output together; 0 = the model's limit", minimum=0)
-    chat_template: str = setting("", "file with a Jinja chat template; if empty, the model's own template")
-    generation_defaults: GenerationDefaults = setting(
-        "model",
-        "sampling of requests that set none: model = what the model's authors recommend; neutral = temperature 1,"
-        " nothing cut",
-    )
-    tool_format: str = setting(
-        "auto", "format of tool calls, such as hermes or mistral; auto = as the chat template writes them"
-    )
-    reasoning_format: str = setting(
-        "auto", "markers of the model's reasoning, such as think; auto = as in the chat template; none = no reasoning"
-    )
-    seed: int = setting(0, "seed of the weights of random:<config.json>", minimum=0)
-    aliases: str = setting("", "further names of the model in the API, separated by commas")
-    load: LoadWhen = setting(
-        "auto", "when to load the model: at start or for its first request; auto: at start if it is the first model"
-    )
-    keep_alive_s: float = setting(
-        -1.0, "seconds after its last request after which the model is unloaded; -1 = never", minimum=-1.0
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class ServerConfig:
-    host: str = setting("127.0.0.1", "address to listen on")
-    port: int = setting(8000, "port to listen on; 0 = any free port", minimum=0, maximum=65535)
-    fronts: int = setting(0, "number of HTTP processes, which share the port; 0 = automatic, by cores", minimum=0)
-    in_process: bool = setting(False, "run front and engine in one process (for tests, debuggers, small machines)")
-    body_limit_mb: int = setting(
-        32, "maximum request body in MiB; larger bodies get a 413 before they are read", minimum=1
-    )
-    stream_buffer_kb: int = setting(256, "unread KiB of a stream after which its client is disconnected", minimum=16)
-    request_timeout_s: float = setting(600.0, "deadline in seconds for requests that set none", minimum=0.1)
-    data_dir: str = setting(
-        "", "directory for files, batches and stored responses; if empty, millrace/<model> in the user's data directory"
-    )
-    file_limit_mb: int = setting(
-        512, "maximum uploaded file in MiB; larger files get a 413 before they are read", minimum=1
-    )
-    batch_lines: int = setting(64, "maximum number of batch lines that are generated at once", minimum=1)
-    keys_file: str = setting("", "TOML file with tenants and their hashed API keys; if empty, no key is required")
-    ttft_interactive_s: float = setting(
-        5.0,
-        "promised seconds to the first token; interactive requests that would wait longer get a 429; 0 = no promise",
-        minimum=0.0,
-    )
-    ttft_standard_s: float = setting(120.0, "the same for standard requests", minimum=0.0)
-    ttft_batch_s: float = setting(600.0, "the same for batch requests", minimum=0.0)
-    tls_cert: str = setting("", "file with the TLS certificate chain (PEM); if empty, plain HTTP")
-    tls_key: str = setting("", "file with the private key of the TLS certificate (PEM)")
-    cors_origins: str = setting("", "origins whose web pages may call the API, separated by commas; * = all")
-    allow_logits_processors: str = setting(
-        "", "functions (package.module.function) that requests may name in logits_processors, separated by commas"
-    )
-    max_loaded: int = setting(
-        0, "maximum number of models loaded at once; 0 = as many as fit in memory", minimum=0, maximum=1000
-    )
-    spare_engine: bool = setting(
-        True, "while a model is not loaded, keep a process without a model ready, which halves the time to load it"
-    )
-    loading_wait_s: float = setting(
-        120.0, "seconds that a request waits while its model is being loaded, before it gets a 503", minimum=0.0
-    )
-    header_limit_kb: int = setting(8, "maximum header line in KiB; longer lines get a 431", minimum=1)
-    manage_models: ManageModels = setting(
-        "local",
-        "who may download and delete models (/api/pull, /api/delete); local: operators' keys, or without keys programs"
-        " on this machine while the server listens on loopback only",
-    )
-    drain_timeout_s: float = setting(30.0, "seconds that running requests get to finish after SIGTERM", minimum=0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class PlanConfig:
-    max_running: int = setting(0, "maximum number of running requests; 0 = automatic", minimum=0)
-    max_waiting: int = setting(16384, "maximum number of waiting requests; further requests get a 429", minimum=1)
-    batching: Batching = setting(
-        "continuous",
-        "static: a batch starts when the one before has ended, as older servers do; only to show the difference",
-    )
-    policy: PolicyName = setting("fcfs", "order of requests within a priority class and tenant")
-    aging_s: float = setting(
-        30.0, "seconds of waiting after which a request is promoted by one priority class", minimum=0.1
-    )
-    token_budget: int = setting(
-        0, "maximum prompt tokens in a step; each running request adds one token; 0 = automatic", minimum=0
-    )
-    mixed_budget: int = setting(
-        0,
-        "maximum tokens in a step that contains decoding requests (keeps streaming smooth); 0 = automatic;"
-        " token_budget or more = no limit",
-        minimum=0,
-    )
-    step_ms: float = setting(
-        -1.0,
-        "milliseconds that a step with decoding requests should take at most: its prompt tokens follow from measured"
-        " step times; 0 = only tokens limit a step; -1 = automatic: 200 on a CPU, 90 on a GPU",
-        minimum=-1.0,
-    )
-    block_size: int = setting(16, "tokens per KV block", minimum=1)
-    prefix_cache: bool = setting(True, "reuse the KV cache of equal prompt prefixes")
-    speculate: Speculation = setting(
-        "off",
-        "guess the next tokens and verify several in one step; never changes an answer; ngram: what followed the last"
-        " few tokens before; suffix: what followed the longest text seen before; draft, medusa, eagle: a drafter that"
-        " is a model (--drafter); auto: suffix and, where it pays, --drafter (on a GPU: --drafter, else suffix);"
-        " replay: for benchmarks, a request's prediction token by token",
-    )
-    step_log: str = setting(
-        "", "ever growing file of all steps, with their token ids, for `millrace bench replay`; one per model"
-    )
-    drafter: str = setting(
-        "",
-        "for --speculate draft: a smaller model with the same tokens; for medusa and eagle: trained heads, as a"
-        " directory or a hub name; for auto: any of these",
-    )
-    max_drafts: int = setting(
-        15,
-        "maximum guessed tokens per request and step; how many pay is measured; a GPU takes at most 7",
-        minimum=1,
-        maximum=15,
-    )
-    draft_tokens: int = setting(
-        0,
-        "guess always this many tokens per request and step, whether or not they pay; 0 = as measured; a GPU takes at"
-        " most 7",
-        minimum=0,
-        maximum=15,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryConfig:
-    kv_gib: float = setting(0.0, "size of the KV pool in GiB; 0 = as much as the fraction allows", minimum=0.0)
-    kv_tokens: int = setting(0, "size of the KV pool in tokens, instead of kv_gib; 0 = not set", minimum=0)
-    kv_host_gib: float = setting(
-        0.0,
-        "host memory in GiB for KV blocks that the pool evicts: they return instead of being computed again; 0 = none",
-        minimum=0.0,
-    )
-    kv_dtype: KvDtype = setting(
-        "auto",
-        "KV cache format; full: the model's dtype; packed: bfloat16 in 12 bits (GPU); float16: float32 models on a CPU;"
-        " auto: packed on a GPU, float16 beside INT8 products, else full; smallest: fp8 (GPU), int8 (CPU)",
-    )
-    fraction: float = setting(
-        0.0, "share of free memory to use; 0 = 0.9 on a GPU, 0.25 on a CPU", minimum=0.0, maximum=1.0
-    )
-    reserved_gib: float = setting(
-        0.0, "free memory in GiB that is left to other programs before the plan is made", minimum=0.0
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class RunConfig:
-    device: DeviceKind = setting("auto", "device that runs the model; auto = a GPU if there is one")
-    threads: int = setting(0, "CPU threads for the model; 0 = the cores that this process may use", minimum=0)
-    deterministic: bool = setting(False, "use only op versions whose result for a row does not depend on the batch")
-    graphs: bool = setting(True, "replay captured CUDA graphs; off = launch each kernel from the host, for debugging")
-
-
-@dataclass(frozen=True, slots=True)
-class ObserveConfig:
-    log_level: LogLevel = setting("info", "least severe level that is logged")
-    audit_log: str = setting("", "file that gets one JSON line per request, never its text; if empty, none is written")
-    figures: bool = setting(
-        True, "count what steps and requests do, for /metrics, /v1/stats and /v1/steps; off only to measure the cost"
-    )
-    log_requests: bool = setting(False, "log one line per finished request, never its text")
-    slos: str = setting(
-        "", "objectives, separated by ;, such as 'ttft p95 < 500 ms; interactive: itl p99 < 80 ms' (`millrace slo`)"
-    )
-    slo_ready: bool = setting(False, "/ready fails while an objective's error budget burns fast")
-    slo_admission: bool = setting(
-        False, "refuse batch requests while the error budget of a more urgent class burns fast (429)"
-    )
-    price_per_hour: float = setting(0.0, "price of this machine in dollars per hour, for `millrace cost`", minimum=0.0)
-    otlp_url: str = setting(
-        "", "OTLP/HTTP receiver of OpenTelemetry spans, such as http://127.0.0.1:4318; if empty, none are sent"
-    )
-    otlp_steps: bool = setting(False, "send a span for each step of the engines too, to otlp_url")
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    model: ModelConfig = field(default_factory=ModelConfig)
-    server: ServerConfig = field(default_factory=ServerConfig)
-    plan: PlanConfig = field(default_factory=PlanConfig)
-    memory: MemoryConfig = field(default_factory=MemoryConfig)
-    run: RunConfig = field(default_factory=RunConfig)
-    observe: ObserveConfig = field(default_factory=ObserveConfig)
 
 
 @dataclass(frozen=True, slots=True)
@@ -379,8 +105,7 @@ def load_config(
     sources = dict.fromkeys(known, "default")
     layers: list[tuple[str, Mapping[str, object]]] = []
     models: dict[str, dict[str, object]] = {}
-    if toml_path is None and os.environ.get(CONFIG_VARIABLE):
-        toml_path = Path(os.environ[CONFIG_VARIABLE])
+    toml_path = toml_path or settings_file()
     if toml_path is not None:
         flat = _read_toml(toml_path)
         models = _model_tables(toml_path, flat)
@@ -400,9 +125,7 @@ def _from_environment(known: Mapping[str, Setting]) -> Iterator[tuple[str, str, 
     """(variable, key, text) of every `MILLRACE_*` variable. Raises for one that no setting has."""
     by_variable = {entry.variable: key for key, entry in known.items()}
     by_variable[ENVIRONMENT_PREFIX + "MODEL"] = "model.source"
-    for variable, text in sorted(os.environ.items()):
-        if not variable.startswith(ENVIRONMENT_PREFIX) or variable in _OTHER_VARIABLES:
-            continue
+    for variable, text in setting_variables():
         if variable not in by_variable:
             close = difflib.get_close_matches(variable, by_variable, n=1, cutoff=0.6)
             hint = f" Did you mean {close[0]}?" if close else ""
@@ -488,31 +211,6 @@ def _check_combinations(config: Config) -> None:
             f"server.in_process runs one front, but server.fronts is {server.fronts}; set only one of the two.",
             param="server.fronts",
         )
-
-
-def num_fronts(config: Config, num_cores: int) -> int:
-    """Number of fronts to start; by default 3 per 8 cores, at least 1 and at most 8.
-
-    On 16 cores at 250,000 tokens/s, 4 fronts were saturated while the engine and the other cores had time to spare.
-    """
-    if config.server.in_process:
-        return 1
-    return config.server.fronts or min(max(1, num_cores * 3 // 8), 8)
-
-
-def allowed_processors(config: Config) -> tuple[str, ...]:
-    """Dotted names of the logits processors that requests may use."""
-    names = (name.strip() for name in config.server.allow_logits_processors.split(","))
-    return tuple(name for name in names if name)
-
-
-def adopt_environment(pid: int) -> None:
-    """Use the `MILLRACE_*` variables of another process instead of our own, to see the settings as it would."""
-    items = (item.partition("=") for item in Path(f"/proc/{pid}/environ").read_text("utf-8", "replace").split("\0"))
-    theirs = {name: value for name, _, value in items if name.startswith(ENVIRONMENT_PREFIX)}
-    for name in [name for name in os.environ if name.startswith(ENVIRONMENT_PREFIX)]:
-        del os.environ[name]
-    os.environ.update(theirs)
 
 
 def replace(config: Config, **changes: object) -> Config:
