@@ -136,10 +136,28 @@ def test_rows_that_find_nothing_right_look_seldom(num_found: int) -> None:
     assert sum(step(scheduler, 2, 2).draft_places is not None for _ in range(20)) > 15, "what it finds is right again"
 
 
-def test_a_new_request_looks_at_once() -> None:
-    scheduler, _ = decoding(1, DraftSettings(max_drafts=2, is_fixed=False), max_tokens=600)
+def looks_of_a_new_request(num_found: int) -> list[bool]:
+    """In its first steps, beside a row that looked for a while and always had so many right drafts."""
+    scheduler, _ = decoding(1, DraftSettings(max_drafts=2, is_fixed=False), max_tokens=900)
+    for _ in range(250):
+        step(scheduler, num_found, num_found)
+    prompt = np.arange(3, dtype=np.int32)
+    scheduler.submit(Request(id=7, prompt=prompt, max_tokens=60, row_params=DEFAULT_ROW_PARAMS))
+    plans = [step(scheduler, num_found, num_found) for _ in range(12)]
+    return [plan.draft_places is not None and len(plan.rows) == 2 and plan.draft_places[1] > 0 for plan in plans]
+
+
+def test_a_new_request_looks_as_often_as_that_helped_others() -> None:
+    assert sum(looks_of_a_new_request(2)) > 5
+    assert sum(looks_of_a_new_request(0)) < 3
+
+
+def test_a_new_request_need_not_wait_for_rows_that_found_nothing() -> None:
+    scheduler, drafts = decoding(1, DraftSettings(max_drafts=2, is_fixed=False), max_tokens=600)
     for _ in range(150):
         step(scheduler, 0, 0)
+    assert drafts._looks is not None
+    drafts._looks._useful = 1.0
     prompt = np.arange(3, dtype=np.int32)
     scheduler.submit(Request(id=7, prompt=prompt, max_tokens=30, row_params=DEFAULT_ROW_PARAMS))
     new = [step(scheduler, 0, 0) for _ in range(7)][2:]

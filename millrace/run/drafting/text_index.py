@@ -21,8 +21,9 @@ MAX_CANDIDATES = 64
 MAX_COMPARED = 64
 """Tokens that are compared at each place."""
 _FIRST_SIZE = 256
-_FEW = 8
-"""Below this many tokens a Python loop beats NumPy calls."""
+_FEW, _FEW_PLACES = 40, 8
+"""Below this many tokens to add, or places to compare, a Python loop beats NumPy calls: a step has displaced their code
+and data from the caches."""
 _Tokens = TypeVar("_Tokens", int, Int64s)
 _BACK = np.arange(MAX_COMPARED)
 
@@ -72,9 +73,13 @@ class TextIndex:
         equally long the latest."""
         if len(tail) < MIN_MATCH or len(text) <= MIN_MATCH:
             return None
-        ends = self._candidates(tail, len(text) - 2)
-        if not len(ends):
+        found = self._candidates(tail, len(text) - 2)
+        if not found:
             return None
+        if len(found) <= _FEW_PLACES:
+            length, at = max((_num_equal(text, end, tail), end) for end in found)  # of several the latest place
+            return Match(at + 1, length) if length >= MIN_MATCH else None
+        ends = np.array(found, np.int64)
         span = min(len(tail), MAX_COMPARED)
         places = ends[:, None] - _BACK[:span]
         is_equal = (text[np.maximum(places, 0)] == tail[len(tail) - span :][::-1]) & (places >= 0)
@@ -82,7 +87,7 @@ class TextIndex:
         best = int(lengths.argmax())  # the first of several: the latest place
         return Match(int(ends[best]) + 1, int(lengths[best])) if lengths[best] >= MIN_MATCH else None
 
-    def _candidates(self, tail: Int32s, last: int) -> Int64s:
+    def _candidates(self, tail: Int32s, last: int) -> list[int]:
         """Places up to `last` where the pair may end, the latest first."""
         found: list[int] = []
         at = int(self._heads[_hash(int(tail[-2]), int(tail[-1])) & (len(self._heads) - 1)])
@@ -92,7 +97,7 @@ class TextIndex:
             if at <= last:
                 found.append(at)
             at = int(self._before[at])
-        return np.array(found, np.int64)
+        return found
 
     def _grow(self, length: int) -> None:
         size = 1 << (2 * length - 1).bit_length()
@@ -112,6 +117,14 @@ class TextIndex:
         # The last write to an entry stays: the latest position.
         is_last = np.append(is_first[1:], True)
         self._heads[ordered[is_last]] = positions[is_last]
+
+
+def _num_equal(text: Int32s, end: int, tail: Int32s) -> int:
+    """How many tokens up to `end` equal the last ones of the tail."""
+    most, count = min(end + 1, len(tail), MAX_COMPARED), 0
+    while count < most and text[end - count] == tail[-1 - count]:
+        count += 1
+    return count
 
 
 def _hash(first: _Tokens, second: _Tokens) -> _Tokens:
