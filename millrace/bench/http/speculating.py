@@ -29,8 +29,8 @@ COPY_HEAVY = WORKLOADS[:3]
 STREAMS = (1, 4, 16)
 OFF = ("--speculate", "off", "--drafter", "")
 """Options of the server without drafts; the settings of both may name a drafter."""
-MAX_TOKENS, MANY_MAX_TOKENS = 128, 64
-"""Of a request, alone and beside others."""
+MAX_TOKENS = 64
+"""Of a request. Disturbances of the machine last for seconds, so many short rounds say more than a few long ones."""
 SECONDS = 270.0
 """Time for all points."""
 NARROW = 0.03
@@ -176,7 +176,7 @@ class SpeculateBench:
         while not self._is_done(Point(workload, streams, *map(tuple, sides)), time.monotonic() - began, seconds):
             for which in (0, 1) if number % 2 == 0 else (1, 0):
                 progress(f"{workload}, {streams} streams, round {number + 1}")
-                bodies = [self._body(names[which], workload, number, stream, streams) for stream in range(streams)]
+                bodies = [self._body(names[which], workload, number, stream) for stream in range(streams)]
                 side = _measure(servers[which], bodies)
                 if number >= 0:
                     sides[which].append(side)
@@ -191,7 +191,7 @@ class SpeculateBench:
         is_over = taken_s * (num_rounds + 2) / (num_rounds + 1) > seconds
         return is_over or num_rounds >= MAX_ROUNDS or half_width(point.speed_up) <= NARROW
 
-    def _body(self, model: str, workload: str, number: int, stream: int, streams: int) -> dict[str, Any]:
+    def _body(self, model: str, workload: str, number: int, stream: int) -> dict[str, Any]:
         messages = messages_of(workload, number * 3 + stream)
         is_begun = messages[-1]["role"] == "assistant"
         return {
@@ -201,7 +201,7 @@ class SpeculateBench:
             "continue_final_message": is_begun,
             "temperature": 0.7 if workload == "chat" else 0.0,
             "seed": 100 * number + stream,
-            "max_tokens": MAX_TOKENS if streams == 1 else MANY_MAX_TOKENS,
+            "max_tokens": MAX_TOKENS,
             "stop": [_FENCE] if workload == "edit" else [],  # the end of the file
             "cache_salt": f"{workload} {number} {stream}",
             "stream": True,
