@@ -68,7 +68,7 @@ class StepBudget:
 
     def _by_time(self, times: StepTimeModel, rows: Rows, singles: Int64s, behind: Int64s, stretch: int) -> int:
         decode_s = times.decode_s(len(singles), int(rows.known[singles].sum()) if len(singles) else 0)
-        limit_s = stretch * self.step_s
+        limit_s = stretch * self.step_s / times.pace
         chunk_s = max(limit_s - decode_s, RESERVED_SHARE * max(limit_s, decode_s))
         tokens = times.prompt_tokens(chunk_s, int(rows.computed[behind].max()) if len(behind) else 0)
         if self._first_chunk and len(singles):
@@ -79,7 +79,7 @@ class StepBudget:
         """Number of the row's tokens, beyond `taken`, that budget and blocks allow. Takes the blocks.
 
         If the budget splits a prompt, it does so at a multiple of the token budget where possible: graphs and kernels
-        exist for whole chunks.
+        exist for whole chunks. A small budget is not cut to less than half: that would only add short steps.
         """
         rows = seating.rows
         computed, known, size = int(rows.computed[row]) + taken, int(rows.known[row]), rows.block_size
@@ -87,7 +87,8 @@ class StepBudget:
         count = max(0, min(known - computed, budget, holds * size - computed))
         if count == budget:
             past_multiple = (computed + count) % self.token_budget
-            count -= past_multiple if past_multiple < count and computed + count < known else 0
+            can_cut = past_multiple < count if 2 * count > self.token_budget else 2 * past_multiple <= count
+            count -= past_multiple if can_cut and computed + count < known else 0
         if count:
             seating.grow(row, -(-(computed + count) // size) - int(rows.num_blocks[row]))
         return count

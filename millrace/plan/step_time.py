@@ -3,7 +3,8 @@
 The time is a sum of five parts: the step itself, its prompt tokens, its decode rows, the context that these read, and
 for prompts the pairs of a token and a token it attends to. Each part has a rate. The rates are known roughly from the
 start and then follow the measured steps, as a Kalman filter whose rates drift: a rate that the recent steps say nothing
-about keeps its value.
+about keeps its value. Beside the rates, which change slowly, there is the pace of the last few steps: on a machine with
+other work all parts take longer for some seconds.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ NUM_OUTLIERS, NUM_FIRST_OUTLIERS = 6, 3
 second number holds for the first steps, when the rates are mere guesses."""
 NUM_FIRST = 32
 """Steps that count as first."""
+PACE_GAIN, MAX_PACE = 0.5, 2.0
+"""Weight of the last step in the pace, and the most that it may be."""
 OBSERVE_EVERY = 8
 """After the first steps, one in so many repeated decode steps is observed: they all tell the same."""
 OBSERVE_S = 0.05
@@ -73,6 +76,8 @@ class StepTimeModel:
         """Time of the steps since the last one that was observed."""
         self.most_prompt_tokens = 0
         """In one observed step."""
+        self.pace = 1.0
+        """How many times longer than predicted the last steps took, disturbed ones included; at least 1."""
         self._publish()
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
@@ -106,14 +111,16 @@ class StepTimeModel:
     def _fit(self, parts_s: Floats, seconds: float) -> None:
         """`parts_s`: time of each part at the first rates."""
         predicted = float(parts_s @ self._factors)
+        ratio = seconds / max(predicted, NOISE_S)
+        self.pace = min(max(self.pace + PACE_GAIN * (ratio - self.pace), 1.0), MAX_PACE)
         spread = self._covariance @ parts_s
         variance = float(parts_s @ spread) + (NOISE * predicted) ** 2 + NOISE_S**2
         surprise = seconds - predicted
         if abs(surprise) > OUTLIER * math.sqrt(variance):
             if not self._is_new_speed(is_slower=surprise > 0):
                 return
-            ratio = max(seconds / max(predicted, NOISE_S), 1.0)
-            self._covariance[:] = np.diag(self._widest * (np.maximum(self._factors, SMALLEST) * ratio) ** 2)
+            sizes = np.maximum(self._factors, SMALLEST) * max(ratio, 1.0)
+            self._covariance[:] = np.diag(self._widest * sizes**2)
             spread = self._covariance @ parts_s
             variance = float(parts_s @ spread) + (NOISE * seconds) ** 2
         self._num_outliers = 0

@@ -177,3 +177,35 @@ def test_a_preempted_request_is_recomputed_in_chunks_by_time_too() -> None:
     scheduler._preempt(1, "a test")
     chunks = [next_counts()[1] for _ in range(4)]
     assert all(1 < count < 300 for count in chunks), chunks
+
+
+TOKEN_S = 1e-3
+EXACT = StepTarget(100 * TOKEN_S, StepRates(TOKEN_S, TOKEN_S, TOKEN_S, 1e-9, 1e-9), uncertainty=0.05)
+
+
+def chunks_beside_a_stream(scheduler: Scheduler, slowness: list[float]) -> list[int]:
+    """Tokens of a long prompt in each step, which takes so many times as long as the rates say."""
+    scheduler.submit(a_prompt(0, 20))
+    step(scheduler, 0.0, seconds=21 * TOKEN_S)
+    scheduler.submit(a_prompt(1, 4000))
+    counts = []
+    for factor in slowness:
+        plan = scheduler.plan(1.0)
+        assert plan is not None
+        confirm(scheduler, plan)
+        scheduler.observe_step(plan, factor * (1 + plan.num_tokens) * TOKEN_S)
+        counts.append(plan.counts.tolist()[-1])
+    return counts
+
+
+def test_chunks_shrink_at_once_while_the_machine_is_slow() -> None:
+    counts = chunks_beside_a_stream(a_scheduler(target=EXACT), [1.0, 1.0, 1.8, 1.8, 1.0, 1.0, 1.0, 1.0, 1.0])
+    assert counts[:3] == pytest.approx([98, 98, 98], abs=2)
+    assert counts[3] == pytest.approx(98 / 1.4, rel=0.1)
+    assert counts[4] < counts[3] < counts[-1]
+    assert counts[-1] > 90
+
+
+def test_small_chunks_are_not_cut_to_reach_a_multiple_of_the_budget() -> None:
+    counts = chunks_beside_a_stream(a_scheduler(token_budget=512, target=EXACT), [1.0] * 30)
+    assert min(counts) >= 98 / 2

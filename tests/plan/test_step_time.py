@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from millrace.plan.step import NO_EPOCH, StepPlan, exact_shape
-from millrace.plan.step_time import NUM_FIRST, OBSERVE_EVERY, StepRates, StepTimeModel
+from millrace.plan.step_time import MAX_PACE, NUM_FIRST, OBSERVE_EVERY, StepRates, StepTimeModel
 
 SLOW = StepRates(0.019, 0.008, 0.007, 2e-6, 3e-6)
 """A small machine."""
@@ -150,3 +150,24 @@ def test_prompt_tokens_take_the_given_time(context: int) -> None:
 
     assert takes(tokens) <= 0.5 < takes(tokens + 1)
     assert model.prompt_tokens(0.0, context) == model.prompt_tokens(-1.0, context) == 0
+
+
+def test_the_pace_follows_the_last_steps_and_leaves_the_rates_alone() -> None:
+    """A machine that is slower for a few steps: they are disturbed ones, but the next steps are to be shorter."""
+    model = StepTimeModel(SLOW, uncertainty=0.05)
+    plan = a_step([100, 200], [1, 64])
+    for _ in range(NUM_FIRST + 8):
+        model.observe(plan, seconds(plan))
+    assert model.pace == pytest.approx(1.0)
+    before = predicted(model, plan)
+    paces = []
+    for factor in (1.8, 1.8, 1.8, 1.0, 1.0, 1.0, 1.0):
+        model.observe(plan, factor * seconds(plan))
+        paces.append(model.pace)
+    assert predicted(model, plan) == pytest.approx(before, rel=0.02)
+    assert paces[:3] == pytest.approx([1.4, 1.6, 1.7], rel=0.02)
+    assert paces[-1] < 1.06
+    model.observe(plan, 100 * seconds(plan))
+    assert model.pace == MAX_PACE
+    model.observe(plan, 0.1 * seconds(plan))
+    assert 1.0 <= model.pace < MAX_PACE
