@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,6 @@ from typing import Protocol
 import numpy as np
 
 from millrace.engine.copies import BlockCopying
-from millrace.engine.jumping import Jumping
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import Ended, ForcedDrafts, Int64s, StepOutcome, StepPlan
 from millrace.run.device.device import Pending
@@ -129,12 +129,12 @@ class Cycle:
         masks: MaskSource | None = None,
         depth: int = DEPTH,
         min_jump: int = 1,
-        jumping: Jumping | None = None,
+        max_jump_rows: int = sys.maxsize,
         drafts_forced: bool = False,
         slow_step_s: float = math.inf,
     ) -> None:
-        """`probe` raises if the device itself is unusable. `min_jump`: draws that appending forced tokens must save.
-        `jumping`: in which steps it is done; by default in all. `drafts_forced`: forced tokens that are not appended go
+        """`probe` raises if the device itself is unusable. `min_jump`: draws that appending forced tokens must save;
+        it is done in steps of at most `max_jump_rows` rows. `drafts_forced`: forced tokens that are not appended go
         with the next plan, as drafts. `slow_step_s`: after a step this long, the next one is planned only when the last
         one has ended."""
         self._scheduler, self._runner, self._listener = scheduler, runner, listener
@@ -142,8 +142,7 @@ class Cycle:
         self._launched: deque[Launched] = deque()
         self._copying = BlockCopying(scheduler, runner, clock)
         self._confirmed_at = 0.0
-        self._min_jump, self._slow_step_s = min_jump, slow_step_s
-        self._jumping = jumping or Jumping()
+        self._min_jump, self._max_jump_rows, self._slow_step_s = min_jump, max_jump_rows, slow_step_s
         self._drafts_forced = drafts_forced
         self._forced: dict[int, list[int]] = {}
         """By request: the tokens that its grammar forces after the step that drew masked rows last."""
@@ -244,11 +243,9 @@ class Cycle:
         self.times.mask_s += self._clock() - began
         launched.pending = self._runner.draw(plan, masks)
         # While the device draws: the next step needs it, this draw does not.
-        jumps, self._forced = self._jumping.waits(len(plan.rows)), {}
+        jumps, self._forced = len(plan.rows) <= self._max_jump_rows, {}
         if jumps or (self._drafts_forced and plan.draft_places is not None):
-            num_saved = self._use_forced(rows, self._masks.forced(rows, masks), jumps=jumps)
-            if jumps:
-                self._jumping.saw_step(num_saved, len(plan.rows))
+            self._use_forced(rows, self._masks.forced(rows, masks), jumps=jumps)
 
     def _masked_rows(self, plan: StepPlan, request_ids: Int64s) -> MaskedRows:
         assert plan.masked is not None
@@ -259,12 +256,12 @@ class Cycle:
 
     def _draw_and_launch_next(self, launched: Launched) -> None:
         """Queue the draw of a step, and the step that follows it."""
-        if self._jumping.waits(len(launched.plan.rows)):
+        if len(launched.plan.rows) <= self._max_jump_rows:
             self._draw(launched)
             self._launch_next()  # It may begin after forced tokens.
             return
         if launched.plan.draft_places is None and self._runner.draws_ahead(launched.plan):
-            self._draw_ahead(launched)
+            self._launch_planned(self._draw_ahead(launched))
             return
         # The next step is planned in a thread: computing masks leaves the interpreter to it.
         planned = self._planner.submit(self._plan_next)
@@ -274,9 +271,9 @@ class Cycle:
             plan = planned.result()
         self._launch_planned(plan)
 
-    def _draw_ahead(self, launched: Launched) -> None:
+    def _draw_ahead(self, launched: Launched) -> StepPlan | None:
         """Queue the draw of a step in a thread, and plan the next step there, while this thread computes the masks,
-        which leaves the interpreter to it. The device draws once they are known."""
+        which leaves the interpreter to it. The device draws once they are known. Returns the plan."""
         assert self._masks is not None
         rows = self._masked_rows(launched.plan, launched.masked_ids)
         bits = self._runner.mask_memory(rows.num_masks)
@@ -289,20 +286,16 @@ class Cycle:
             self.times.mask_s += self._clock() - began
             plan = queued.result()
         self._forced = {}
-        num_forced = int((np.bitwise_count(bits).sum(axis=1) == 1).sum()) if self._jumping.looks() else None
-        self._launch_planned(plan)
-        if num_forced is not None:
-            self._jumping.saw_forced(num_forced, len(launched.plan.rows))
+        return plan
 
     def _queue_and_plan(self, launched: Launched, masks: Masks) -> StepPlan | None:
         launched.pending = self._runner.draw_ahead(launched.plan, masks)
         return self._plan_next()
 
-    def _use_forced(self, rows: MaskedRows, forced: list[tuple[int, list[int]]], *, jumps: bool) -> int:
+    def _use_forced(self, rows: MaskedRows, forced: list[tuple[int, list[int]]], *, jumps: bool) -> None:
         """Rows continue after the tokens that their grammars force, or have them as drafts in the next step. The step
-        launched last draws the first of them. Returns the number of draws that this saves."""
+        launched last draws the first of them."""
         drafts = dict(zip(rows.request_ids.tolist(), rows.drafts, strict=True)) if self._drafts_forced else {}
-        before = self.num_jumped
         for request_id, tokens in forced:
             num_saved = 0
             if jumps and len(tokens) > self._min_jump:
@@ -311,7 +304,6 @@ class Cycle:
             if not num_saved and self._drafts_forced:
                 # The step launched last gives as many of them as it has right drafts, and one more.
                 self._forced[request_id] = tokens[1 + _num_equal(drafts[request_id], tokens) :]
-        return self.num_jumped - before
 
     def _with_forced(self, plan: StepPlan) -> StepPlan:
         """The plan with the drafts that grammars force."""

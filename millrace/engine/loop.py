@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable
 
@@ -20,7 +21,6 @@ from millrace.engine.figures.draft_figures import DraftFigures
 from millrace.engine.figures.row_drafts import RowDraftCounts, drafted_rows
 from millrace.engine.figures.step_figures import StepFigures, StepWork
 from millrace.engine.figures.uncounted import UncountedSteps, UncountedTimes
-from millrace.engine.jumping import Jumping
 from millrace.engine.ledger import Ledger
 from millrace.engine.outbox import Outbox
 from millrace.engine.rates import MeasuredRates
@@ -62,8 +62,8 @@ BLOCKED_WAIT_S = 0.05
 MIN_JUMP, CUDA_MIN_JUMP = 1, 3
 """Draws that must be saved before tokens forced by a grammar are appended at once. On a GPU such a step is a mixed one,
 which takes longer than a decode step."""
-CUDA_JUMPING_ROWS = 16
-"""In larger batches on a GPU all rows wait for the longer step: it is done only while many gain."""
+CUDA_MAX_JUMP_ROWS = 16
+"""In larger batches on a GPU nothing is appended: all rows would wait for the longer step, and one gains."""
 COMPILING_WAIT_S = 0.002
 """Wait for messages while a grammar is being compiled and there is no other work."""
 
@@ -113,7 +113,7 @@ class Engine:
             probe=device.probe,
             masks=constrained,
             min_jump=CUDA_MIN_JUMP if is_cuda else MIN_JUMP,
-            jumping=Jumping(CUDA_JUMPING_ROWS) if is_cuda else None,
+            max_jump_rows=CUDA_MAX_JUMP_ROWS if is_cuda else sys.maxsize,
             drafts_forced=is_cuda,
             slow_step_s=math.inf if is_cuda else SLOW_STEP_S,
         )

@@ -158,12 +158,12 @@ def answers(threads: set[str], runner: Any = None) -> dict[int, list[int]]:
 
 def test_planning_beside_masks_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     beside, before = set[str](), set[str]()
-    monkeypatch.setattr(loop_module, "CUDA_JUMPING_ROWS", 0)
+    monkeypatch.setattr(loop_module, "CUDA_MAX_JUMP_ROWS", 0)
     found = answers(beside)
-    monkeypatch.setattr(loop_module, "CUDA_JUMPING_ROWS", 1000)
+    monkeypatch.setattr(loop_module, "CUDA_MAX_JUMP_ROWS", 1000)
     monkeypatch.setattr(loop_module, "CUDA_MIN_JUMP", 1000)
     assert found == answers(before)
-    monkeypatch.setattr(loop_module, "CUDA_JUMPING_ROWS", 0)
+    monkeypatch.setattr(loop_module, "CUDA_MAX_JUMP_ROWS", 0)
     ahead = AheadRunner()
     assert found == answers(set(), ahead)
     assert ahead.num_ahead > 20
