@@ -107,7 +107,9 @@ class DraftPlaces:
         if per_row <= 0 or len(singles) == 0 or not rows.can_draft[singles].any():
             return None
         ids, can_draft = rows.request_ids[singles], rows.can_draft[singles]
-        looks = can_draft if self._looks is None else can_draft & self._looks.due(singles, ids)
+        looks = can_draft
+        if self._looks is not None and not (self._trained is not None and self._trained.length):
+            looks = can_draft & self._looks.due(singles, ids)
         decision = NO_DRAFTS
         if looks.any() or self.control.length == 0:
             decision = self.control.decide(singles, ids)
