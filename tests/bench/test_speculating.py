@@ -62,7 +62,7 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says() -> None:
 
 def test_a_point_ends_when_its_interval_is_narrow_or_its_time_is_over() -> None:
     bench = SpeculateBench((), ())
-    narrow = Point("chat", 1, sides(*[10.0] * 4), sides(*[10.0] * 4))
+    narrow = Point("chat", 1, sides(*[10.0] * 16), sides(*[10.0] * 16))
     wide = Point("chat", 1, sides(*[10.0] * 5), sides(9.0, 12.0, 8.0, 11.0, 10.0))
     few = Point("chat", 1, sides(10.0, 10.0), sides(10.0, 10.0))
     assert bench._is_done(narrow, 5.0, 60.0)

@@ -35,7 +35,8 @@ SECONDS = 270.0
 """Time for all points."""
 NARROW = 0.03
 """Half-width of the interval, as a share of the speed-up, at which a point ends."""
-MIN_ROUNDS, MAX_ROUNDS = 4, 200
+MIN_ROUNDS, MIN_NARROW_ROUNDS, MAX_ROUNDS = 3, 16, 200
+"""At least, at least if the interval seems narrow, and at most."""
 _FENCE = "```"
 _NAMES = ("price", "weight", "height", "volume", "score", "length", "amount", "width")
 _PEOPLE = (
@@ -172,7 +173,8 @@ class SpeculateBench:
         progress: Progress,
     ) -> Point:
         sides: tuple[list[Side], list[Side]] = ([], [])
-        began, number = time.monotonic(), -1  # One round to warm up.
+        # To warm up, also what the engine has learnt from other work.
+        began, number = time.monotonic(), -3 if streams == 1 else -1
         while not self._is_done(Point(workload, streams, *map(tuple, sides)), time.monotonic() - began, seconds):
             for which in (0, 1) if number % 2 == 0 else (1, 0):
                 progress(f"{workload}, {streams} streams, round {number + 1}")
@@ -189,7 +191,11 @@ class SpeculateBench:
             return bool(self.rounds) and num_rounds >= self.rounds
         # One more round must fit.
         is_over = taken_s * (num_rounds + 2) / (num_rounds + 1) > seconds
-        return is_over or num_rounds >= MAX_ROUNDS or half_width(point.speed_up) <= NARROW
+        return (
+            is_over
+            or num_rounds >= MAX_ROUNDS
+            or (num_rounds >= MIN_NARROW_ROUNDS and half_width(point.speed_up) <= NARROW)
+        )
 
     def _body(self, model: str, workload: str, number: int, stream: int) -> dict[str, Any]:
         messages = messages_of(workload, number * 3 + stream)
