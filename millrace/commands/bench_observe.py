@@ -9,19 +9,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.commands.bench_serve import server_options
+from millrace.sources.names import has_gpu
 from millrace.terminal.parser import UsageError, numbers
 from millrace.terminal.settings_options import load_settings
 from millrace.terminal.status_line import StatusLine
 
 if TYPE_CHECKING:
     from millrace.bench.http.observing import Ratio, Round
+    from millrace.config import LoadedConfig
 
 ROUNDS, SECONDS, STREAMS, CLIENTS, WARM_UP_S = 6, 5.0, "64", 2, 1.0
 BAR = 0.02
+GPU_KV_GIB = "16"
+"""Of each server. By default the one that is started first would take nearly all of the GPU's memory."""
 EXAMPLES = """\
 bench observe:
   millrace bench observe --streams 8 --tokens 32          everything on against everything off, on this machine
-  millrace bench observe --streams 512 --clients 6 --kv-gib 16 --json"""
+  millrace bench observe --streams 512 --clients 6 --json"""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,8 +42,9 @@ def _measure(args: argparse.Namespace, streams: int, rounds: int) -> int:
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        settings = load_settings(args)
         measured = ServeBench(
-            server_options(folder, load_settings(args)),
+            (*server_options(folder, settings), *_equal_memory(settings)),
             (streams,),
             tokens=args.tokens,
             seconds=args.seconds or SECONDS,
@@ -54,6 +59,13 @@ def _measure(args: argparse.Namespace, streams: int, rounds: int) -> int:
             if not args.json:
                 print(f"{streams} streams, round {len(found)}: {off:,.1f} tok/s off, {on:,.1f} on", flush=True)
     return _report(found, as_json=args.json)
+
+
+def _equal_memory(settings: LoadedConfig) -> tuple[str, ...]:
+    """Options that give both servers the same KV memory."""
+    run, memory = settings.config.run, settings.config.memory
+    is_given = memory.kv_gib or memory.kv_tokens
+    return () if run.device == "cpu" or is_given or not has_gpu() else ("--kv-gib", GPU_KV_GIB)
 
 
 def _report(rounds: list[Round], *, as_json: bool) -> int:

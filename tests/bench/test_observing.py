@@ -3,12 +3,15 @@ from __future__ import annotations
 import math
 import urllib.request
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from millrace.bench.http.observing import Round, SpanReceiver, ratio_of, server_cpu_per_token
 from millrace.bench.http.serving import ServingFigures
+from millrace.commands import bench_observe
+from millrace.config import Config, MemoryConfig
 
 
 def figures(tokens_per_s: float, engine_cores: float) -> ServingFigures:
@@ -30,6 +33,18 @@ def test_the_ratio_is_paired_by_round() -> None:
 
 def test_cpu_time_of_clients_is_not_the_servers() -> None:
     assert server_cpu_per_token(figures(100.0, 1.5)) == pytest.approx(0.02)
+
+
+def test_both_servers_get_the_same_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def options(**memory: float) -> tuple[str, ...]:
+        settings: Any = SimpleNamespace(config=Config(memory=MemoryConfig(**memory)))
+        return bench_observe._equal_memory(settings)
+
+    monkeypatch.setattr(bench_observe, "has_gpu", lambda: True)
+    assert options() == ("--kv-gib", "16")
+    assert options(kv_gib=2.0) == ()
+    monkeypatch.setattr(bench_observe, "has_gpu", lambda: False)
+    assert options() == ()
 
 
 def test_the_receiver_takes_spans() -> None:
