@@ -9,9 +9,9 @@ from millrace.observe.histograms import TTFT, Histograms
 
 
 def test_every_observation_is_left_out() -> None:
-    """A new way to observe must be switched off too. (`observe_same_gap` is called for counted steps only.)"""
+    """A new way to observe must be switched off too. (`observe_gaps` is called for counted steps only.)"""
     observing = {name for name, _ in inspect.getmembers(Histograms, inspect.isfunction) if name.startswith("observe")}
-    assert observing - set(vars(UncountedTimes)) == {"observe_same_gap"}
+    assert observing - set(vars(UncountedTimes)) == {"observe_gaps"}
     times = UncountedTimes()
     times.observe(TTFT, 1, 0.5)
     assert not times.values.any()
