@@ -260,24 +260,25 @@ class Cycle:
             self._draw(launched)
             self._launch_next()  # It may begin after forced tokens.
             return
-        if launched.plan.draft_places is None and self._runner.draws_ahead(launched.plan):
-            self._launch_planned(self._draw_ahead(launched))
-            return
-        # The next step is planned in a thread: computing masks leaves the interpreter to it.
-        planned = self._planner.submit(self._plan_next)
-        try:
-            self._draw(launched)
-        finally:
-            plan = planned.result()
+        if launched.plan.draft_places is None:
+            plan = self._draw_ahead(launched)
+        else:
+            # The next step is planned in a thread: computing masks leaves the interpreter to it.
+            planned = self._planner.submit(self._plan_next)
+            try:
+                self._draw(launched)
+            finally:
+                plan = planned.result()
         self._launch_planned(plan)
 
     def _draw_ahead(self, launched: Launched) -> StepPlan | None:
-        """Queue the draw of a step in a thread, and plan the next step there, while this thread computes the masks,
-        which leaves the interpreter to it. The device draws once they are known. Returns the plan."""
+        """While this thread computes the masks of a step, another queues its draw, if the device can wait for them, and
+        plans the next step. Returns the plan."""
         assert self._masks is not None
         rows = self._masked_rows(launched.plan, launched.masked_ids)
         bits = self._runner.mask_memory(rows.num_masks)
-        queued = self._planner.submit(self._queue_and_plan, launched, rows.masks(bits))
+        masks = rows.masks(bits)
+        queued = self._planner.submit(self._queue_and_plan, launched, masks)
         began = self._clock()
         try:
             self._masks.masks(rows, bits)
@@ -285,6 +286,8 @@ class Cycle:
             self._runner.masks_ready()
             self.times.mask_s += self._clock() - began
             plan = queued.result()
+        if launched.pending is None:
+            launched.pending = self._runner.draw(launched.plan, masks)
         self._forced = {}
         return plan
 

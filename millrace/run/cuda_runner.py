@@ -272,22 +272,22 @@ class CudaRunner:
             self.masked_drafts()  # Then the packet has arrived, and may be told which state has which mask.
         return self._device.launch(lambda: self._draw(plan, forwarded(), masks), self._copy_to_host)
 
-    def draws_ahead(self, plan: StepPlan) -> bool:
-        """Only draws that replay graphs and allocate nothing: see `host_gate`."""
-        forwarded = self._forwarded
-        if forwarded is None or self._drafts is not None or not self._work.can_send_masks_ahead:
-            return False
-        draws, shape = forwarded().draws, forwarded().shape
-        has_more = len(draws.shaped) or len(draws.scored) or forwarded().prompt_logprobs or forwarded().pooled
-        if has_more or shape.tokens_per_row != 1:
-            return False
-        return all(self._head(variant, count) in self._graphs.captured for variant, count in draws.groups)
-
-    def draw_ahead(self, plan: StepPlan, masks: Masks) -> Pending[StepResult]:
-        forwarded = self._forwarded
-        assert forwarded is not None, "a draw follows the forward pass of its step"
+    def draw_ahead(self, plan: StepPlan, masks: Masks) -> Pending[StepResult] | None:
+        if self._forwarded is None or self._drafts is not None or not self._work.can_send_masks_ahead:
+            return None
+        forwarded = self._forwarded()
+        if not self._only_replays(forwarded):
+            return None
         torch.cuda.set_device(self._device.torch_device)  # It may be another thread's first call.
-        return self._device.launch(lambda: self._draw(plan, forwarded(), masks, is_ahead=True), self._copy_to_host)
+        return self._device.launch(lambda: self._draw(plan, forwarded, masks, is_ahead=True), self._copy_to_host)
+
+    def _only_replays(self, forwarded: Forwarded) -> bool:
+        """True if the draw replays graphs and allocates nothing, so that it never waits for the whole device."""
+        draws = forwarded.draws
+        if len(draws.shaped) or len(draws.scored) or forwarded.prompt_logprobs or forwarded.pooled:
+            return False
+        heads = (self._head(variant, count) for variant, count in draws.groups)
+        return forwarded.shape.tokens_per_row == 1 and all(head in self._graphs.captured for head in heads)
 
     def masks_ready(self) -> None:
         self._work.masks_ready()

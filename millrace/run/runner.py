@@ -125,12 +125,9 @@ class AnyRunner(Protocol):
     def draw(self, plan: StepPlan, masks: Masks | None) -> Pending[StepResult]:
         """Queue the draw of the step whose forward pass was queued last."""
 
-    def draws_ahead(self, plan: StepPlan) -> bool:
-        """True if the draw of the step whose forward pass was queued last can be queued before its masks are known.
-        Then `masks_ready` must follow, whatever fails."""
-
-    def draw_ahead(self, plan: StepPlan, masks: Masks) -> Pending[StepResult]:
-        """Queue that draw, from any thread, before or after `masks_ready`. The masks are in `mask_memory`."""
+    def draw_ahead(self, plan: StepPlan, masks: Masks) -> Pending[StepResult] | None:
+        """Queue that draw before its masks are known, from any thread: they will be in `mask_memory`, and `masks_ready`
+        must be called, before or after this, whatever fails. None if this draw cannot wait for them."""
 
     def masks_ready(self) -> None:
         """The masks of that draw are computed: it may begin."""
@@ -255,11 +252,8 @@ class Runner:
             raise AssertionError("a draw follows the forward pass of its step, and only masked rows have masks")
         return self._device.launch(lambda: self._draw(plan, forwarded(), masks), copy_to_host)
 
-    def draws_ahead(self, plan: StepPlan) -> bool:
-        return False
-
-    def draw_ahead(self, plan: StepPlan, masks: Masks) -> Pending[StepResult]:
-        raise NotImplementedError("this runner draws when the masks are known")
+    def draw_ahead(self, plan: StepPlan, masks: Masks) -> Pending[StepResult] | None:
+        return None
 
     def masks_ready(self) -> None:
         pass

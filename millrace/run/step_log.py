@@ -193,11 +193,8 @@ class LoggedRunner:
             self._steps.masks(plan, masks, self._drafts)
         return _LoggedDraw(self._runner.draw(plan, masks), self._steps)
 
-    def draws_ahead(self, plan: StepPlan) -> bool:
-        return False  # Masks are recorded with the draw.
-
-    def draw_ahead(self, plan: StepPlan, masks: Masks) -> Pending[StepResult]:
-        raise NotImplementedError("recorded steps draw when the masks are known")
+    def draw_ahead(self, plan: StepPlan, masks: Masks) -> Pending[StepResult] | None:
+        return None  # Masks are recorded with the draw.
 
     def masks_ready(self) -> None:
         pass

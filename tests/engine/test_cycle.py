@@ -83,8 +83,11 @@ class Runner:
         result = StepResult(plan.step_no, torch.from_numpy(drawn), None, NONE, NONE.astype(np.int32), ())
         return SimpleNamespace(wait=lambda: result)
 
-    def draws_ahead(self, plan: StepPlan) -> bool:
-        return False
+    def draw_ahead(self, plan: StepPlan, masks: Masks) -> Any:
+        return None
+
+    def masks_ready(self) -> None:
+        pass
 
 
 class AheadRunner(Runner):
@@ -99,9 +102,6 @@ class AheadRunner(Runner):
         masks = super().mask_memory(count)
         masks[:] = 0  # Nothing can be drawn before they are ready.
         return masks
-
-    def draws_ahead(self, plan: StepPlan) -> bool:
-        return True
 
     def draw_ahead(self, plan: StepPlan, masks: Masks) -> Any:
         self.num_ahead += 1

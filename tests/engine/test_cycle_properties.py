@@ -68,7 +68,9 @@ class ToyGrammars:
             for place in range(1 + len(drafts)):
                 words.append(sum(1 << token for token in allowed_tokens(state, VOCAB)))
                 state = digest(state, drafts[place]) if place < len(drafts) else state
-        return rows.masks(np.array(words, np.uint32)[:, None])
+        found = np.empty((len(words), 1), np.uint32) if bits is None else bits
+        found[:, 0] = words
+        return rows.masks(found)
 
     def forced(self, rows: MaskedRows, masks: Masks) -> list[tuple[int, list[int]]]:
         return [(one, list(self._forced(self.states[one]))) for one in rows.request_ids.tolist()]
@@ -143,6 +145,12 @@ class ToyRunner:
         assert (masks is None) == (plan.masked is None)
         self.queued.append(ToyStep(self, plan, masks, self.drafts))
         return self.queued[-1]
+
+    def draw_ahead(self, plan: StepPlan, masks: Masks) -> ToyStep | None:
+        """Of every other step. It runs when somebody waits for it, after `masks_ready`."""
+        return self.draw(plan, masks) if plan.step_no % 2 else None
+
+    def masks_ready(self) -> None: ...
 
     def copy(self, copies: BlockCopies) -> ToyCopy:
         self.device.begin_copies(copies)
@@ -234,6 +242,7 @@ class World:
             probe=lambda: None,
             masks=self.grammars,
             depth=rng.choice([1, 2, 2, 3]),
+            max_jump_rows=rng.choice([0, 4, sys.maxsize]),
         )
         self.capacity = (num_blocks // len(windows) - 1) * block_size
         self.share_constrained = rng.choice([0.0, 0.5, 1.0])
