@@ -21,6 +21,7 @@ from millrace.engine.memory_plan import NO_DRAFTER, MemoryPlan, make_memory_plan
 from millrace.engine.step_target import make_step_target, target_step_s
 from millrace.errors import ConfigError
 from millrace.host.device_limits import DeviceLimits, device_limits
+from millrace.host.free_memory import available_bytes
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import EngineLoading, EngineReady
 from millrace.models.load import check_quantization, has_quantised_weights, load_decoder, weight_bytes
@@ -34,7 +35,7 @@ from millrace.plan.kv.host_tier import HostTierSettings
 from millrace.plan.queue.policy import make_policy
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.shapes.choice import make_shape_choice
-from millrace.run.device.device import Device, available_memory, open_device
+from millrace.run.device.device import Device, open_device
 from millrace.run.device.kv_pool import KvFormat, bytes_per_token, resolve_kv_dtype
 from millrace.run.device.precision import Precision, choose_precision
 from millrace.run.drafting.drafters import AUTO, AUTO_TEXT, offered_drafters
@@ -83,7 +84,7 @@ def build_engine(
         free_bytes=device.free_bytes(),
         kv_dtype=kv_dtype,
         step_flops=limits.step_flops,
-        host_free_bytes=available_memory(),
+        host_free_bytes=available_bytes(),
         drafter=NO_DRAFTER if drafter is None else drafter.memory(dtype, kv_dtype, device.torch_device),
     )
     drafts = draft_settings(config, plan.max_running, is_gpu=device.kind == "cuda", drafter=drafter)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
+from millrace.host.free_memory import available_bytes
 from millrace.sources.catalogue import CatalogueEntry, entry_of_files, find_entry
 from millrace.sources.memory_rate import memory_bytes_per_s
 from millrace.sources.names import has_gpu
@@ -43,33 +43,6 @@ def memory_of(entry: CatalogueEntry, weight_format: str) -> float:
     return (
         entry.num_bytes(weight_format) + entry.kv_bytes_per_token * min(entry.context, _SHOWN_CONTEXT) + _OVERHEAD_BYTES
     )
-
-
-def available_bytes() -> int:
-    """Memory that this process can still take: of the machine, or of its control group if that is less; 0 = unknown."""
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines())
-        available = int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return 0
-    limit, used = cgroup_memory()
-    return min(available, max(limit - used, 0)) if limit else available
-
-
-def cgroup_memory() -> tuple[int, int]:
-    """(limit, used) of this process's control group, in bytes; a limit of 0 = none."""
-    root = Path("/sys/fs/cgroup")
-    for limit_file, used_file in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
-    ):
-        try:
-            limit = int((root / limit_file).read_text(encoding="ascii"))
-            used = int((root / used_file).read_text(encoding="ascii"))
-        except (OSError, ValueError):  # Absent, or "max".
-            continue
-        return (limit, used) if limit < 1 << 60 else (0, used)
-    return 0, 0
 
 
 def _rate(bytes_per_s: float) -> str:

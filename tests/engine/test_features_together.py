@@ -97,7 +97,9 @@ def test_any_combination_gives_the_answers_of_lone_runs(kv_dtype: str, monkeypat
         patch.setattr(Scheduler, "append_forced", lambda *_: 0)
         expected = [[answers_of(llm, [request])[0] for request in requests] for requests in rounds]
     num_hits = num_forced = num_guided = 0
-    own_draft = {"speculate": {"float16": "draft", "int8": "auto"}[kv_dtype], "drafter": DEFAULT_MODEL}
+    # Three drafts, so that the tokens that a grammar forces are always among them.
+    speculate = {"float16": "draft", "int8": "auto"}[kv_dtype]
+    own_draft = {"speculate": speculate, "drafter": DEFAULT_MODEL, "draft_tokens": 3}
     for limits in ({"kv_tokens": 400, "max_running": 12}, {"kv_tokens": 4000, "max_running": 3} | own_draft):
         settings = {name: rng.choice(values) for name, values in SETTINGS.items()} | limits
         if not settings["prefix_cache"]:

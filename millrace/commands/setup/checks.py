@@ -17,7 +17,7 @@ from typing import Literal
 from millrace.config import Config, cache_dir
 from millrace.errors import MillraceError
 from millrace.host.cores import usable_cores
-from millrace.sources.estimate import available_bytes, cgroup_memory
+from millrace.host.free_memory import available_bytes, tightest_group
 from millrace.sources.library import is_downloaded
 from millrace.sources.names import has_gpu
 
@@ -146,8 +146,8 @@ def check_disk(config: Config) -> Iterator[Finding]:
 
 def check_memory(config: Config) -> Iterator[Finding]:
     available = available_bytes()
-    limit, used = cgroup_memory()
-    limited = f" (this control group: {used / 1e9:.1f} of {limit / 1e9:.1f} GB used)" if limit else ""
+    group = tightest_group()
+    limited = f" (this control group: {group.used / 1e9:.1f} of {group.limit / 1e9:.1f} GB used)" if group else ""
     if available and available < LOW_MEMORY_BYTES:
         fix = "End other programs, raise the container's memory limit, or choose a smaller model (millrace models)"
         yield Finding("memory", "warning", f"Only {available / 1e9:.1f} GB are available{limited}.", fix)

@@ -10,7 +10,6 @@ import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -21,6 +20,7 @@ from torch import Tensor
 from millrace.config import RunConfig
 from millrace.errors import ConfigError
 from millrace.host.cores import memory_nodes, usable_cores
+from millrace.host.free_memory import available_bytes
 from millrace.host.time_slice import request_long_slices
 from millrace.ops.cpp.targets import BF16_FEATURES, processor_features
 from millrace.ops.triton.compile.dry_run import prepare_triton_key
@@ -98,7 +98,7 @@ class CpuDevice:
         return f"cpu, {self.threads} threads"
 
     def free_bytes(self) -> int:
-        return available_memory()
+        return available_bytes()
 
     def upload(self, array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array.copy())
@@ -208,15 +208,3 @@ def fast_dtype(device: Device) -> torch.dtype:
     if device.kind == "cuda" or processor_features() & BF16_FEATURES:
         return torch.bfloat16
     return torch.float32
-
-
-def available_memory() -> int:
-    """Bytes this process can still allocate: the machine's free memory, or what is left of the container's limit."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except OSError:
-        return free
-    return free if limit == "max" else max(0, min(free, int(limit) - used))
