@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import json
 import re
@@ -223,3 +224,22 @@ def test_embeddings_are_of_length_one_and_close_for_equal_meanings() -> None:
         assert [float(np.linalg.norm(vector)) for vector in vectors] == pytest.approx([1.0] * 3, abs=1e-5)
         assert vectors[0] @ vectors[1] > vectors[0] @ vectors[2]
     assert short == pytest.approx(last[0][:8] / np.linalg.norm(last[0][:8]))
+
+
+def test_a_closed_engine_leaves_no_memory() -> None:
+    """Without the garbage collector's own rounds, which come at some later time or never."""
+    left = []
+    gc.disable()
+    try:
+        for _ in range(3):
+            with LLM(dtype="float32", max_running=2, kv_tokens=2048) as opened:
+                opened.generate([[400, 401]], max_tokens=4, temperature=0.0)
+            left.append(resident_bytes())
+    finally:
+        gc.enable()
+    assert left[2] - left[0] < 300e6, "the weights alone are 540 MB"
+
+
+def resident_bytes() -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))

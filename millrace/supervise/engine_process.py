@@ -23,6 +23,7 @@ from millrace.config import Config, as_dict
 from millrace.engine.lifetime import serve_engine
 from millrace.host.bytecode import keep_bytecode
 from millrace.host.early_context import has_gpu
+from millrace.host.idle_memory import trim_heap
 from millrace.host.libraries_ahead import read_libraries_ahead
 from millrace.link.address import engine_path, failure_path
 from millrace.link.channel import FrontChannel, InProcessLink
@@ -88,6 +89,7 @@ class EngineThread:
     def stop(self) -> None:
         self._link.front.send(Stop())
         self._thread.join(timeout=STOP_TIMEOUT_S)
+        trim_heap()  # Parts of an engine refer to each other: weights and KV would stay until some later collection.
 
 
 @dataclass(frozen=True, slots=True)
