@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -71,3 +74,23 @@ def test_transfers_cover_runs_of_slots_within_a_chunk() -> None:
     slots = [1, 2, 3, 4, 5, 9, 8, 0]
     runs = list(host.runs_of(np.asarray(slots, np.int32)))
     assert runs == [(0, 1, 3), (3, 4, 2), (5, 9, 1), (6, 8, 1), (7, 0, 1)]
+
+
+def test_pinned_memory_is_unpinned_before_its_addresses_are_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: set[int] = set()
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda at, size, _: pinned.add(at) or 0, cudaHostUnregister=pinned.remove
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr("millrace.run.device.host_blocks.CHUNK_BYTES", 16)
+    host = HostBlocks(6, (2,), torch.int32, pinned_for=torch.device("cuda"))
+    for thread in [thread for thread in threading.enumerate() if thread.name == "pin-host-blocks"]:
+        thread.join(10)
+    assert pinned == {chunk.data_ptr() for chunk in host.chunks}
+    in_use = host.run(2, 2)
+    address = in_use.data_ptr()
+    del host
+    assert pinned == {address}
+    del in_use
+    assert not pinned

@@ -110,25 +110,31 @@ def test_masks_are_copied_when_they_are_ready(is_early: bool) -> None:
     ring = MaskRing(WORDS, place)
     if not ring.has_gates:
         pytest.skip("this driver has no waits for the host")
+    ring.address(0, ROWS)
+    seen = torch.zeros((ROWS, WORDS), dtype=torch.int32, device=place)
+    # A kernel's first use loads it, and that waits for the whole device: not behind a closed gate.
+    seen.copy_(ring._on_device[0][:ROWS])
+    assert (seen == 0).all()
+
+    def queue(turn: int) -> torch.cuda.Event:
+        ring.send_when_ready(turn, ROWS)
+        seen.copy_(ring._on_device[turn][:ROWS])
+        done = torch.cuda.Event()
+        done.record()
+        return done
+
     with ThreadPoolExecutor(1) as thread:
         for number in range(3 * RING):
             turn = number % RING
             ring.address(turn, ROWS)
-            bits, seen = ring.host(turn, ROWS), torch.zeros((ROWS, WORDS), dtype=torch.int32, device=place)
-
-            def queue(turn: int = turn, seen: torch.Tensor = seen) -> torch.cuda.Event:
-                ring.send_when_ready(turn, ROWS)
-                seen.copy_(ring._on_device[turn][:ROWS])
-                done = torch.cuda.Event()
-                done.record()
-                return done
-
-            queued = thread.submit(queue)
-            done = None if is_early else queued.result(10)
-            time.sleep(0.001)
-            if done is not None:
-                assert not done.query()
-            bits[:] = number + 1
-            ring.ready(turn)
+            bits = ring.host(turn, ROWS)
+            queued = thread.submit(queue, turn)
+            try:
+                done = None if is_early else queued.result(10)
+                time.sleep(0.001)
+                assert done is None or not done.query()
+                bits[:] = number + 1
+            finally:
+                ring.ready(turn)
             queued.result(10).synchronize()
             assert (seen == number + 1).all()

@@ -11,9 +11,11 @@ import logging
 import math
 import mmap
 import threading
+import weakref
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -35,11 +37,13 @@ class HostBlocks:
         block_bytes = math.prod(block_shape) * dtype.itemsize
         self.chunk_slots = max(1, CHUNK_BYTES // block_bytes) if pinned_for is not None else num_slots
         self.chunks: list[Tensor] = []
+        memory: list[npt.NDArray[np.uint8]] = []
         for first in range(0, num_slots, self.chunk_slots):
             count = min(self.chunk_slots, num_slots - first)
-            self.chunks.append(_reserve(count * block_bytes).view(dtype).view(count, *block_shape))
+            memory.append(_reserve(count * block_bytes))
+            self.chunks.append(torch.from_numpy(memory[-1]).view(dtype).view(count, *block_shape))
         if pinned_for is not None:
-            threading.Thread(target=self._pin, args=(pinned_for,), name="pin-host-blocks", daemon=True).start()
+            threading.Thread(target=_pin, args=(memory, pinned_for), name="pin-host-blocks", daemon=True).start()
 
     def run(self, slot: int, count: int) -> Tensor:
         """The blocks in consecutive slots of one chunk."""
@@ -55,24 +59,27 @@ class HostBlocks:
                 yield first, numbers[first], at - first
                 first = at
 
-    def _pin(self, device: torch.device) -> None:
-        torch.cuda.set_device(device)  # of this thread
-        cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for number, chunk in enumerate(self.chunks):
-            error = int(cudart.cudaHostRegister(chunk.data_ptr(), chunk.numel() * chunk.dtype.itemsize, 0))
-            if error:
-                log.warning(
-                    "could pin only %d of %d pieces of host memory for KV blocks (CUDA error %d); the rest is copied"
-                    " more slowly. Raise the limit of locked memory (ulimit -l) or lower --kv-host-gib.",
-                    *(number, len(self.chunks), error),
-                )
-                return
+
+def _pin(chunks: list[npt.NDArray[np.uint8]], device: torch.device) -> None:
+    torch.cuda.set_device(device)  # of this thread
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    for number, chunk in enumerate(chunks):
+        error = int(cudart.cudaHostRegister(chunk.ctypes.data, chunk.nbytes, 0))
+        if error:
+            log.warning(
+                "could pin only %d of %d pieces of host memory for KV blocks (CUDA error %d); the rest is copied"
+                " more slowly. Raise the limit of locked memory (ulimit -l) or lower --kv-host-gib.",
+                *(number, len(chunks), error),
+            )
+            return
+        # Otherwise CUDA would take the next memory at this address for the old one, and copy from and to lost pages.
+        weakref.finalize(chunk, cudart.cudaHostUnregister, chunk.ctypes.data).atexit = False
 
 
-def _reserve(num_bytes: int) -> Tensor:
+def _reserve(num_bytes: int) -> npt.NDArray[np.uint8]:
     """Memory from the operating system, whose pages become resident when first written or pinned."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a Linux kernel without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.from_numpy(np.frombuffer(memory, np.uint8))
+    return np.frombuffer(memory, np.uint8)
