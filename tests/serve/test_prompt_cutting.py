@@ -94,5 +94,17 @@ def test_ollama_drops_the_oldest_messages() -> None:
         short = {**body, "messages": messages[-1:], "truncate": True, "stream": False}
         assert post(front.port, "/api/chat", short).json["truncated_messages"] == 0
         assert "truncated_messages" not in post(front.port, "/api/chat", {**short, "truncate": False}).json
-        generate = {"model": front.state.model_name, "prompt": "a", "truncate": True}
-        assert post(front.port, "/api/generate", generate).status == 400
+
+
+def test_ollama_cuts_a_prompt_after_its_first_tokens(front: Front) -> None:
+    body = {"model": MODEL, "prompt": LONG, "raw": True, "stream": False, "options": {"num_ctx": 60, "num_predict": 10}}
+    assert post(front.port, "/api/generate", body).status == 400
+    answer = post(front.port, "/api/generate", {**body, "truncate": True}).json
+    assert sent_prompt(front) == LONG[:4] + LONG[-46:]
+    assert answer["truncated_prompt_tokens"] == len(LONG) - 50
+    body["options"] = {"num_predict": 28, "num_keep": 10}
+    post(front.port, "/api/generate", {**body, "truncate": True})
+    assert sent_prompt(front) == LONG[:10] + LONG[-90:]
+    short = post(front.port, "/api/generate", {**body, "prompt": "hi", "truncate": True}).json
+    assert short["truncated_prompt_tokens"] == 0
+    assert "truncated_prompt_tokens" not in post(front.port, "/api/generate", {**body, "prompt": "hi"}).json

@@ -58,7 +58,7 @@ _ACCEPTED_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     "ResponseStreamOptions": schemas_responses.STREAM_OPTIONS_NOT_SUPPORTED,
     **dict.fromkeys(("MessagesRequest", "CountTokensRequest"), schemas_anthropic.NOT_SUPPORTED),
     "OllamaChatRequest": schemas_ollama.NOT_SUPPORTED,
-    "OllamaGenerateRequest": schemas_ollama.GENERATE_NOT_SUPPORTED,
+    "OllamaGenerateRequest": schemas_ollama.NOT_SUPPORTED,
     "OllamaOptions": schemas_ollama.OPTIONS_NOT_SUPPORTED,
     "OllamaMessage": schemas_ollama.MESSAGE_NOT_SUPPORTED,
 }

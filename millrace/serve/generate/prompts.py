@@ -101,9 +101,15 @@ async def chat_prompt(
     """`keep`: cut the prompt to its last tokens, as in `cut_prompt`."""
     token_ids, tail = await _encode_chat(state, conversation, max_tokens, keep is not None)
     prompt = Prompt(token_ids, None) if keep is None else cut_prompt(state, token_ids, None, keep, max_tokens)
+    return with_reasoning(state, prompt, tail)
+
+
+def with_reasoning(state: FrontState, prompt: Prompt, text: str) -> Prompt:
+    """Notes whether the end of the prompt's text opens or closes the model's reasoning."""
     reasoning = state.formats.reasoning
     if reasoning is None:
         return prompt
+    tail = text[-_TAIL_CHARS:]
     return dataclasses.replace(
         prompt, opens_reasoning=is_opened_by(reasoning, tail), closes_reasoning=tail.rstrip().endswith(reasoning.end)
     )

@@ -43,8 +43,8 @@ from millrace.serve.ollama.translate import (
     check_body,
     check_sampling,
     state_of_model,
-    text_generation,
 )
+from millrace.serve.ollama.translate_generate import text_generation
 from millrace.serve.ollama.write import OllamaWriter, now
 from millrace.serve.served_models import ServedModel
 from millrace.serve.state import STATE, FrontState

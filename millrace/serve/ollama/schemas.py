@@ -47,9 +47,12 @@ class OllamaOptions(SamplerFields, kw_only=True):
     ] = None
     presence_penalty: Annotated[float | None, described("Applies to output tokens.", minimum=-2, maximum=2)] = None
     frequency_penalty: Annotated[float | None, described("Applies to output tokens.", minimum=-2, maximum=2)] = None
+    num_keep: Annotated[
+        int | None,
+        described("With `truncate` on /api/generate: first tokens that stay; default 4, -1: most.", minimum=-1),
+    ] = None
     tfs_z: Annotated[Refused, unsupported("null and 1 are accepted.")] = UNSET
     penalize_newline: Annotated[Refused, unsupported("null and true are accepted.")] = UNSET
-    num_keep: _Loading = UNSET
     numa: _Loading = UNSET
     num_batch: _Loading = UNSET
     num_gpu: _Loading = UNSET
@@ -129,7 +132,10 @@ class OllamaCommon(Strict, kw_only=True):
     think: Annotated[
         bool | Literal["low", "medium", "high"] | None, described("Whether, and how much, the model reasons.")
     ] = None
-    shift: Annotated[Refused, unsupported("a context is never shifted; null and false are accepted.")] = UNSET
+    shift: Annotated[
+        bool | None,
+        described("A context is never shifted, so true needs `options.num_predict`, which must fit into the context."),
+    ] = None
 
 
 class OllamaChatRequest(OllamaCommon, kw_only=True):
@@ -154,9 +160,23 @@ class OllamaGenerateRequest(OllamaCommon, kw_only=True):
     suffix: Annotated[
         str | None, described("Text after the answer, for models that can fill in the middle; without the template.")
     ] = None
-    truncate: Annotated[Refused, unsupported("a prompt is never truncated; null and false are accepted.")] = UNSET
-    template: Annotated[Refused, unsupported('null and "" are accepted.')] = UNSET
-    context: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
+    truncate: Annotated[
+        bool | None,
+        described(
+            "Cut a prompt that is too long after its first `options.num_keep` tokens; `truncated_prompt_tokens` says"
+            " how many are gone."
+        ),
+    ] = None
+    template: Annotated[
+        str | None,
+        described(
+            "A Go template in place of the model's chat template, with `.System`, `.Prompt`, `.Response`, `.Suffix`,"
+            " `if`, `else`, `end`, `not`, `and`, `or`; anything else is refused."
+        ),
+    ] = None
+    context: Annotated[
+        list[int] | None, described("Token ids of the conversation so far: the `context` of the reply before.")
+    ] = None
     images: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
     width: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     height: Annotated[Refused, unsupported("null is accepted.")] = UNSET
@@ -187,15 +207,11 @@ class OllamaPullRequest(OllamaDeleteRequest, kw_only=True):
 
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "shift": (False,),
-    "template": ("",),
-    "context": ([],),
     "images": ([],),
     "width": (),
     "height": (),
     "steps": (),
 }
-GENERATE_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {**NOT_SUPPORTED, "truncate": (False,)}
 OPTIONS_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "tfs_z": (1, 1.0),
     "penalize_newline": (True,),
@@ -246,6 +262,10 @@ class OllamaAnswer(msgspec.Struct):
     eval_duration: int | UnsetType = UNSET
     truncated_messages: int | UnsetType = UNSET
     """With `truncate`: messages that were dropped from the beginning."""
+    truncated_prompt_tokens: int | UnsetType = UNSET
+    """/api/generate with `truncate`: tokens that were cut out of the prompt."""
+    context: list[int] | UnsetType = UNSET
+    """/api/generate without `raw`: token ids of the conversation so far, which the next request sends back."""
 
 
 class OllamaDetails(msgspec.Struct):

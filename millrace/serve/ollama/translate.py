@@ -1,4 +1,4 @@
-"""Translates the bodies of /api/chat and /api/generate into generations."""
+"""Translates the bodies of /api/chat into generations, and what /api/generate has in common with it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,18 @@ from millrace.serve.generate.checks import (
     refuse_unsupported,
 )
 from millrace.serve.generate.choosing.sampler_fields import SAMPLER_NAMES, sampler_options
-from millrace.serve.generate.generation import Generation, Prompt
+from millrace.serve.generate.generation import Generation
 from millrace.serve.generate.grammars import format_of, schema_format
 from millrace.serve.generate.messages import Conversation, Message, PastCall
-from millrace.serve.generate.prompts import encode_texts, fill_in_prompts, without_oldest
+from millrace.serve.generate.prompts import without_oldest
 from millrace.serve.generate.sampling import complete, deadline_of, sampling_params
 from millrace.serve.http.ids import new_id
 from millrace.serve.ollama.schemas import (
-    GENERATE_NOT_SUPPORTED,
     MESSAGE_NOT_SUPPORTED,
     NOT_SUPPORTED,
     OPTIONS_NOT_SUPPORTED,
     OllamaChatRequest,
     OllamaCommon,
-    OllamaGenerateRequest,
     OllamaMessage,
     OllamaOptions,
 )
@@ -47,7 +45,7 @@ _SAME_NAME = (*OLLAMA_DEFAULTS.fields(), "min_p", "seed", "stop", "presence_pena
 _OPTION_NAMES = {
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
-    **{name: f"options.{name}" for name in (*_SAME_NAME, *SAMPLER_NAMES, "num_predict")},
+    **{name: f"options.{name}" for name in (*_SAME_NAME, *SAMPLER_NAMES, "num_predict", "num_keep")},
 }
 CHAT_NAMES = {**_OPTION_NAMES, "prompt": "messages"}
 GENERATE_NAMES = {**_OPTION_NAMES, "prompt": "prompt"}
@@ -59,8 +57,7 @@ async def state_of_model(name: str, state: FrontState) -> FrontState:
 
 
 def check_body(body: OllamaCommon) -> None:
-    is_generate = isinstance(body, OllamaGenerateRequest)
-    refuse_unsupported(body, GENERATE_NOT_SUPPORTED if is_generate else NOT_SUPPORTED, "")
+    refuse_unsupported(body, NOT_SUPPORTED, "")
     check_integers(body)
     check_logprobs("top_logprobs", body.top_logprobs)
     if body.top_logprobs and not body.logprobs:
@@ -70,12 +67,18 @@ def check_body(body: OllamaCommon) -> None:
     if body.options is not None:
         refuse_unsupported(body.options, OPTIONS_NOT_SUPPORTED, "options.")
         check_integers(body.options, "options.")
+    if body.shift and (body.options is None or (body.options.num_predict or 0) < 1):
+        raise BadRequest(
+            "'shift' is true, but this server never shifts a context: an answer ends where the context is full. Send"
+            " false, or limit the answer with options.num_predict.",
+            param="shift",
+        )
 
 
 def check_sampling(state: FrontState, body: OllamaCommon) -> None:
     """Check the options of a request that generates nothing as strictly as those of one that does."""
     try:
-        _params(state, body)
+        ollama_params(state, body)
     except BadRequest as error:
         raise name_fields(error, _OPTION_NAMES) from None
 
@@ -86,35 +89,6 @@ async def chat_generation(state: FrontState, body: OllamaChatRequest, received: 
         return await _chat(state, body, messages, received, _tools(body), may_drop=bool(body.truncate))
     except BadRequest as error:
         raise name_fields(error, CHAT_NAMES) from None
-
-
-async def text_generation(state: FrontState, body: OllamaGenerateRequest, received: float) -> Generation:
-    """Through the chat template, unless the body asks for `raw` or the model has no template."""
-    try:
-        if body.suffix:
-            return await _fill_in(state, body, body.suffix, received)
-        if not body.raw:
-            try:
-                messages = [Message("system", body.system)] if body.system else []
-                return await _chat(state, body, [*messages, Message("user", body.prompt or "")], received)
-            except BadRequest as error:
-                if error.code != "no_chat_template":
-                    raise
-        text = f"{body.system}\n{body.prompt}" if body.system else body.prompt or ""
-        params = _params(state, body)
-        [token_ids] = await encode_texts(state, [text], add_special=True, max_tokens=params.max_tokens)
-        if not token_ids:
-            raise BadRequest("'prompt' has no tokens; send at least one character.", param="prompt")
-        chat = Chat(Prompt(token_ids, text), params, None, "format")
-        return await _generation(state, body, chat, "cmpl-", received)
-    except BadRequest as error:
-        raise name_fields(error, GENERATE_NAMES) from None
-
-
-async def _fill_in(state: FrontState, body: OllamaGenerateRequest, suffix: str, received: float) -> Generation:
-    params = _params(state, body)
-    [prompt] = await fill_in_prompts(state, [body.prompt or ""], suffix, max_tokens=params.max_tokens)
-    return await _generation(state, body, Chat(prompt, params, None, "format"), "cmpl-", received)
 
 
 async def _chat(
@@ -128,19 +102,21 @@ async def _chat(
 ) -> Generation:
     """`may_drop`: the oldest messages of a conversation that is too long."""
     conversation = Conversation(messages, continue_final_message=messages[-1].role == "assistant")
-    params = _params(state, body)
+    params = ollama_params(state, body)
     if may_drop:
         shown = dataclasses.replace(conversation, tools=use.shown)
         num_ctx = body.options.num_ctx if body.options is not None else None
         kept = await without_oldest(state, shown, max_tokens=params.max_tokens, max_context=num_ctx)
         conversation = dataclasses.replace(conversation, messages=kept)
-    chat = await open_chat(state, conversation, params, use=use, wish=_wish(body), grammar_field="format")
+    chat = await open_chat(state, conversation, params, use=use, wish=wish_of(body), grammar_field="format")
     prompt = dataclasses.replace(chat.prompt, num_dropped=len(messages) - len(conversation.messages))
-    generation = await _generation(state, body, dataclasses.replace(chat, prompt=prompt), "chatcmpl-", received)
+    generation = await ollama_generation(state, body, dataclasses.replace(chat, prompt=prompt), "chatcmpl-", received)
     return dataclasses.replace(generation, reports_dropped=may_drop)
 
 
-async def _generation(state: FrontState, body: OllamaCommon, chat: Chat, id_prefix: str, received: float) -> Generation:
+async def ollama_generation(
+    state: FrontState, body: OllamaCommon, chat: Chat, id_prefix: str, received: float
+) -> Generation:
     options = body.options or OllamaOptions()
     return Generation(
         prompts=[chat.prompt],
@@ -154,9 +130,10 @@ async def _generation(state: FrontState, body: OllamaCommon, chat: Chat, id_pref
     )
 
 
-def _params(state: FrontState, body: OllamaCommon) -> SamplingParams:
+def ollama_params(state: FrontState, body: OllamaCommon) -> SamplingParams:
     options = body.options or OllamaOptions()
     check_range("num_predict", options.num_predict, -2, 2**31 - 1)
+    check_range("num_keep", options.num_keep, -1, 2**31 - 1)
     if options.num_predict == 0:
         raise BadRequest("num_predict is 0; ask for at least 1 token, or -1 for no limit.", param="options.num_predict")
     fields: dict[str, Any] = {name: getattr(options, name) for name in _SAME_NAME}
@@ -187,7 +164,7 @@ def _grammar(body: OllamaCommon) -> Grammar | None:
     raise BadRequest("'format' is neither \"json\" nor a JSON schema; send one of them.", param="format")
 
 
-def _wish(body: OllamaCommon) -> ReasoningWish:
+def wish_of(body: OllamaCommon) -> ReasoningWish:
     think = body.think
     if isinstance(think, str):
         return ReasoningWish(is_on=True, effort=think, field="think")

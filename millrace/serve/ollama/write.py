@@ -44,6 +44,8 @@ class OllamaWriter:
         self.limit_names = limit_names
         self._job = job
         self._is_chat = is_chat
+        self._sent_ids: list[int] = []
+        """Token ids of the answer so far, of streams that end with a `context`."""
 
     def _line(
         self,
@@ -71,6 +73,7 @@ class OllamaWriter:
         total_s = finish.total_s if finish is not None else 0.0
         first_s = finish.first_token_s if finish is not None else 0.0
         queued_s = finish.queued_s if finish is not None else 0.0
+        dropped = choice.prompt.num_dropped if self._job.generation.reports_dropped else UNSET
         return self._line(
             text,
             done=True,
@@ -81,9 +84,22 @@ class OllamaWriter:
             prompt_eval_duration=round(max(0.0, first_s - queued_s) * _NS_PER_S),
             eval_count=usage.output_tokens,
             eval_duration=round(max(0.0, total_s - first_s) * _NS_PER_S),
-            truncated_messages=choice.prompt.num_dropped if self._job.generation.reports_dropped else UNSET,
+            truncated_messages=dropped if self._is_chat else UNSET,
+            truncated_prompt_tokens=UNSET if self._is_chat else dropped,
             **fields,
         )
+
+    def _context(self, answer_ids: list[int]) -> list[int] | UnsetType:
+        """Prompt and answer, without the token that ended it and without a stop string."""
+        if not self._job.generation.return_token_ids:
+            return UNSET
+        choice, tokenizer = self._job.choices[0], self._job.state.tokenizer
+        if choice.is_stopped and isinstance(choice.stop_reason, str):
+            text, found, _ = tokenizer.decode(answer_ids, skip_special=False).partition(choice.stop_reason)
+            answer_ids = tokenizer.encode(text, add_special=False) if found else answer_ids
+        elif answer_ids and choice.finish is not None and choice.finish.stop_token_id == answer_ids[-1]:
+            answer_ids = answer_ids[:-1]
+        return choice.prompt.token_ids + answer_ids
 
     # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def preamble(self, choices: list[Choice]) -> bytes:
@@ -97,9 +113,11 @@ class OllamaWriter:
         return b""
 
     def text_delta(self, choice: DetailedChoice, delta: TextDelta) -> bytes:
+        self._sent_ids += delta.token_ids
         return escape_lines(encode(self._line(delta.text, logprobs=self._logprobs(delta.logprobs)))) + b"\n"
 
     def reasoning_delta(self, choice: DetailedChoice, text: str, tokens: Tokens) -> bytes:
+        self._sent_ids += tokens.token_ids
         line = self._line("", thinking=text, logprobs=self._logprobs(tokens.logprobs))
         return escape_lines(encode(line)) + b"\n"
 
@@ -118,7 +136,7 @@ class OllamaWriter:
         return b""
 
     def end_frames(self, usage: Usage) -> bytes:
-        return encode(self._last("", usage)) + b"\n"
+        return encode(self._last("", usage, context=self._context(self._sent_ids))) + b"\n"
 
     def error_frames(self, error: MillraceError) -> bytes:
         return error_body(error) + b"\n"
@@ -135,6 +153,7 @@ class OllamaWriter:
                 thinking=output.reasoning or UNSET,
                 calls=calls or UNSET,
                 logprobs=self._logprobs(output.logprobs),
+                context=self._context(output.token_ids),
             )
         )
 

@@ -42,10 +42,23 @@ async def open_chat(
     grammar_field: str = "response_format",
 ) -> Chat:
     """`grammar_field` is the field that set the grammar, for errors. `keep` cuts the prompt, as in `chat_prompt`."""
-    check_wish(state, wish)
     kwargs = wish.template_kwargs() | conversation.template_kwargs
     conversation = dataclasses.replace(conversation, tools=use.shown, template_kwargs=kwargs)
     prompt = await chat_prompt(state, conversation, max_tokens=params.max_tokens, keep=keep)
+    return open_prompt(state, prompt, params, use=use, wish=wish, grammar_field=grammar_field)
+
+
+def open_prompt(
+    state: FrontState,
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    use: ToolUse = NO_TOOLS,
+    wish: ReasoningWish = NO_WISH,
+    grammar_field: str = "response_format",
+) -> Chat:
+    """As `open_chat`, for a prompt that is already written."""
+    check_wish(state, wish)
     grammar, field = _grammar(state, use, params.grammar, grammar_field)
     if grammar is not None:
         grammar = dataclasses.replace(grammar, after=_before(state, prompt, has_head=grammar is not params.grammar))
