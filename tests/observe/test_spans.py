@@ -200,7 +200,7 @@ def test_malformed_contexts_begin_a_new_trace(header: str | None) -> None:
 
 
 def test_every_kind_of_value_survives_the_encoding() -> None:
-    values = {"s": "ü", "b": True, "i": -5, "f": 1.5, "l": ["a", "b"], "big": 2**40}
+    values = {"s": "ü", "b": True, "i": -5, "f": 1.5, "l": ("a", "b"), "big": 2**40}
     span = Span(b"t" * 16, b"s" * 8, b"", "name", 1, 2**62, attributes=values, error="broken")
     [scope] = ExportTraceServiceRequest.FromString(encode_request([span], {}, "1")).resource_spans[0].scope_spans
     decoded = {one.key: one.value for one in scope.spans[0].attributes}
@@ -210,3 +210,10 @@ def test_every_kind_of_value_survives_the_encoding() -> None:
     assert [one.string_value for one in decoded["l"].array_value.values] == ["a", "b"]
     assert (scope.spans[0].status.code, scope.spans[0].status.message) == (2, "broken")
     assert scope.spans[0].end_time_unix_nano == 2**62
+
+
+def test_equal_values_of_different_types_keep_their_types() -> None:
+    spans = [Span(b"t" * 16, b"s" * 8, b"", "name", 1, 2, attributes={"v": value}) for value in (1, True, 1.0, "1")]
+    [scope] = ExportTraceServiceRequest.FromString(encode_request(spans, {}, "1")).resource_spans[0].scope_spans
+    kinds = [span.attributes[0].value.WhichOneof("value") for span in scope.spans]
+    assert kinds == ["int_value", "bool_value", "double_value", "string_value"]

@@ -47,6 +47,7 @@ class RequestTrace:
             return int((moment + offset) * 1e9)
 
         context = self.context
+        ids = secrets.token_bytes(8 * len(self._stages))
         root = Span(
             context.trace_id,
             context.span_id,
@@ -62,13 +63,13 @@ class RequestTrace:
         children = [
             Span(
                 context.trace_id,
-                secrets.token_bytes(8),
+                ids[8 * index : 8 * index + 8],
                 context.span_id,
                 stage,
                 unix_ns(start),
                 unix_ns(max(start, end)),
                 attributes=attributes,
             )
-            for stage, start, end, attributes in self._stages
+            for index, (stage, start, end, attributes) in enumerate(self._stages)
         ]
         return [root, *children]

@@ -62,7 +62,7 @@ def _spans(request: web.Request, trace: RequestTrace, status: int) -> list[Span]
     if (counts := request.get(TOKEN_COUNTS)) is not None:
         attributes["gen_ai.request.model"] = request.get(MODEL, "")
         attributes["gen_ai.usage.input_tokens"], attributes["gen_ai.usage.output_tokens"] = counts[0], counts[1]
-        attributes["gen_ai.response.finish_reasons"] = [request.get(FINISH_REASON, "")]
+        attributes["gen_ai.response.finish_reasons"] = (request.get(FINISH_REASON, ""),)
     return trace.spans(f"{request.method} {route}", status)
 
 
