@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from millrace.serve.anthropic.schemas import CountTokensAnswer
 from millrace.serve.anthropic.translate import count_input_tokens, prepare_message
 from millrace.serve.anthropic.write import stream_error
 from millrace.serve.generate.respond import respond
@@ -22,5 +21,4 @@ async def messages(request: web.Request) -> web.StreamResponse:
 
 async def count_tokens(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    num_tokens = await count_input_tokens(state, await read_body(request, state.body_limit_bytes))
-    return json_answer(request, CountTokensAnswer(num_tokens))
+    return json_answer(request, await count_input_tokens(state, await read_body(request, state.body_limit_bytes)))

@@ -135,6 +135,58 @@ class OutputConfig(Strict, kw_only=True):
     ] = None
 
 
+class NumTokens(Strict, kw_only=True):
+    type: Literal["input_tokens"]
+    value: Annotated[int, described("Tokens of the prompt.", minimum=0)]
+
+
+class NumToolUses(Strict, kw_only=True):
+    type: Literal["tool_uses"]
+    value: Annotated[int, described("Calls of tools.", minimum=0)]
+
+
+class ContextTrigger(Strict, kw_only=True):
+    type: Literal["input_tokens", "tool_uses"]
+    value: Annotated[int, described("The edit is applied to prompts with more than this.", minimum=0)]
+
+
+class KeptThinking(Strict, kw_only=True):
+    type: Literal["thinking_turns", "all"]
+    value: Annotated[int | None, described("Turns, with the type `thinking_turns`.", minimum=1)] = None
+
+
+class ClearToolUses(Strict, kw_only=True, tag_field="type", tag="clear_tool_uses_20250919"):
+    """Replace the oldest tool results by a short text."""
+
+    trigger: Annotated[ContextTrigger | None, described("When; default: above 100,000 input tokens.")] = None
+    keep: Annotated[NumToolUses | None, described("The latest results, which stay; default 3.")] = None
+    clear_at_least: Annotated[
+        NumTokens | None, described("Leave everything as it is unless this many tokens are saved.")
+    ] = None
+    exclude_tools: Annotated[list[str] | None, described("Tools whose results stay.")] = None
+    clear_tool_inputs: Annotated[
+        bool | list[str] | None, described("Clear the arguments of these calls too: of all tools, or of the named.")
+    ] = None
+
+
+class ClearThinking(Strict, kw_only=True, tag_field="type", tag="clear_thinking_20251015"):
+    """Leave out the reasoning of earlier turns. Many chat templates do so anyway."""
+
+    keep: Annotated[
+        KeptThinking | Literal["all"] | None, described("The latest turns with reasoning, which stay; default 1.")
+    ] = None
+
+
+class CompactEdit(msgspec.Struct, tag_field="type", tag="compact_20260112"):
+    """Not supported: the server does not summarise conversations."""
+
+
+class ContextManagement(Strict, kw_only=True):
+    edits: Annotated[
+        list[ClearToolUses | ClearThinking | CompactEdit] | None, described("Edits, in order; each at most once.")
+    ] = None
+
+
 class CountTokensRequest(Strict, kw_only=True):
     """The body of POST /v1/messages/count_tokens."""
 
@@ -154,6 +206,10 @@ class CountTokensRequest(Strict, kw_only=True):
     ] = None
     output_config: OutputConfig | None = None
     output_format: Annotated[JsonSchemaFormat | None, described("The older name of `output_config.format`.")] = None
+    context_management: Annotated[
+        ContextManagement | None,
+        described("Clear old tool results or old reasoning from the prompt; the answer says what was cleared."),
+    ] = None
     speed: Annotated[Refused, unsupported('null and "standard" are accepted.')] = UNSET
     user_profile_id: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     workspace_id: Annotated[Refused, unsupported("null is accepted.")] = UNSET
@@ -173,7 +229,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     metadata: Annotated[AnthropicMetadata | None, described("Labels; no effect on generation.")] = None
     service_tier: Annotated[Refused, unsupported('null, "auto" and "standard_only" are accepted.')] = UNSET
     container: Annotated[Refused, unsupported("null is accepted.")] = UNSET
-    context_management: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     mcp_servers: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
     diagnostics: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     inference_geo: Annotated[Refused, unsupported("null is accepted.")] = UNSET
@@ -185,7 +240,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "workspace_id": (),
     "service_tier": ("auto", "standard_only"),
     "container": (),
-    "context_management": (),
     "mcp_servers": ([],),
     "diagnostics": (),
     "inference_geo": (),
@@ -220,6 +274,23 @@ class AnthropicUsage(msgspec.Struct):
     output_tokens: int
 
 
+class ClearedToolUses(msgspec.Struct, tag_field="type", tag="clear_tool_uses_20250919"):
+    cleared_input_tokens: int
+    cleared_tool_uses: int
+
+
+class ClearedThinking(msgspec.Struct, tag_field="type", tag="clear_thinking_20251015"):
+    cleared_input_tokens: int
+    cleared_thinking_turns: int
+
+
+AppliedEdit = ClearedToolUses | ClearedThinking
+
+
+class ContextManagementAnswer(msgspec.Struct):
+    applied_edits: list[AppliedEdit]
+
+
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
@@ -234,6 +305,8 @@ class MessageAnswer(msgspec.Struct):
     stop_reason: StopReason | None
     stop_sequence: str | None
     usage: AnthropicUsage
+    context_management: ContextManagementAnswer | UnsetType = UNSET
+    """If the request has it: the edits that changed the prompt."""
 
 
 class MessageEvent(msgspec.Struct):
@@ -250,8 +323,14 @@ class MessageEvent(msgspec.Struct):
     ]
 
 
+class CountTokensContext(msgspec.Struct):
+    original_input_tokens: int
+    """Before the edits."""
+
+
 class CountTokensAnswer(msgspec.Struct):
     input_tokens: int
+    context_management: CountTokensContext | UnsetType = UNSET
 
 
 class AnthropicErrorAnswer(msgspec.Struct):

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Literal
 
+from msgspec import UNSET
+
 from millrace.errors import BadRequest
-from millrace.serve.anthropic.schemas import NOT_SUPPORTED, CountTokensRequest, MessagesRequest
+from millrace.serve.anthropic.context_edits import check_edits, edited
+from millrace.serve.anthropic.schemas import (
+    NOT_SUPPORTED,
+    AppliedEdit,
+    ContextManagementAnswer,
+    CountTokensAnswer,
+    CountTokensContext,
+    CountTokensRequest,
+    MessagesRequest,
+)
 from millrace.serve.anthropic.translate_messages import messages_of, text_content
 from millrace.serve.anthropic.write import LIMIT_NAMES, MessageWriter
 from millrace.serve.generate.chat.open_chat import open_chat
@@ -39,27 +51,36 @@ async def prepare_message(state: FrontState, data: bytes, received: float, owner
     _check(body)
     await state.await_engine()
     try:
-        return Work(state, await _generation(state, body, received), MessageWriter)
+        conversation, edits = await _conversation(state, body)
+        writer = partial(MessageWriter, edits=UNSET if edits is None else ContextManagementAnswer(edits))
+        return Work(state, await _generation(state, body, conversation, received), writer)
     except BadRequest as error:
         raise name_fields(error, LIMIT_NAMES) from None
 
 
-async def count_input_tokens(state: FrontState, data: bytes) -> int:
+async def count_input_tokens(state: FrontState, data: bytes) -> CountTokensAnswer:
     body = _count_tokens.decode(data)
     state = await state.for_model(body.model)
     _check(body)
     await state.await_engine()
-    wish = _wish(body)
-    check_wish(state, wish)
-    conversation = dataclasses.replace(
-        _conversation(body), tools=_tools(body).shown, template_kwargs=wish.template_kwargs()
-    )
-    return len(await encode_chat(state, conversation, max_tokens=None))
+    check_wish(state, _wish(body))
+    conversation, edits = await _conversation(state, body)
+    num_tokens = len(await encode_chat(state, _rendered(body, conversation), max_tokens=None))
+    if edits is None:
+        return CountTokensAnswer(num_tokens)
+    original = num_tokens + sum(edit.cleared_input_tokens for edit in edits)
+    return CountTokensAnswer(num_tokens, CountTokensContext(original))
+
+
+def _rendered(body: CountTokensRequest, conversation: Conversation) -> Conversation:
+    """With everything that the chat template reads."""
+    return dataclasses.replace(conversation, tools=_tools(body).shown, template_kwargs=_wish(body).template_kwargs())
 
 
 def _check(body: CountTokensRequest) -> None:
     refuse_unsupported(body, NOT_SUPPORTED, "")
     check_integers(body)
+    check_edits(body.context_management)
 
 
 def _format(body: CountTokensRequest) -> Format | None:
@@ -68,11 +89,12 @@ def _format(body: CountTokensRequest) -> Format | None:
     return only_format(schema_format(name, one.schema) for name, one in given.items() if one is not None)
 
 
-async def _generation(state: FrontState, body: MessagesRequest, received: float) -> Generation:
+async def _generation(
+    state: FrontState, body: MessagesRequest, conversation: Conversation, received: float
+) -> Generation:
     if body.temperature is not None and not 0 <= body.temperature <= 1:
         raise BadRequest(f"temperature is {body.temperature}; it must be between 0 and 1.", param="temperature")
     check_range("top_k", body.top_k, 0, 2**31 - 1)
-    conversation = _conversation(body)
     wanted = _format(body)
     params = sampling_params(
         state.sampling_defaults,
@@ -96,14 +118,24 @@ async def _generation(state: FrontState, body: MessagesRequest, received: float)
     )
 
 
-def _conversation(body: CountTokensRequest) -> Conversation:
-    """A conversation that ends with an assistant message is continued, not answered."""
+async def _conversation(state: FrontState, body: CountTokensRequest) -> tuple[Conversation, list[AppliedEdit] | None]:
+    """The conversation after the request's edits, and what they changed; None if the request asks for none. A
+    conversation that ends with an assistant message is continued, not answered."""
     if not body.messages:
         raise BadRequest("'messages' is empty; send at least one message.", param="messages")
     messages = [Message("system", text_content(body.system, "system"))] if body.system else []
     for index, message in enumerate(body.messages):
         messages += messages_of(message, f"messages[{index}].content")
-    return Conversation(messages, continue_final_message=body.messages[-1].role == "assistant")
+    conversation = Conversation(messages, continue_final_message=body.messages[-1].role == "assistant")
+    if body.context_management is None:
+        return conversation, None
+
+    async def count(messages: list[Message]) -> int:
+        shown = _rendered(body, dataclasses.replace(conversation, messages=messages))
+        return len(await encode_chat(state, shown, max_tokens=None, may_cut=True))
+
+    kept, edits = await edited(messages, body.context_management, count)
+    return dataclasses.replace(conversation, messages=kept), edits
 
 
 def _wish(body: CountTokensRequest) -> ReasoningWish:

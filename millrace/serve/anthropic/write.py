@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from msgspec import UNSET, UnsetType
+
 from millrace.errors import MillraceError
 from millrace.serve.anthropic.schemas import (
     AnthropicErrorAnswer,
     AnthropicUsage,
+    ContextManagementAnswer,
     MessageAnswer,
     OutputBlock,
     OutputTextBlock,
@@ -55,9 +58,10 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 class MessageWriter:
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, edits: ContextManagementAnswer | UnsetType = UNSET) -> None:
         self.limit_names = LIMIT_NAMES
         self._job = job
+        self._edits = edits
         self._is_parsed = job.generation.form is not None
         self._block = 0
         """Index of the open block, or of the next one."""
@@ -121,7 +125,8 @@ class MessageWriter:
     def end_frames(self, usage: Usage) -> bytes:
         reason, sequence = _stop_reason(self._job.choices[0])
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        return _event("message_delta", delta=delta, usage=_usage(usage)) + _event("message_stop")
+        edits = {} if isinstance(self._edits, UnsetType) else {"context_management": self._edits}
+        return _event("message_delta", delta=delta, usage=_usage(usage), **edits) + _event("message_stop")
 
     def error_frames(self, error: MillraceError) -> bytes:
         return stream_error(error)
@@ -136,7 +141,8 @@ class MessageWriter:
     ) -> MessageAnswer:
         reason, sequence = _stop_reason(ended) if ended is not None else (None, None)
         answer_id, model = self._job.generation.answer_id, self._job.state.model_name
-        return MessageAnswer(answer_id, "message", "assistant", model, content, reason, sequence, usage)
+        edits = self._edits if ended is not None else UNSET
+        return MessageAnswer(answer_id, "message", "assistant", model, content, reason, sequence, usage, edits)
 
 
 def _block(said: SaidText | ToolCall) -> OutputBlock:
