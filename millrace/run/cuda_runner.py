@@ -1,8 +1,8 @@
 """The GPU runner: executes a StepPlan with one copy in, graph replays for its body and its heads, and one copy out.
 
 Nothing in it waits for the GPU, and the copies run beside the neighbouring steps. A step is padded to the shape in its
-plan, whose work (`graphs/step_work.py`) is replayed as a graph; each head group of its draw is another. Small steps of
-plain rows have one graph for both. A step of exact shape runs the same code uncaptured.
+plan, whose work (`graphs/step_work.py`) is replayed as a graph; each head group of its draw is another. A step of exact
+shape runs the same code uncaptured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from millrace.run.drafting.make_device import make_device_drafter
 from millrace.run.drafting.models import DrafterModel, allocate_drafter_kv, kv_spec_of
 from millrace.run.graphs.graph_cache import GraphCache
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
-from millrace.run.graphs.step_work import UPDATES_IN_PACKET, Accept, Joined, StepWork
+from millrace.run.graphs.step_work import UPDATES_IN_PACKET, Accept, StepWork
 from millrace.run.graphs.warm_up import WarmUp
 from millrace.run.packet.step_packet import PacketWriter
 from millrace.run.runner import StepResult, copy_to_host
@@ -69,8 +69,6 @@ class Forwarded:
 
     draws: DrawPlan
     shape: StepShape
-    has_drawn: bool
-    """Its graph draws too."""
     prompt_logprobs: tuple[PromptLogprobs, ...]
     pooled: tuple[PooledPart, ...]
 
@@ -328,23 +326,11 @@ class CudaRunner:
         plan, shape, work = sent.plan, sent.plan.shape, self._work
         if plan.draft_places is not None and not shape.places:
             work.place_drafts(shape)
-        joined = self._joined(plan, shape, sent.draws)
-        if joined is not None:
-            hidden = self._graphs.run(joined, partial(work.body_and_head, joined))
-        elif shape.is_exact:
+        if shape.is_exact:
             hidden = work.body(shape, long_rows=_long_rows(plan, shape.long_from), drawn_only=False)
         else:
             hidden = self._graphs.run_planned(shape, partial(work.body, shape), captures=plan.captures)
-        return Forwarded(sent.draws, shape, joined is not None, *self._read_prompts(plan, hidden))
-
-    def _joined(self, plan: StepPlan, shape: StepShape, draws: DrawPlan) -> Joined | None:
-        """The graph of body and head together, if there is one and the step needs nothing in between or after."""
-        needs_more = plan.masked is not None or len(draws.scored) or len(draws.shaped)
-        groups = draws.groups
-        if needs_more or len(groups) != 1 or groups[0][1] != len(plan.rows):
-            return None
-        joined = self._work.joined(shape, groups[0][0])
-        return joined if joined in self._graphs.captured else None
+        return Forwarded(sent.draws, shape, *self._read_prompts(plan, hidden))
 
     def _copy_to_host(self, result: StepResult) -> StepResult:
         host = copy_to_host(result, *self._work.drawn_on_host(result.tokens.size(0)))
@@ -362,7 +348,7 @@ class CudaRunner:
         elif masks is not None:
             work.send_masks(masks, draws, shape.tokens_per_row)
         logits: Tensor | None = None
-        for variant, count in () if forwarded.has_drawn else draws.groups:
+        for variant, count in draws.groups:
             head = self._head(variant, count * shape.tokens_per_row)
             logits = self._graphs.run(head, partial(work.head, head))
         places = shape.tokens_per_row

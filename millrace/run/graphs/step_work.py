@@ -24,7 +24,7 @@ from millrace.ops.triton.row_records import ROW_WORDS
 from millrace.ops.triton.sampling.draw import MaskLines
 from millrace.ops.triton.step_inputs import Updates, gather
 from millrace.plan.shapes.table import PLACES
-from millrace.plan.step import HeadShape, Int32s, StepPlan, StepShape, Variant
+from millrace.plan.step import HeadShape, Int32s, StepPlan, StepShape
 from millrace.run.drafting.device_chain import DeviceDrafter, FedRows
 from millrace.run.drafting.device_drafts import DeviceDrafts
 from millrace.run.packet.decode_rows import num_words
@@ -40,8 +40,6 @@ from millrace.run.table.request_table import RequestTable
 
 UPDATES_IN_PACKET = 1 << 15
 """Maximum number of block-table updates in one packet."""
-MAX_JOINED_ROWS = 8
-"""Beginning a second graph takes some 20 us of the device: 3% of such a step of a small model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +60,6 @@ class Propose:
 
     rows: int
     places: int
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """Key of a graph of body and head together, for small steps whose rows all draw in one group without masks."""
-
-    shape: StepShape
-    head: HeadShape
 
 
 class StepWork:
@@ -335,16 +325,6 @@ class StepWork:
             embedded=embedded,
             angles=None if angles is None else angles.unbind(0),
         )
-
-    def joined(self, shape: StepShape, variant: Variant) -> Joined | None:
-        """The key of the graph of such a step; None if there is none."""
-        is_usual = shape.is_decode and not shape.shares_prefix and shape.parts == 1 and self._drafts is None
-        return Joined(shape, HeadShape(shape.rows, variant)) if is_usual and shape.rows <= MAX_JOINED_ROWS else None
-
-    def body_and_head(self, joined: Joined) -> Tensor:
-        """Returns what `head` does."""
-        self.body(joined.shape)
-        return self.head(joined.head)
 
     def _last_tokens(self, rows: TiledRows, index: Tensor) -> LastTokens:
         query_starts = self._row_numbers[: len(index) + 1]

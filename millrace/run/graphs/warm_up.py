@@ -14,7 +14,7 @@ import torch
 from millrace.models.decoder import Decoder
 from millrace.ops.triton.compile.dry_run import current_target, dry_run
 from millrace.plan.shapes.order import Part
-from millrace.plan.step import HeadShape, StepShape, Variant
+from millrace.plan.step import HeadShape, StepShape
 from millrace.run.graphs.graph_cache import GraphCache, Work
 from millrace.run.graphs.kernel_build_pool import REPLY_LIMIT_S, KernelBuildPool
 from millrace.run.graphs.step_work import Accept, StepWork
@@ -22,7 +22,6 @@ from millrace.run.graphs.step_work import Accept, StepWork
 log = logging.getLogger(__name__)
 
 BUILD_POLL_S = 0.002
-VARIANTS: tuple[Variant, ...] = ("greedy", "full")
 
 
 class WarmUp:
@@ -93,9 +92,6 @@ class WarmUp:
         self._run_twice(part, partial(work.body, part))
         if part.places and Accept.of(part) not in self._graphs.captured:
             self._run_twice(Accept.of(part), partial(work.accept_drafts, part))
-        for variant in VARIANTS:
-            if (joined := work.joined(part, variant)) is not None:
-                self._run_twice(joined, partial(work.body_and_head, joined))
         return None
 
     def _run_twice(self, key: object, work: Work) -> None:
