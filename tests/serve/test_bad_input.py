@@ -307,6 +307,18 @@ def test_media_types_that_are_fine(front: Front, headers: dict[str, str]) -> Non
     assert post(front.port, CHAT, json.dumps(chat()).encode(), headers).status == 200
 
 
+def test_an_unknown_field_counts_as_left_out_if_it_is_null(front: Front) -> None:
+    answered = {"role": "assistant", "content": "a", "phase": None, "async_": None}
+    many = chat(messages=[*USER, answered, *USER, answered, *USER], new_field=None)
+    assert post(front.port, CHAT, many).status == 200
+    item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "async_": None}
+    assert post(front.port, "/v1/responses", {"model": MODEL, "input": [item]}).status == 200
+    for wrong in (0, False, "", [], {}):
+        reply = post(front.port, CHAT, chat(messages=[*USER, {**answered, "phase": wrong}, *USER]))
+        assert (reply.error["code"], reply.error["param"]) == ("unknown_field", "messages[1].phase")
+    assert post(front.port, CHAT, chat(**{f"n{index}": None for index in range(40)})).error["code"] == "unknown_field"
+
+
 def test_unknown_paths_and_methods(front: Front) -> None:
     reply = get(front.port, "/v1/chat/completion")
     assert reply.status == 404

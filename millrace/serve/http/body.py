@@ -21,6 +21,7 @@ BODY_TIMEOUT_S = 60.0
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `\$?(?P<path>.*)`)?$", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 _TYPE_NAMES = {
     "int": "an integer",
@@ -36,6 +37,8 @@ _CURL_DEFAULT = "application/x-www-form-urlencoded"
 _MAX_SHOWN_CHARS = 80
 _MAX_LISTED_FIELDS = 8
 _MAX_EXPLAINED_BYTES = 1 << 20
+_MAX_UNKNOWN_NULLS = 16
+"""Unknown fields with the value null that a body may have."""
 
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -101,7 +104,8 @@ def _too_large(num_bytes: int, limit_bytes: int) -> BodyTooLarge:
 
 # ── decoding ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 class BodyDecoder(typing.Generic[_T]):
-    """Decodes JSON strictly into one struct type."""
+    """Decodes JSON strictly into one struct type. An unknown field that is null counts as left out: clients send back
+    whole answers with every field that their version knows."""
 
     def __init__(self, struct: type[_T]) -> None:
         self._struct = struct
@@ -110,12 +114,43 @@ class BodyDecoder(typing.Generic[_T]):
     def decode(self, body: bytes) -> _T:
         if not body:
             raise BadRequest("The body is empty; send a JSON object.", code="empty_body")
+        num_left = _MAX_UNKNOWN_NULLS
         try:
-            return self._decoder.decode(body)
-        except msgspec.ValidationError as error:
-            raise _explain(str(error), _parse(body), self._struct) from None
+            while True:
+                try:
+                    return self._decoder.decode(body)
+                except msgspec.ValidationError as error:
+                    shorter = _without_nulls(str(error), body) if num_left else None
+                    if shorter is None:
+                        raise _explain(str(error), _parse(body), self._struct) from None
+                    body, num_left = shorter, num_left - 1
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise json_error(error, body) from None
+
+
+def _without_nulls(problem: str, body: bytes) -> bytes | None:
+    """The body without the unknown field that the message is about, in all entries of the lists that lead to it. None
+    if the message is about something else, or the field is not null."""
+    match = _AT.match(problem)
+    unknown = _UNKNOWN.fullmatch(match["what"]) if match else None
+    parsed = _parse(body) if unknown else None
+    if match is None or unknown is None or parsed is None:
+        return None
+    steps, field = _steps(match["path"] or ""), unknown[1]
+    holders = [one for one in _all_at(parsed, steps) if isinstance(one, dict) and one.get(field, ...) is None]
+    for one in holders:
+        del one[field]
+    return msgspec.json.encode(parsed) if holders else None
+
+
+def _all_at(parsed: Any, steps: list[str | int]) -> list[Any]:
+    """What the steps lead to if an index stands for every entry of its list."""
+    found = [parsed]
+    for step in steps:
+        lists = [one for one in found if isinstance(one, list)]
+        objects = [one for one in found if isinstance(one, dict) and step in one]
+        found = [entry for one in lists for entry in one] + [one[step] for one in objects]
+    return found
 
 
 def _parse(body: bytes) -> Any:
@@ -155,7 +190,7 @@ def _explain(problem: str, parsed: Any, struct: type[msgspec.Struct]) -> BadRequ
     match = _AT.match(problem)
     what, path = (match["what"], match["path"] or "") if match else (problem, "")
     param = path.removeprefix(".").removesuffix("[...]")
-    unknown = re.fullmatch(r"Object contains unknown field `(.*)`", what, re.DOTALL)
+    unknown = _UNKNOWN.fullmatch(what)
     if unknown:
         return _unknown_field(unknown[1], param, path, struct)
     missing = re.fullmatch(r"Object missing required field `(.*)`", what)

@@ -26,6 +26,10 @@ _NOT_ALONE = frozenset(
     ("anyOf", "oneOf", "not", "if", "then", "else", "$ref", "$dynamicRef", "dependentSchemas", "dependencies")
 ) | {"minProperties", "patternProperties", "propertyNames", "unevaluatedProperties"}
 """Keywords beside `properties` that may speak of further properties."""
+STRING_FORMATS = frozenset(
+    ("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri")
+) | {"uri-reference", "iri", "iri-reference", "uuid", "uri-template", "json-pointer", "relative-json-pointer", "regex"}
+"""Formats of strings that JSON Schema defines. Others, such as password, are labels that no validator reads."""
 _MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 """Keywords whose values are schemas by name."""
 
@@ -89,7 +93,16 @@ def _can_be_closed(schema: dict[str, Any]) -> bool:
     properties, required = schema.get("properties"), schema.get("required")
     if isinstance(properties, dict) and isinstance(required, list) and not set(map(str, required)) <= set(properties):
         return False
-    return "allOf" not in schema and all(_can_be_closed(inner) for inner in _inner(schema))
+    return _merges_no_objects(schema) and all(_can_be_closed(inner) for inner in _inner(schema))
+
+
+def _merges_no_objects(schema: dict[str, Any]) -> bool:
+    """True if `allOf` has one member, which stands for itself, or none that may name properties."""
+    members = schema.get("allOf", [])
+    if not isinstance(members, list) or (members and "properties" in schema):
+        return False
+    may_name = _NOT_ALONE | {"properties", "allOf"}
+    return len(members) < 2 or all(isinstance(one, dict) and may_name.isdisjoint(one) for one in members)
 
 
 def check_inline(lark: str) -> None:
@@ -125,7 +138,11 @@ def _inner(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _remove_neutral(schema: dict[str, Any]) -> None:
-    """llguidance refuses some keywords whatever their value is."""
+    """llguidance refuses some keywords whatever their value is, and formats that are only labels."""
+    kind, label = schema.get("type", "string"), schema.get("format")
+    is_text = "string" in (kind if isinstance(kind, list) else [kind])
+    if isinstance(label, str) and (label not in STRING_FORMATS or not is_text):
+        del schema["format"]
     if schema.get("uniqueItems") is False:
         del schema["uniqueItems"]
     for keyword in ("unevaluatedProperties", "unevaluatedItems", "propertyNames"):

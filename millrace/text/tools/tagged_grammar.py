@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from millrace.text.grammar.compiler import GrammarError
-from millrace.text.grammar.inline import inline_schema
+from millrace.text.grammar.inline import STRING_FORMATS, inline_schema
 from millrace.text.tools.argument_kinds import ALL_KINDS, STRING, kinds_of, parameter_schemas, resolved
 from millrace.text.tools.formats import Function
 from millrace.text.tools.shapes import TaggedShape
@@ -163,7 +163,7 @@ class TaggedGrammar:
             end = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
             core = pattern.removeprefix("^").removesuffix("$" if not end else "\0")
             regexes.append(f"{start}({_escaped_slashes(core)}){end}")
-        if isinstance(name := schema.get("format"), str):
+        if isinstance(name := schema.get("format"), str) and name in STRING_FORMATS:
             if name not in _FORMATS:
                 raise GrammarError(
                     f"The function {self._function.name!r} uses the format {name!r}, which is not supported with this"

@@ -166,7 +166,7 @@ def test_a_large_source_is_refused() -> None:
     ("schema", "said"),
     [
         ('{"if": {}, "then": {}}', "The schema uses 'if', 'then', which is not supported; remove it."),
-        ('{"format": "url", "type": "string"}', "the format 'url', which is not supported"),
+        ('{"format": "iri", "type": "string"}', "the format 'iri', which is not supported"),
         (
             '{"$ref": "#/$defs/x", "$defs": {"x": {"oneOf": [{"type": "string"}, {"minLength": 2}]}}}',
             "may overlap (at #/$defs/x), which is not supported; use 'anyOf'.",
@@ -181,6 +181,18 @@ def test_errors_are_sentences(schema: str, said: str) -> None:
         CHECK.check(Grammar("json_schema", schema))
     assert said in str(raised.value)
     assert str(raised.value).endswith(".")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        '{"type": "integer", "format": "int64"}',
+        '{"type": ["number", "null"], "format": "date"}',
+        '{"type": "object", "properties": {"p": {"type": "string", "format": "password"}, "q": {"format": "path"}}}',
+    ],
+)
+def test_formats_that_json_schema_does_not_define_are_labels(schema: str) -> None:
+    CHECK.check(Grammar("json_schema", schema))
 
 
 def test_a_long_error_is_cut() -> None:

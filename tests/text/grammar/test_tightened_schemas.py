@@ -21,6 +21,8 @@ SHUT = {**OPEN, "additionalProperties": False}
         ({"type": "object", "properties": {"o": OPEN}}, {"properties": {"o": SHUT}}),
         ({"$defs": {"x": OPEN}, "anyOf": [{"$ref": "#/$defs/x"}, OPEN]}, {"$defs": {"x": SHUT}, "anyOf": [..., SHUT]}),
         ({**OPEN, "required": ["a"]}, {**SHUT, "required": ["a"]}),
+        ({"$defs": {"x": OPEN}, "allOf": [{"$ref": "#/$defs/x"}]}, {"$defs": {"x": SHUT}}),
+        ({"properties": {"o": {"allOf": [{"minimum": 1}, {"maximum": 2}]}}}, {"additionalProperties": False}),
     ],
 )
 def test_objects_are_closed(schema: dict[str, Any], tight: dict[str, Any]) -> None:
@@ -39,6 +41,8 @@ def test_objects_are_closed(schema: dict[str, Any], tight: dict[str, Any]) -> No
         {**OPEN, "minProperties": 2},
         {**OPEN, "patternProperties": {"^x": {}}},
         {"allOf": [OPEN, {"type": "object", "properties": B}]},
+        {"allOf": [OPEN, {"$ref": "#/$defs/x"}], "$defs": {"x": OPEN}},
+        {**OPEN, "allOf": [{"properties": B}]},
         {**OPEN, "anyOf": [{"properties": B}, {"properties": {}}]},
         {"$defs": {"x": {"properties": B}}, "$ref": "#/$defs/x", "properties": A},
         {"type": "object"},
