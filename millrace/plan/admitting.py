@@ -92,7 +92,7 @@ class Admitting:
             request.cached_tokens = match.num_columns * self._rows.block_size
             self.delays.note("none", now)
             request.diagnostics.waited_for = self.delays.since(request.diagnostics.delays_before)
-            request.diagnostics.diverged_at = self._prefix.divergence(request, match.num_columns)
+            request.diagnostics.diverged_at = self._prefix.divergence(request, match)
             self._charge(request)
         return self._seating.admit(request, match)
 

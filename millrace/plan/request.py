@@ -64,6 +64,8 @@ class Request:
     """Tokens as int32 bytes: all that the host knows while waiting, those of full blocks, or fewer, while running."""
     hashes: list[bytes] = field(default_factory=list)
     """Chained hashes of the full blocks of `history`, computed as needed."""
+    block_tokens: list[bytes] = field(default_factory=list)
+    """The tokens of the blocks in `hashes`."""
     held_by: bytes | None = None
     """Hash of the block it waits for, which a running request is computing."""
     loads: int = 0

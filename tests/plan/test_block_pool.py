@@ -29,10 +29,61 @@ def test_take_many_takes_the_same_blocks_at_once_as_one_by_one(count: int) -> No
     for pool in pools:
         held = pool.take_many(10)
         for block in held[:4]:
-            pool.register([block], [bytes([block])], [b"tokens"], [b""])
+            pool.register([block], [bytes([block])], [b"tokens"], b"")
         pool.release(held[:8], None)
     one_by_one = [pools[0].take_many(1)[0] for _ in range(count)]
     assert pools[1].take_many(count) == one_by_one
     for pool in pools:
         pool.check()
         assert pool.num_in_use == 2 + count
+
+
+def test_children_are_found_by_their_parent() -> None:
+    pool = BlockPool(4)
+    first, second, other = pool.take_many(3)
+    pool.register([first, second], [b"h1", b"h2"], [b"t1", b"t2"], b"root")
+    pool.register([other], [b"o1"], [b"t1"], b"other root")
+    assert pool.find_child(0, b"root", b"t1") == (first, b"h1")
+    assert pool.find_child(0, b"other root", b"t1") == (other, b"o1"), "equal tokens after another root"
+    assert pool.find_child(first, b"h1", b"t2") == (second, b"h2")
+    assert pool.find_child(first, b"h1", b"t1") is None
+    assert pool.find_child(other, b"o1", b"t2") is None
+    assert pool.child_tokens(0, b"no root") is None
+
+
+def test_evicted_blocks_are_no_children() -> None:
+    pool = BlockPool(3)
+    first, older, newer = pool.take_many(3)
+    pool.register([first, older], [b"h1", b"h2"], [b"t1", b"t2"], b"root")
+    pool.register([newer], [b"h3"], [b"t3"], b"h1")
+    pool.release([older], None)
+    assert pool.take_many(1) == [older], "evicted"
+    assert pool.find_child(first, b"h1", b"t3") == (newer, b"h3"), "its sibling stays"
+    pool.release([first], None)
+    assert pool.take_many(1) == [first], "evicted"
+    assert pool.find_child(0, b"root", b"t1") is None
+    pool.register([first], [b"h4"], [b"t4"], b"root")
+    assert pool.find_child(first, b"h4", b"t3") is None, "the child of what the block held before"
+    pool.release([newer], None)
+    assert pool.take_many(1) == [newer], "evicted"
+    pool.register([newer], [b"h5"], [b"t5"], b"h4")
+    assert pool.find_child(first, b"h4", b"t5") == (newer, b"h5")
+    pool.check()
+
+
+def test_a_block_shared_and_released_again_waits_for_its_last_fence() -> None:
+    pool = BlockPool(2)
+    (block,) = pool.take_many(1)
+    pool.register([block], [b"h1"], [b"t1"], b"root")
+    for fence in (3, 3, 5):
+        pool.release([block], fence)
+        assert pool.num_fenced == 1
+        pool.check()
+        if fence < 5:
+            pool.share([block])
+            assert pool.num_fenced == 0
+    pool.complete(3)
+    assert (pool.num_fenced, pool.num_cached) == (1, 0)
+    pool.complete(5)
+    assert (pool.num_fenced, pool.num_cached) == (0, 1)
+    pool.check()

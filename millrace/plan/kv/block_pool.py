@@ -16,10 +16,13 @@ of one block per group.
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 
 from millrace.plan.kv.host_index import HostIndex, Key
+
+NO_FENCE = -1
 
 
 class BlockPool:
@@ -40,16 +43,23 @@ class BlockPool:
         """Number of copies and arrivals that need each block, rows or not."""
         self._held: set[int] = set()
         """Blocks in the state held."""
-        self._fence_of: dict[int, int] = {}
+        self.num_fenced = 0
+        self._fence_of = array("q", (NO_FENCE,)) * (num_blocks + 1)
+        """The step that each fenced block waits for. An array is small enough to stay in the processor's caches."""
         self._fences: deque[tuple[int, list[int]]] = deque()
         self._refs = [0] * (num_blocks + 1)
         self._hash_of: list[bytes | None] = [None] * (num_blocks + 1)
         self._tokens_of: list[bytes | None] = [None] * (num_blocks + 1)
         self._group_of = bytearray(num_blocks + 1)
         self._by_hash: list[dict[bytes, int]] = [{} for _ in range(num_groups)]
-        self._parent_of: list[bytes] = [b""] * (num_blocks + 1)
-        self._last_child_of: dict[bytes, int] = {}
-        """Hash of a block to its most recently registered child: the block that follows it in a sequence. Group 0."""
+        self._parent_of = array("i", bytes(4 * (num_blocks + 1)))
+        """The block before each registered one in its sequence, 0 if none was registered. Group 0."""
+        self._last_child_of = array("i", bytes(4 * (num_blocks + 1)))
+        """The most recently registered child of each block: one that follows it in a sequence. Group 0."""
+        self._last_first_of: dict[bytes, int] = {}
+        """The same for parents without a block, by their hash: first blocks follow a root."""
+        self._root_of: dict[int, bytes] = {}
+        """Hash of the parent of each block whose parent has no block. Group 0."""
 
     @property
     def num_free(self) -> int:
@@ -68,10 +78,6 @@ class BlockPool:
         return len(self._held)
 
     @property
-    def num_fenced(self) -> int:
-        return len(self._fence_of)
-
-    @property
     def num_available(self) -> int:
         """Blocks that `take_many` can return now: free and cached, without dirty ones that are withheld."""
         return len(self._free) + len(self._cached) + (0 if self.withholds_dirty else len(self._dirty))
@@ -83,11 +89,13 @@ class BlockPool:
 
     @property
     def num_in_use(self) -> int:
-        return self.total - len(self._free) - self.num_cached - len(self._fence_of) - len(self._held)
+        return self.total - len(self._free) - self.num_cached - self.num_fenced - len(self._held)
 
     def _evict(self, count: int) -> list[int]:
-        cached, hash_of, tokens_of, parent_of = self._cached, self._hash_of, self._tokens_of, self._parent_of
-        by_hash, group_of, last_child_of = self._by_hash, self._group_of, self._last_child_of
+        cached, hash_of, tokens_of, by_hash, group_of = (
+            *(self._cached, self._hash_of, self._tokens_of),
+            *(self._by_hash, self._group_of),
+        )
         blocks = []
         for _ in range(count):
             if cached:
@@ -95,17 +103,28 @@ class BlockPool:
             else:
                 block, _ = self._dirty.popitem(last=False)
                 self.num_lost += 1
-            digest = hash_of[block]
+            digest, group = hash_of[block], group_of[block]
             if digest is None:
                 raise AssertionError(f"block {block} is cached without a hash")
-            del by_hash[group_of[block]][digest]
-            parent = parent_of[block]
-            if last_child_of.get(parent) == block:
-                del last_child_of[parent]
+            del by_hash[group][digest]
+            if group == 0:
+                self._leave_parent(block)
             hash_of[block] = tokens_of[block] = None
             blocks.append(block)
         self.num_evicted += count
         return blocks
+
+    def _leave_parent(self, block: int) -> None:
+        """The block is evicted: it is no child any longer, and its children have no parent."""
+        parent, last_child_of = self._parent_of[block], self._last_child_of
+        last_child_of[block] = 0
+        if parent:
+            if last_child_of[parent] == block:
+                last_child_of[parent] = 0
+            return
+        root = self._root_of.pop(block)
+        if self._last_first_of.get(root) == block:
+            del self._last_first_of[root]
 
     def take_many(self, count: int) -> list[int]:
         """Allocate blocks with one reference each, evicting where none is free. The caller has checked
@@ -130,8 +149,11 @@ class BlockPool:
         """Add a reference to each of these blocks, which `find` returned."""
         refs, fence_of, cached = self._refs, self._fence_of, self._cached
         for block in blocks:
-            if refs[block] == 0 and fence_of.pop(block, None) is None:
-                if block in cached:
+            if refs[block] == 0:
+                if fence_of[block] != NO_FENCE:
+                    fence_of[block] = NO_FENCE
+                    self.num_fenced -= 1
+                elif block in cached:
                     del cached[block]
                 elif block in self._dirty:
                     del self._dirty[block]
@@ -140,37 +162,46 @@ class BlockPool:
             refs[block] += 1
 
     def register(
-        self, blocks: list[int], hashes: list[bytes], tokens: list[bytes], parents: list[bytes], group: int = 0
+        self, blocks: list[int], hashes: list[bytes], tokens: list[bytes], parent: bytes, group: int = 0
     ) -> None:
-        """Make full, computed blocks available to `find`; 0 stands for a block that was freed. Of blocks with equal
-        content, the first stays registered. `parents`: hash of the block before each."""
-        by_hash, hash_of, tokens_of = self._by_hash[group], self._hash_of, self._tokens_of
-        parent_of, last_child_of = self._parent_of, self._last_child_of
-        for block, digest, own, parent in zip(blocks, hashes, tokens, parents, strict=True):
-            if block and by_hash.setdefault(digest, block) == block:
-                hash_of[block], tokens_of[block], parent_of[block] = digest, own, parent
-                self._group_of[block] = group
+        """Make full, computed blocks of a sequence available to `find`; 0 stands for a block that was freed. Of blocks
+        with equal content, the first stays registered. `parent`: hash of the block before the first one."""
+        by_hash, hash_of, tokens_of, group_of = self._by_hash[group], self._hash_of, self._tokens_of, self._group_of
+        before = by_hash.get(parent, 0)
+        for block, digest, own in zip(blocks, hashes, tokens, strict=True):
+            registered = by_hash.setdefault(digest, block) if block else by_hash.get(digest, 0)
+            if block and registered == block and hash_of[block] is None:
+                hash_of[block], tokens_of[block], group_of[block] = digest, own, group
                 if group == 0:
-                    last_child_of[parent] = block
+                    self._follow(block, before, parent)
+            before, parent = registered, digest
 
-    def find_child(self, parent: bytes, tokens: bytes) -> tuple[int, bytes] | None:
-        """The last registered child of the block with hash `parent`, and the child's hash, if it has these tokens.
-        Parent and tokens determine the hash, so it need not be computed."""
-        block = self._last_child_of.get(parent)
-        if block is None or self._tokens_of[block] != tokens:
-            return None
+    def _follow(self, block: int, before: int, parent: bytes) -> None:
+        """The block, newly registered, follows `before` in a sequence. `parent`: the hash of that block."""
+        self._parent_of[block] = before
+        if before:
+            self._last_child_of[before] = block
+        else:
+            self._root_of[block], self._last_first_of[parent] = parent, block
+
+    def find_child(self, before: int, parent: bytes, tokens: bytes) -> tuple[int, bytes] | None:
+        """The last registered child of the block `before`, whose hash is `parent`, and the child's hash, if it has
+        these tokens. Parent and tokens determine the hash, so it need not be computed. `before` is 0 for a root."""
+        block = self._last_child(before, parent)
         digest = self._hash_of[block]
-        return (block, digest) if digest is not None else None
+        return (block, digest) if digest is not None and self._tokens_of[block] == tokens else None
+
+    def child_tokens(self, before: int, parent: bytes) -> bytes | None:
+        """Tokens of the child that `find_child` would compare, if there is one."""
+        return self._tokens_of[self._last_child(before, parent)]
+
+    def _last_child(self, before: int, parent: bytes) -> int:
+        return self._last_child_of[before] if before else self._last_first_of.get(parent, 0)
 
     def num_unreferenced(self, blocks: Iterable[int]) -> int:
         """Number of these blocks without a reference."""
         refs = self._refs
         return sum(refs[block] == 0 for block in blocks)
-
-    def child_tokens(self, parent: bytes) -> bytes | None:
-        """Tokens of the last registered child of the block with hash `parent`, if it is still registered."""
-        block = self._last_child_of.get(parent)
-        return self._tokens_of[block] if block is not None else None
 
     def num_refs(self, block: int) -> int:
         """Rows that reference the block."""
@@ -195,6 +226,7 @@ class BlockPool:
             self._retire(left_over)
         elif left_over:
             self._fences.append((fence, left_over))
+            self.num_fenced += len(left_over)
 
     def complete(self, step_no: int) -> None:
         """Step `step_no` and all before it have completed: lift their fences."""
@@ -202,9 +234,10 @@ class BlockPool:
         while self._fences and self._fences[0][0] <= step_no:
             fence, blocks = self._fences.popleft()
             # A block that was shared and released again since then has a newer fence.
-            lifted = [block for block in blocks if fence_of.get(block) == fence]
+            lifted = [block for block in blocks if fence_of[block] == fence]
             for block in lifted:
-                del fence_of[block]
+                fence_of[block] = NO_FENCE
+            self.num_fenced -= len(lifted)
             self._retire(lifted)
 
     def _retire(self, blocks: Iterable[int]) -> None:
@@ -256,7 +289,7 @@ class BlockPool:
         """Keep these registered blocks: nothing evicts them before `unhold`."""
         for block in blocks:
             self._holds[block] = self._holds.get(block, 0) + 1
-            if self._refs[block] == 0 and block not in self._fence_of and block not in self._held:
+            if self._refs[block] == 0 and self._fence_of[block] == NO_FENCE and block not in self._held:
                 if block in self._cached:
                     del self._cached[block]
                 else:
@@ -283,14 +316,17 @@ class BlockPool:
     def check_sums(self) -> None:
         """Check the pool equation. Takes milliseconds for a million blocks, so production samples it."""
         unreferenced = self._refs.count(0) - 1
-        parts = (len(self._free), self.num_cached, len(self._fence_of), len(self._held))
+        parts = (len(self._free), self.num_cached, self.num_fenced, len(self._held))
         if sum(parts) != unreferenced:
             raise AssertionError(f"pool equation broken: {parts} of {unreferenced} unreferenced blocks")
 
     def check(self) -> None:
         """Check the pool equation and that the states are disjoint. For tests."""
         self.check_sums()
-        free, cached, fenced = set(self._free), {*self._cached, *self._dirty}, set(self._fence_of)
+        free, cached = set(self._free), {*self._cached, *self._dirty}
+        fenced = {block for block, fence in enumerate(self._fence_of) if fence != NO_FENCE}
+        if len(fenced) != self.num_fenced:
+            raise AssertionError(f"{len(fenced)} blocks are fenced, {self.num_fenced} are counted")
         used = {block for block in range(1, self.total + 1) if self._refs[block] > 0}
         parts = [free, cached, fenced, self._held, used]
         if sum(map(len, parts)) != self.total or len(set().union(*parts)) != self.total:

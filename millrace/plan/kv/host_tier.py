@@ -199,7 +199,7 @@ class HostTier:
             arrival.failed = True
         else:
             group, digest = load.key
-            self._pool.register([load.block], [digest], [load.tokens], [load.parent], group)
+            self._pool.register([load.block], [digest], [load.tokens], load.parent, group)
         arrival.num_left -= 1
         if arrival.num_left == 0:
             del self._arrivals[arrival.number]

@@ -81,17 +81,18 @@ class PrefixIndex:
         pool, history, width = self._pool, bytes(request.history), 4 * self.block_size
         hashes, parent = request.hashes, self._root(request.salt)
         for index in range(usable):
-            tokens = history[index * width : (index + 1) * width]
-            # Usually the last registered child of this prefix matches, which saves computing a hash.
-            child = pool.find_child(parent, tokens) if index == len(hashes) else None
-            if child is not None:
-                block, parent = child
+            if index < len(hashes):
+                parent, tokens = hashes[index], request.block_tokens[index]
+            else:
+                tokens = history[index * width : (index + 1) * width]
+                # Usually the last registered child of this prefix matches, which saves computing a hash.
+                child = pool.find_child(blocks[-1] if blocks else 0, parent, tokens)
+                parent = child[1] if child is not None else block_hash(parent, tokens)
                 hashes.append(parent)
-                blocks.append(block)
-                continue
-            if index == len(hashes):
-                hashes.append(block_hash(parent, tokens))
-            parent = hashes[index]
+                request.block_tokens.append(tokens)
+                if child is not None:
+                    blocks.append(child[0])
+                    continue
             found = pool.find(parent, tokens)
             if found is None:
                 break
@@ -191,25 +192,25 @@ class PrefixIndex:
         if not self._enabled or not groups[0]:
             return
         self.hash_expected()
-        self.hash_of(request, first + len(groups[0]) - 1)
-        hashes, history, pending, width = request.hashes, bytes(request.history), self._pending, 4 * self.block_size
-        end = first + len(groups[0])
-        parents = [hashes[first - 1] if first else self._root(request.salt), *hashes[first : end - 1]]
-        tokens = [history[at : at + width] for at in range(first * width, end * width, width)]
+        end, pending = first + len(groups[0]), self._pending
+        parent = self.parent_of(request, first)
+        self.hash_of(request, end - 1)
+        hashes, tokens = request.hashes[first:end], request.block_tokens[first:end]
         for group, blocks in enumerate(groups):
-            self._pool.register(blocks, hashes[first:end], tokens, parents, group)
-        for digest in hashes[first:end] if pending else ():
+            self._pool.register(blocks, hashes, tokens, parent, group)
+        for digest in hashes if pending else ():
             if pending.get(digest) == request.id:
                 del pending[digest]
 
-    def divergence(self, request: Request, num_matched: int) -> int:
-        """Index of the first token that differs from the block last cached at this position; -1 if none does."""
+    def divergence(self, request: Request, match: Match) -> int:
+        """Index of the first token after the match that differs from the block last cached there; -1 if none does."""
         if not (self._enabled and request.read_cache):
             return -1
-        cached = self._pool.child_tokens(self.parent_of(request, num_matched))
-        tokens = self.tokens_of(request, num_matched)
+        num_matched, blocks = match.num_columns, match.blocks[0]
+        cached = self._pool.child_tokens(blocks[-1] if blocks else 0, self.parent_of(request, num_matched))
         if cached is None:
             return -1
+        tokens = self.tokens_of(request, num_matched)
         for index in range(0, len(tokens), 4):
             if tokens[index : index + 4] != cached[index : index + 4]:
                 return num_matched * self.block_size + index // 4
@@ -235,9 +236,11 @@ class PrefixIndex:
         hashes, width = request.hashes, 4 * self.block_size
         history = bytes(request.history[len(hashes) * width : count * width])
         parent = hashes[-1] if hashes else self._root(request.salt)
-        for start in range(0, len(history), width):
-            parent = block_hash(parent, history[start : start + width])
+        added = [history[start : start + width] for start in range(0, len(history), width)]
+        for tokens in added:
+            parent = block_hash(parent, tokens)
             hashes.append(parent)
+        request.block_tokens += added
 
     def _root(self, salt: bytes) -> bytes:
         """The root hash of a salt, cached because few salts are in use."""
@@ -249,6 +252,9 @@ class PrefixIndex:
         return root
 
     def tokens_of(self, request: Request, index: int) -> bytes:
+        """The tokens of block `index`, all that are known if it is not full."""
+        if index < len(request.block_tokens):
+            return request.block_tokens[index]
         width = 4 * self.block_size
         return bytes(request.history[index * width : (index + 1) * width])
 
