@@ -14,9 +14,11 @@ from millrace.serve.describe import routes_models as models
 from millrace.serve.describe import routes_requests as requests
 from millrace.serve.describe import routes_stats, routes_steps
 from millrace.serve.generate.work import Prepare
+from millrace.serve.ollama import embed as ollama_embed
 from millrace.serve.ollama import library as ollama_library
 from millrace.serve.ollama import routes as ollama
 from millrace.serve.ollama.write import error_body as ollama_error_body
+from millrace.serve.openai import embeddings as openai_embeddings
 from millrace.serve.openai import routes as openai
 from millrace.serve.openai import routes_stored as stored_chat
 from millrace.serve.openai.translate_chat import prepare_chat
@@ -36,6 +38,7 @@ POST: dict[str, Handler] = {
     "/v1/chat/completions": openai.chat_completions,
     "/v1/chat/completions/{completion_id}": stored_chat.update,
     "/v1/completions": openai.completions,
+    "/v1/embeddings": openai_embeddings.embeddings,
     "/v1/responses": responses.create,
     "/v1/responses/input_tokens": responses.count_tokens,
     "/v1/responses/{response_id}/cancel": responses.cancel,
@@ -50,6 +53,8 @@ POST: dict[str, Handler] = {
     "/v1/messages/count_tokens": anthropic.count_tokens,
     "/api/chat": ollama.chat,
     "/api/generate": ollama.generate,
+    "/api/embed": ollama_embed.embed,
+    "/api/embeddings": ollama_embed.embeddings,
     "/api/show": ollama.show,
     "/api/pull": ollama_library.pull,
     "/v1/models/{model:.+}/load": models.load,
@@ -97,6 +102,7 @@ DELETE: dict[str, Handler] = {
 BATCH_ENDPOINTS: dict[str, Prepare] = {
     "/v1/chat/completions": prepare_chat,
     "/v1/completions": prepare_completion,
+    "/v1/embeddings": openai_embeddings.prepare_embeddings,
     "/v1/responses": prepare_response,
 }
 """Endpoints that a batch may be for."""

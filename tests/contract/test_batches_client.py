@@ -206,7 +206,7 @@ def test_a_line_cannot_stream(client: openai.OpenAI) -> None:
     ("fields", "status", "param"),
     [
         ({"input_file_id": "file-x"}, 404, "input_file_id"),
-        ({"endpoint": "/v1/embeddings"}, 400, "endpoint"),
+        ({"endpoint": "/v1/moderations"}, 400, "endpoint"),
         ({"completion_window": "1h"}, 400, "completion_window"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, 400, "output_expires_after.seconds"),
         ({"endpont": "x"}, 400, "endpont"),

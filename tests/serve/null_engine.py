@@ -34,6 +34,9 @@ from millrace.link.messages import (
 from millrace.observe.histograms import TTFT, Histograms
 from millrace.params import FinishReason
 
+VECTOR = np.array([0.6, 0.8], np.float32).tobytes()
+"""What requests with `pooling` get."""
+
 Script = Callable[[NewRequest], Iterable[int]]
 
 
@@ -187,6 +190,9 @@ class NullEngine:
             self._end(row, "deadline")
             return None
         row.first_at = row.first_at or now
+        if request.params.pooling:
+            self._end(row, "stop")
+            return None
         token_id = next(row.tokens, None)
         if token_id is None or token_id in request.end_token_ids:
             row.num_output += 1
@@ -215,6 +221,7 @@ class NullEngine:
             output_tokens=row.num_output,
             first_token_s=max(0.0, row.first_at - arrival),
             total_s=now - arrival,
+            vector=VECTOR if row.request.params.pooling and reason == "stop" else b"",
         )
         self._finished.append(finish)
         if row.num_output:

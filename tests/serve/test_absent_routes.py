@@ -18,7 +18,6 @@ def front() -> Iterator[Front]:
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("POST", "/v1/embeddings"),
         ("POST", "/v1/moderations"),
         ("POST", "/v1/audio/transcriptions"),
         ("POST", "/v1/audio/speech"),
@@ -34,4 +33,4 @@ def test_known_and_absent(front: Front, method: str, path: str) -> None:
 
 
 def test_unknown_paths_stay_404(front: Front) -> None:
-    assert request(front.port, "POST", "/v1/embedding", {}).error["code"] == "not_found"
+    assert request(front.port, "POST", "/v1/moderation", {}).error["code"] == "not_found"

@@ -15,8 +15,9 @@ from millrace.serve.describe.openapi_limits import tighten
 from millrace.serve.describe.openapi_paths import paths
 from millrace.serve.generate.messages import RESERVED
 from millrace.serve.http.error_bodies import ErrorAnswer
+from millrace.serve.ollama import embed
 from millrace.serve.ollama import schemas as schemas_ollama
-from millrace.serve.openai import answers, routes_stored, schemas, stored_chat
+from millrace.serve.openai import answers, embeddings, routes_stored, schemas, stored_chat
 from millrace.serve.responses import schemas as schemas_responses
 from millrace.serve.responses import schemas_items as response_items
 from millrace.serve.stored.batch_store import BatchAnswer, BatchList
@@ -29,6 +30,7 @@ _TYPES = (
     *(schemas.ChatRequest, schemas.CompletionRequest, schemas.TokenizeRequest, schemas.DetokenizeRequest),
     *(answers.ChatAnswer, answers.ChatChunk, answers.CompletionAnswer, answers.CompletionChunk),
     *(answers.TokenizeAnswer, answers.DetokenizeAnswer, answers.Model, answers.ModelList, answers.Health),
+    *(embeddings.EmbeddingsRequest, embeddings.EmbeddingsAnswer),
     *(ErrorAnswer, schemas_anthropic.AnthropicErrorAnswer, schemas_ollama.OllamaErrorAnswer),
     *(schemas_responses.ResponsesRequest, schemas_responses.InputTokensRequest, schemas_responses.ResponseAnswer),
     *(schemas_responses.ResponseEvent, schemas_responses.ResponseDeleted, schemas_responses.InputItemList),
@@ -47,6 +49,7 @@ _TYPES = (
     *(schemas_ollama.OllamaChatRequest, schemas_ollama.OllamaGenerateRequest, schemas_ollama.OllamaShowRequest),
     *(schemas_ollama.OllamaAnswer, schemas_ollama.OllamaModels, schemas_ollama.OllamaShowAnswer),
     schemas_ollama.OllamaVersion,
+    *(embed.OllamaEmbedRequest, embed.OllamaEmbedAnswer, embed.OllamaEmbeddingsRequest, embed.OllamaEmbeddingsAnswer),
     *(schemas_ollama.OllamaPullRequest, schemas_ollama.OllamaDeleteRequest, schemas_ollama.OllamaPullStatus),
 )
 

@@ -169,11 +169,19 @@ def _all_paths() -> dict[str, Any]:
     }
 
 
+def _unstreamed() -> tuple[str, ...]:
+    """Errors of requests to the engine that answer whole."""
+    return tuple(status for status in ERRORS if status != "409")
+
+
 def _openai_paths() -> dict[str, Any]:
     chat = {"model": _NAME, "messages": _TURN, "max_completion_tokens": 64}
     text = {"model": _NAME, "prompt": "The sea is", "max_tokens": 16}
+    embedded = {"model": _NAME, "input": ["The sea is blue", "The sky is blue"]}
     model = [_in_path("model")]
+    embed = _operation("generate", "createEmbedding", "A vector for each input", "EmbeddingsAnswer", _unstreamed())
     return {
+        "/v1/embeddings": {"post": {**embed, "requestBody": _body("EmbeddingsRequest", embedded)}},
         "/v1/chat/completions": {
             "post": _generate(
                 "createChatCompletion", "Answer a conversation", ("ChatRequest", "ChatAnswer", "ChatChunk"), chat
@@ -369,12 +377,18 @@ def _ollama_paths() -> dict[str, Any]:
     pulled["content"][lines["media_type"]] = {"schema": ref("OllamaPullStatus")}
     pull = _operation("ollama", "ollamaPull", "Download a model", pulled, managed, shape=shape)
     delete = _operation("ollama", "ollamaDelete", "Delete a model", "OllamaPullStatus", managed, shape=shape)
+    names, errors = ("OllamaEmbedAnswer", "OllamaEmbeddingsAnswer"), _unstreamed()
+    embed = _operation("ollama", "ollamaEmbed", "Ollama: vectors", names[0], errors, shape=shape)
+    older = _operation("ollama", "ollamaEmbeddings", "Ollama: one vector", names[1], errors, shape=shape)
+    embedded = {"model": _NAME, "input": "Why is the sky blue?"}
     show = _operation("ollama", "ollamaShow", "Describe the model", "OllamaShowAnswer", BODY_ERRORS, shape=shape)
     return {
         "/api/chat": {"post": _generate("ollamaChat", "Ollama: answer", chat, asked, shape=shape, **lines)},
         "/api/generate": {
             "post": _generate("ollamaGenerate", "Ollama: continue a prompt", generate, prompted, shape=shape, **lines)
         },
+        "/api/embed": {"post": {**embed, "requestBody": _body("OllamaEmbedRequest", embedded)}},
+        "/api/embeddings": {"post": {**older, "requestBody": _body("OllamaEmbeddingsRequest", prompted)}},
         "/api/show": {"post": {**show, "requestBody": _body("OllamaShowRequest", {"model": _NAME})}},
         "/api/pull": {"post": {**pull, "requestBody": _body("OllamaPullRequest", {"model": _NAME})}},
         "/api/delete": {"delete": {**delete, "requestBody": _body("OllamaDeleteRequest", {"model": _NAME})}},

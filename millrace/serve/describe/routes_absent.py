@@ -9,7 +9,6 @@ from aiohttp import web
 from millrace.errors import NotImplementedYet
 
 ABSENT: dict[str, str] = {
-    "/v1/embeddings": "Embeddings are",
     "/v1/moderations": "Moderations are",
     "/v1/audio": "Audio is",
     "/v1/images": "Images are",
@@ -24,8 +23,6 @@ ABSENT: dict[str, str] = {
     "/v1/evals": "Evals are",
     "/v1/responses/compact": "Compaction of responses is",
     "/v1/messages/batches": "Anthropic's message batches are",
-    "/api/embed": "Embeddings are",
-    "/api/embeddings": "Embeddings are",
     "/api/push": "Pushing models is",
     "/api/create": "Creating models is",
     "/api/copy": "Copying models is",

@@ -17,6 +17,7 @@ from millrace.serve.generate.choosing.beam_fields import SelfConsistency
 from millrace.serve.generate.priority import PriorityClass, ServiceTier
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
 from millrace.serve.openai.formats import Formatted
+from millrace.serve.openai.inputs import INPUT_SCHEMA
 from millrace.serve.openai.schemas_tools import (
     CalledFunction,
     FunctionName,
@@ -282,24 +283,10 @@ class ChatRequest(Sampled, kw_only=True):
     ] = None
 
 
-_PROMPT_SCHEMA: dict[str, Any] = {
-    "oneOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1},
-        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-        {
-            "type": "array",
-            "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-            "minItems": 1,
-        },
-    ]
-}
-
-
 class CompletionRequest(Sampled, kw_only=True):
     """The body of POST /v1/completions."""
 
-    prompt: Annotated[Raw, described("A text, token ids, or a list of either.", **_PROMPT_SCHEMA)]
+    prompt: Annotated[Raw, described("A text, token ids, or a list of either.", **INPUT_SCHEMA)]
     max_tokens: Annotated[
         int | None, described("Maximum number of output tokens; default 16. 0 only with `echo`.", minimum=0)
     ] = None

@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from typing import TypeVar
-
-import msgspec
-
 from millrace.errors import BadRequest
 from millrace.params import NEUTRAL_DEFAULTS
-from millrace.serve.generate.checks import check_logprobs, check_num_sequences
+from millrace.serve.generate.checks import MAX_SEQUENCES, check_logprobs, check_num_sequences
 from millrace.serve.generate.choosing.beam_fields import beam_params
 from millrace.serve.generate.generation import Generation, Prompt
 from millrace.serve.generate.priority import priority_of
 from millrace.serve.generate.prompts import check_truncation, cut_prompt, encode_texts, fill_in_prompts
 from millrace.serve.generate.sampling import complete, deadline_of, salt_of, sampling_params
 from millrace.serve.generate.work import Work
-from millrace.serve.http.body import BodyDecoder, json_error
+from millrace.serve.http.body import BodyDecoder
 from millrace.serve.http.ids import new_id
 from millrace.serve.openai.formats import format_wanted
+from millrace.serve.openai.inputs import texts_or_tokens
 from millrace.serve.openai.schemas import CompletionRequest
 from millrace.serve.openai.translate_shared import check_fields, sequences_of, shared_sampling, usage_options
 from millrace.serve.openai.write_completions import CompletionWriter
 from millrace.serve.state import FrontState
-
-_T = TypeVar("_T")
-_OPENING = re.compile(rb"\s*(\[?)\s*([^\s])")
-"""The first two characters of a JSON prompt tell which of its four forms it has."""
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for this endpoint."""
@@ -100,7 +92,7 @@ def _prompt_logprobs(request: CompletionRequest, echo: bool) -> int | None:
 
 
 async def _prompts(state: FrontState, request: CompletionRequest, per_prompt: int, max_tokens: int) -> list[Prompt]:
-    texts, token_lists = _split(request.prompt)
+    texts, token_lists = texts_or_tokens(request.prompt, "prompt", MAX_SEQUENCES)
     check_num_sequences(max(len(texts), len(token_lists)), per_prompt)
     if request.suffix:
         _check_suffix(request, texts)
@@ -131,54 +123,3 @@ def _check_suffix(request: CompletionRequest, texts: list[str]) -> None:
     for name, is_set in (("echo", request.echo), ("truncate_prompt_tokens", request.truncate_prompt_tokens)):
         if is_set:
             raise BadRequest(f"'{name}' cannot be combined with 'suffix'; remove one of them.", param=name)
-
-
-def _split(raw: msgspec.Raw) -> tuple[list[str], list[list[int]]]:
-    """The four forms of a prompt as texts or as token lists; one of the lists is empty."""
-    data = bytes(raw)
-    opening = _OPENING.match(data)
-    head = opening[1] + opening[2] if opening else b""
-    if head.startswith(b'"'):
-        return [_decoded(data, str, "a text")], []
-    if head == b"[[":
-        _check_num_lists(data)
-        return [], [_token_ids(items) for items in _decoded(data, list[list[int]], "arrays of token ids only")]
-    if head == b'["':
-        return _decoded(data, list[str], "texts only"), []
-    if head.startswith(b"[") and head != b"[]":
-        return [], [_token_ids(_decoded(data, list[int], "token ids only"))]
-    raise _wrong_prompt("is an empty array" if head == b"[]" else "is neither a text nor an array")
-
-
-def _check_num_lists(data: bytes) -> None:
-    """Refuse too many lists before they are built."""
-    num_lists = data.count(b"[") - 1
-    check_num_sequences(num_lists, 1)
-
-
-def _decoded(data: bytes, kind: type[_T], what: str) -> _T:
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError:
-        raise _wrong_prompt(f"begins like {what}, but holds something else") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise json_error(error, data) from None
-
-
-def _token_ids(items: list[int]) -> list[int]:
-    """Ids that fit into the message to the engine; `EngineClient` checks them against the vocabulary."""
-    if not items:
-        raise _wrong_prompt("holds an empty array")
-    for value in (min(items), max(items)):
-        if not 0 <= value < 2**31:
-            raise BadRequest(
-                f"'prompt' holds the token id {value!s:.40}; ids are between 0 and 2**31 - 1.", param="prompt"
-            )
-    return items
-
-
-def _wrong_prompt(what: str) -> BadRequest:
-    return BadRequest(
-        f"'prompt' {what}; send a text, an array of texts, an array of token ids, or an array of arrays of token ids.",
-        param="prompt",
-    )

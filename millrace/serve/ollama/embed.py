@@ -1,0 +1,178 @@
+"""Ollama's POST /api/embed and the older /api/embeddings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, UnsetType
+
+from millrace.errors import BadRequest
+from millrace.serve.generate.choices import CollectedChoice
+from millrace.serve.generate.gate import header_deadline
+from millrace.serve.generate.generation import Prompt
+from millrace.serve.generate.job import Job
+from millrace.serve.generate.prompts import encode_texts
+from millrace.serve.generate.respond import answer
+from millrace.serve.generate.sampling import deadline_of
+from millrace.serve.generate.usage import Usage
+from millrace.serve.generate.vectors import MAX_INPUTS, VectorWriter, vector_generation
+from millrace.serve.generate.work import Work
+from millrace.serve.http.body import BodyDecoder, read_body
+from millrace.serve.http.ids import new_id
+from millrace.serve.http.json_answer import encode, json_answer
+from millrace.serve.http.schema import Strict, described
+from millrace.serve.ollama.keep_alive import check_keep_alive
+from millrace.serve.ollama.schemas import OllamaOptions
+from millrace.serve.ollama.translate import state_of_model
+from millrace.serve.state import STATE, FrontState
+
+
+class OllamaEmbedCommon(Strict, kw_only=True):
+    model: Annotated[str, described("Name of a served model, with or without `:latest`.")]
+    options: Annotated[OllamaOptions | None, described("Accepted; sampling has no effect on vectors.")] = None
+    keep_alive: Annotated[str | float | None, described("As in /api/chat.")] = None
+
+
+class OllamaEmbedRequest(OllamaEmbedCommon, kw_only=True):
+    """The body of POST /api/embed."""
+
+    input: Annotated[
+        str | list[str] | None, described("A text or several; without any the request only loads the model.")
+    ] = None
+    truncate: Annotated[
+        bool | None,
+        described("Cut the end of inputs that are too long; `truncated_input_tokens` says how many tokens are gone."),
+    ] = None
+    dimensions: Annotated[int | None, described("Keep the first dimensions, again of length 1.", minimum=1)] = None
+
+
+class OllamaEmbeddingsRequest(OllamaEmbedCommon, kw_only=True):
+    """The body of POST /api/embeddings."""
+
+    prompt: Annotated[str | None, described("The text; without one the request only loads the model.")] = None
+
+
+class OllamaEmbedAnswer(msgspec.Struct):
+    model: str
+    embeddings: list[list[float]]
+    """Of length 1."""
+    total_duration: int = 0
+    """Nanoseconds."""
+    load_duration: int = 0
+    prompt_eval_count: int = 0
+    truncated_input_tokens: int | UnsetType = UNSET
+
+
+class OllamaEmbeddingsAnswer(msgspec.Struct):
+    embedding: list[float]
+
+
+_embed_body = BodyDecoder(OllamaEmbedRequest)
+_embeddings_body = BodyDecoder(OllamaEmbeddingsRequest)
+
+
+async def embed(request: web.Request) -> web.StreamResponse:
+    state, received = request.app[STATE], time.monotonic()
+    body = _embed_body.decode(await read_body(request, state.body_limit_bytes))
+    texts = [body.input] if isinstance(body.input, str) else body.input or []
+    texts = [] if texts == [""] else texts
+    if len(texts) > MAX_INPUTS:
+        raise BadRequest(
+            f"'input' holds {len(texts)} texts; at most {MAX_INPUTS} are allowed in one request. Split it.",
+            param="input",
+        )
+    state = await state_of_model(body.model, state)
+    return await _respond(
+        request,
+        state,
+        body,
+        texts,
+        received,
+        may_cut=bool(body.truncate),
+        make_writer=lambda job: EmbedWriter(job, received, body.dimensions),
+        empty=OllamaEmbedAnswer(state.model_name, []),
+    )
+
+
+async def embeddings(request: web.Request) -> web.StreamResponse:
+    state, received = request.app[STATE], time.monotonic()
+    body = _embeddings_body.decode(await read_body(request, state.body_limit_bytes))
+    state = await state_of_model(body.model, state)
+    texts = [body.prompt] if body.prompt else []
+    return await _respond(
+        request,
+        state,
+        body,
+        texts,
+        received,
+        make_writer=lambda job: OneVectorWriter(None),
+        empty=OllamaEmbeddingsAnswer([]),
+    )
+
+
+async def _respond(
+    request: web.Request,
+    state: FrontState,
+    body: OllamaEmbedCommon,
+    texts: list[str],
+    received: float,
+    *,
+    may_cut: bool = False,
+    make_writer: Callable[[Job], VectorWriter],
+    empty: msgspec.Struct,
+) -> web.StreamResponse:
+    keep_s = check_keep_alive(body.keep_alive, request)
+    if texts or keep_s != 0:
+        await state.await_engine()
+    try:
+        if not texts:
+            header_deadline(request, 0.0)
+            return json_answer(request, empty)
+        generation = vector_generation(
+            await _prompts(state, texts, may_cut),
+            pooling="last",
+            answer_id=new_id("embd-"),
+            deadline=deadline_of(None, state.config, received),
+        )
+        return await answer(request, Work(state, generation, make_writer), received)
+    finally:
+        if keep_s is not None:
+            await state.control.keep_alive(state.model_name, keep_s)
+
+
+async def _prompts(state: FrontState, texts: list[str], may_cut: bool) -> list[Prompt]:
+    ready, prompts = state.require_engine(), []
+    room = min(ready.max_context, ready.kv_tokens) - 1
+    for token_ids in await encode_texts(state, texts, add_special=True, max_tokens=None, may_cut=may_cut):
+        if not token_ids:
+            raise BadRequest("An input has no tokens; send at least one character.", param="input")
+        kept = token_ids[:room] if may_cut else token_ids
+        prompts.append(Prompt(kept, None, num_dropped=len(token_ids) - len(kept)))
+    return prompts
+
+
+class EmbedWriter(VectorWriter):
+    def __init__(self, job: Job, received: float, dimensions: int | None) -> None:
+        super().__init__(dimensions)
+        self._model, self._received = job.state.model_name, received
+
+    def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
+        dropped = sum(choice.prompt.num_dropped for choice in choices)
+        return encode(
+            OllamaEmbedAnswer(
+                self._model,
+                [vector.tolist() for vector in self.vectors(choices)],
+                total_duration=int((time.monotonic() - self._received) * 1e9),
+                prompt_eval_count=usage.prompt_tokens,
+                truncated_input_tokens=dropped or UNSET,
+            )
+        )
+
+
+class OneVectorWriter(VectorWriter):
+    def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
+        return encode(OllamaEmbeddingsAnswer(self.vectors(choices)[0].tolist()))

@@ -1,0 +1,132 @@
+"""POST /v1/embeddings: a vector for each input."""
+
+from __future__ import annotations
+
+import base64
+from typing import Annotated, Literal
+
+import msgspec
+from aiohttp import web
+from msgspec import Raw
+
+from millrace.errors import BadRequest
+from millrace.link.vectors import Float32s
+from millrace.serve.generate.choices import CollectedChoice
+from millrace.serve.generate.generation import Prompt
+from millrace.serve.generate.job import Job
+from millrace.serve.generate.priority import PriorityClass, priority_of
+from millrace.serve.generate.prompts import encode_texts
+from millrace.serve.generate.respond import respond
+from millrace.serve.generate.sampling import deadline_of, salt_of
+from millrace.serve.generate.usage import Usage
+from millrace.serve.generate.vectors import MAX_INPUTS, VectorWriter, vector_generation
+from millrace.serve.generate.work import Work
+from millrace.serve.http.body import BodyDecoder
+from millrace.serve.http.ids import new_id
+from millrace.serve.http.json_answer import encode
+from millrace.serve.http.schema import Strict, described
+from millrace.serve.openai.inputs import INPUT_SCHEMA, texts_or_tokens
+from millrace.serve.openai.routes import stream_error
+from millrace.serve.state import FrontState
+
+EncodingFormat = Literal["float", "base64"]
+
+
+class EmbeddingsRequest(Strict, kw_only=True):
+    """The body of POST /v1/embeddings."""
+
+    model: str | None = None
+    input: Annotated[Raw, described(f"A text, token ids, or a list of up to {MAX_INPUTS} of either.", **INPUT_SCHEMA)]
+    encoding_format: Annotated[
+        EncodingFormat | None, described("`float` (default), or `base64`: little-endian float32.")
+    ] = None
+    dimensions: Annotated[
+        int | None,
+        described("Keep the first dimensions, again of length 1: for models that were trained for it.", minimum=1),
+    ] = None
+    pooling: Annotated[
+        Literal["last", "mean"] | None,
+        described("`last` (default): the last token's hidden state after the final norm; `mean`: over all tokens."),
+    ] = None
+    user: Annotated[str | None, described("A label; no effect.")] = None
+    priority: Annotated[
+        PriorityClass | int | None, described("Priority class: 0 interactive, 1 standard (default), 2 batch.")
+    ] = None
+    cache_salt: Annotated[
+        str | None,
+        described("Cached prompt prefixes are shared only between requests with the same salt.", maxLength=1024),
+    ] = None
+    timeout: Annotated[float | None, described("Seconds until the deadline.", exclusiveMinimum=0)] = None
+
+
+class EmbeddingsUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingData(msgspec.Struct):
+    index: int
+    embedding: list[float] | str
+    """Of length 1."""
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingsAnswer(msgspec.Struct):
+    model: str
+    data: list[EmbeddingData]
+    usage: EmbeddingsUsage
+    object: Literal["list"] = "list"
+
+
+_decoder = BodyDecoder(EmbeddingsRequest)
+
+
+async def embeddings(request: web.Request) -> web.StreamResponse:
+    return await respond(request, prepare_embeddings, stream_error)
+
+
+async def prepare_embeddings(state: FrontState, body: bytes, received: float, owner: str) -> Work:
+    request = _decoder.decode(body)
+    state = await state.for_model(request.model)
+    await state.await_engine()
+    generation = vector_generation(
+        await _prompts(state, request),
+        pooling=request.pooling or "last",
+        answer_id=new_id("embd-"),
+        deadline=deadline_of(request.timeout, state.config, received),
+        priority=priority_of(request.priority),
+        cache_salt=salt_of(request.cache_salt),
+    )
+    return Work(state, generation, lambda job: EmbeddingsWriter(job, request.dimensions, request.encoding_format))
+
+
+async def _prompts(state: FrontState, request: EmbeddingsRequest) -> list[Prompt]:
+    texts, token_lists = texts_or_tokens(request.input, "input", MAX_INPUTS)
+    if len(texts) > MAX_INPUTS:
+        raise BadRequest(
+            f"'input' holds {len(texts)} texts; at most {MAX_INPUTS} are allowed in one request. Split it.",
+            param="input",
+        )
+    encoded = await encode_texts(state, texts, add_special=True, max_tokens=None) if texts else token_lists
+    for number, token_ids in enumerate(encoded):
+        if not token_ids:
+            raise BadRequest(f"Input {number} has no tokens; send at least one character or token.", param="input")
+    return [Prompt(token_ids, None) for token_ids in encoded]
+
+
+class EmbeddingsWriter(VectorWriter):
+    def __init__(self, job: Job, dimensions: int | None, encoding_format: EncodingFormat | None) -> None:
+        super().__init__(dimensions)
+        self._model = job.state.model_name
+        self._is_base64 = encoding_format == "base64"
+
+    def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
+        vectors = self.vectors(choices)
+        written = [_as_base64(vector) if self._is_base64 else vector.tolist() for vector in vectors]
+        data = [EmbeddingData(index, one) for index, one in enumerate(written)]
+        counts = EmbeddingsUsage(usage.prompt_tokens, usage.prompt_tokens)
+        return encode(EmbeddingsAnswer(self._model, data, counts))
+
+
+def _as_base64(vector: Float32s) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
