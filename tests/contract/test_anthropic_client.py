@@ -144,3 +144,50 @@ def test_an_error_inside_a_stream_is_raised() -> None:
         with pytest.raises(anthropic.APIStatusError) as caught:
             list(stream)
         assert "gone" in str(caught.value)
+
+
+def test_documents_and_search_results_that_are_text(client: anthropic.Anthropic, front: Front) -> None:
+    found: Any = {"type": "search_result", "source": "s", "title": "t", "content": [{"type": "text", "text": "r"}]}
+    plain: Any = {"type": "text", "media_type": "text/plain", "data": "d"}
+    document: Any = {"type": "document", "source": plain, "title": "D", "context": "c", "citations": {"enabled": False}}
+    content: Any = {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "e"}]}}
+    client.messages.create(
+        model=MODEL, max_tokens=9, messages=[{"role": "user", "content": [found, document, content]}]
+    )
+    assert prompt_of(front) == "[user]t (s)\nr\nD\nc\nd\ne\n[assistant]"
+    call: Any = {"type": "tool_use", "id": "x", "name": "f", "input": {}}
+    result: Any = {"type": "tool_result", "tool_use_id": "x", "content": [document]}
+    told: Any = [*HI, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    client.messages.create(model=MODEL, max_tokens=9, messages=told)
+    assert "D\nc\nd" in prompt_of(front)
+    for source in ({"type": "base64", "media_type": "application/pdf", "data": ""}, {"type": "url", "url": "u"}):
+        wrong: Any = [{"role": "user", "content": [{"type": "document", "source": source}]}]
+        with pytest.raises(anthropic.BadRequestError, match=rf"source' is of type '{source['type']}', which is not"):
+            client.messages.create(model=MODEL, max_tokens=9, messages=wrong)
+    with pytest.raises(anthropic.BadRequestError, match="citations.enabled"):
+        client.messages.create(
+            model=MODEL,
+            max_tokens=9,
+            messages=[{"role": "user", "content": [{**document, "citations": {"enabled": True}}]}],
+        )
+
+
+def test_a_system_message_within_the_conversation(client: anthropic.Anthropic, front: Front) -> None:
+    told: Any = [*HI, {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}, *HI]
+    client.messages.create(model=MODEL, max_tokens=9, messages=told)
+    assert prompt_of(front) == "[user]hi\n[system]Be brief.\n[user]hi\n[assistant]"
+
+
+def test_the_tool_runner_sends_the_whole_conversation(client: anthropic.Anthropic) -> None:
+    """It asks for a thread that the server holds, and goes on without one where there is none."""
+
+    @anthropic.beta_tool
+    def look(city: str) -> str:
+        """Look at a city."""
+        return "sunny"
+
+    with running_front(saying(TEXT)) as roomy, anthropic.Anthropic(base_url=roomy.url, api_key="any") as other:
+        [message] = other.beta.messages.tool_runner(model=MODEL, max_tokens=99, messages=HI, tools=[look])
+        assert message.stop_reason == "end_turn"
+    with pytest.raises(anthropic.BadRequestError, match="'thread'"):
+        client.beta.messages.create(model=MODEL, max_tokens=9, messages=HI, thread={"type": "create"})

@@ -7,81 +7,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from millrace.serve.anthropic.schemas_blocks import Block, CacheControl
 from millrace.serve.http.error_bodies import ErrorBody
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
 
-CacheControl = Annotated[
-    Raw | UnsetType, described("Accepted, without effect: equal prompt prefixes are always reused.")
-]
-
 
 # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-class TextBlock(Strict, kw_only=True, tag_field="type", tag="text"):
-    """A piece of text."""
-
-    text: str
-    cache_control: CacheControl = UNSET
-    citations: Annotated[Raw | UnsetType, described("Accepted, without effect: labels of the text.")] = UNSET
-
-
-class ImageBlock(msgspec.Struct, tag_field="type", tag="image"):
-    """Not supported yet."""
-
-
-class DocumentBlock(msgspec.Struct, tag_field="type", tag="document"):
-    """Not supported yet."""
-
-
-class SearchResultBlock(msgspec.Struct, tag_field="type", tag="search_result"):
-    """Not supported yet."""
-
-
-class ToolUseBlock(Strict, kw_only=True, tag_field="type", tag="tool_use"):
-    """A tool call of an earlier answer."""
-
-    id: str
-    name: str
-    input: Annotated[dict[str, Any], described("The arguments.")]
-    cache_control: CacheControl = UNSET
-    caller: Annotated[Raw | UnsetType, described("Accepted, without effect.")] = UNSET
-
-
-class ToolResultBlock(Strict, kw_only=True, tag_field="type", tag="tool_result"):
-    """The result of a tool call, in a message of the user."""
-
-    tool_use_id: str
-    content: Annotated[str | list[TextBlock] | None, described("A text, or text blocks.")] = None
-    is_error: Annotated[bool | None, described("The call failed; the model is told so.")] = None
-    cache_control: CacheControl = UNSET
-
-
-class ThinkingBlock(Strict, kw_only=True, tag_field="type", tag="thinking"):
-    """The reasoning of an earlier answer; the chat template decides whether the model sees it."""
-
-    thinking: str
-    signature: Annotated[str, described("Accepted, without effect.")] = ""
-
-
-class RedactedThinkingBlock(Strict, kw_only=True, tag_field="type", tag="redacted_thinking"):
-    """Accepted and left out: only the server that made it could read it."""
-
-    data: str
-
-
-Block = (
-    TextBlock
-    | ImageBlock
-    | DocumentBlock
-    | SearchResultBlock
-    | ToolUseBlock
-    | ToolResultBlock
-    | ThinkingBlock
-    | RedactedThinkingBlock
-)
-
-
 class AnthropicMessage(Strict, kw_only=True):
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
 
@@ -211,6 +144,8 @@ class CountTokensRequest(Strict, kw_only=True):
         described("Clear old tool results or old reasoning from the prompt; the answer says what was cleared."),
     ] = None
     speed: Annotated[Refused, unsupported('null and "standard" are accepted.')] = UNSET
+    mcp_servers: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
+    compaction: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     user_profile_id: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     workspace_id: Annotated[Refused, unsupported("null is accepted.")] = UNSET
 
@@ -229,9 +164,11 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     metadata: Annotated[AnthropicMetadata | None, described("Labels; no effect on generation.")] = None
     service_tier: Annotated[Refused, unsupported('null, "auto" and "standard_only" are accepted.')] = UNSET
     container: Annotated[Refused, unsupported("null is accepted.")] = UNSET
-    mcp_servers: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
     diagnostics: Annotated[Refused, unsupported("null is accepted.")] = UNSET
     inference_geo: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+    thread: Annotated[Refused, unsupported("null is accepted; `anthropic` then sends the whole conversation.")] = UNSET
+    fallbacks: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
+    fallback_credit_token: Annotated[Refused, unsupported("null is accepted.")] = UNSET
 
 
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
@@ -243,6 +180,10 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "mcp_servers": ([],),
     "diagnostics": (),
     "inference_geo": (),
+    "thread": (),
+    "compaction": (),
+    "fallbacks": ([],),
+    "fallback_credit_token": (),
 }
 
 
@@ -333,8 +274,20 @@ class CountTokensAnswer(msgspec.Struct):
     context_management: CountTokensContext | UnsetType = UNSET
 
 
+class ErrorDetails(msgspec.Struct):
+    """By which `anthropic` knows that it must send the whole conversation."""
+
+    error_code: Literal["thread_unsupported_request"]
+    unsupported: list[str]
+
+
+class AnthropicErrorBody(ErrorBody):
+    details: ErrorDetails | UnsetType = UNSET
+    """If the request asks for a `thread`."""
+
+
 class AnthropicErrorAnswer(msgspec.Struct):
     """Errors of /v1/messages: Anthropic's format, with OpenAI's fields added."""
 
     type: Literal["error"]
-    error: ErrorBody
+    error: AnthropicErrorBody

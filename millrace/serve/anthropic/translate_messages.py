@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import msgspec
+
 from millrace.errors import BadRequest
-from millrace.serve.anthropic.schemas import (
-    AnthropicMessage,
+from millrace.serve.anthropic.schemas import AnthropicMessage
+from millrace.serve.anthropic.schemas_blocks import (
     Block,
+    ContentSource,
+    DocumentBlock,
+    PlainSource,
     RedactedThinkingBlock,
+    SearchResultBlock,
     TextBlock,
     ThinkingBlock,
     ToolResultBlock,
@@ -24,6 +32,8 @@ def messages_of(message: AnthropicMessage, at: str) -> list[Message]:
         return [Message(message.role, content)]
     if not content:
         raise BadRequest(f"'{at}' is an empty list; send a text.", param=at)
+    if message.role == "system":
+        return [Message("system", text_content(content, at))]
     return _answer(content, at) if message.role == "assistant" else _request(content, at)
 
 
@@ -54,7 +64,7 @@ def _answer(blocks: list[Block], at: str) -> list[Message]:
     return [Message("assistant", texts or "", tool_calls=tuple(calls), reasoning=thought)]
 
 
-def text_content(content: str | list[Block] | list[TextBlock], at: str) -> str | list[str]:
+def text_content(content: str | Sequence[Block], at: str) -> str | list[str]:
     if isinstance(content, str):
         return content
     if not content:
@@ -63,10 +73,30 @@ def text_content(content: str | list[Block] | list[TextBlock], at: str) -> str |
 
 
 def _text(block: Block, at: str) -> str:
-    if not isinstance(block, TextBlock):
-        raise BadRequest(
-            f"'{at}' is of type '{block.__struct_config__.tag}', which is not supported here; send text.",
-            param=f"{at}.type",
-            code="unsupported_parameter",
-        )
-    return block.text
+    if isinstance(block, TextBlock):
+        return block.text
+    if isinstance(block, SearchResultBlock):
+        return "\n".join([f"{block.title} ({block.source})", *(part.text for part in block.content)])
+    if isinstance(block, DocumentBlock):
+        return _document(block, f"{at}.source")
+    raise _not_text(block, at)
+
+
+def _document(block: DocumentBlock, at: str) -> str:
+    source = block.source
+    if isinstance(source, PlainSource):
+        texts = [source.data]
+    elif isinstance(source, ContentSource):
+        content = text_content(source.content, f"{at}.content")
+        texts = [content] if isinstance(content, str) else content
+    else:
+        raise _not_text(source, at)
+    return "\n".join([*(text for text in (block.title, block.context) if text), *texts])
+
+
+def _not_text(found: msgspec.Struct, at: str) -> BadRequest:
+    return BadRequest(
+        f"'{at}' is of type '{found.__struct_config__.tag}', which is not supported here; send text.",
+        param=f"{at}.type",
+        code="unsupported_parameter",
+    )

@@ -10,8 +10,10 @@ from msgspec import UNSET, UnsetType
 from millrace.errors import MillraceError
 from millrace.serve.anthropic.schemas import (
     AnthropicErrorAnswer,
+    AnthropicErrorBody,
     AnthropicUsage,
     ContextManagementAnswer,
+    ErrorDetails,
     MessageAnswer,
     OutputBlock,
     OutputTextBlock,
@@ -24,7 +26,6 @@ from millrace.serve.generate.events import SaidText, TextDelta, Tokens
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.usage import Usage
 from millrace.serve.generate.writer import PLACEHOLDER
-from millrace.serve.http.error_bodies import ErrorBody
 from millrace.serve.http.json_answer import encode, escape_lines
 from millrace.text.answer_events import ToolCall
 from millrace.text.tools.json_scanner import close_partial
@@ -50,7 +51,9 @@ def stream_error(error: MillraceError) -> bytes:
 
 def error_body(error: MillraceError) -> bytes:
     kind = _ERROR_TYPES.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return encode(AnthropicErrorAnswer("error", ErrorBody(error.message, kind, error.param, error.code)))
+    details = ErrorDetails("thread_unsupported_request", ["thread"]) if error.param == "thread" else UNSET
+    body = AnthropicErrorBody(error.message, kind, error.param, error.code, details)
+    return encode(AnthropicErrorAnswer("error", body))
 
 
 def _event(kind: str, **fields: Any) -> bytes:
