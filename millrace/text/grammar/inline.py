@@ -121,6 +121,7 @@ def check_inline(lark: str) -> None:
 def _check(schema: dict[str, Any]) -> None:
     """Check a schema and the schemas in it, and remove keywords that have no effect from all of them."""
     _remove_neutral(schema)
+    _complete_reference(schema)
     _check_repeated_names(schema)
     _check_multiple(schema)
     for inner in _inner(schema):
@@ -151,6 +152,13 @@ def _remove_neutral(schema: dict[str, Any]) -> None:
     for keyword, owner in (("then", "if"), ("else", "if"), ("minContains", "contains"), ("maxContains", "contains")):
         if owner not in schema:
             schema.pop(keyword, None)
+
+
+def _complete_reference(schema: dict[str, Any]) -> None:
+    """`/$defs/x` names another document, which is never read; litellm means `#/$defs/x` by it."""
+    target = schema.get("$ref")
+    if isinstance(target, str) and target.startswith(("/$defs/", "/definitions/")):
+        schema["$ref"] = f"#{target}"
 
 
 def _check_multiple(schema: dict[str, Any]) -> None:

@@ -195,6 +195,12 @@ def test_formats_that_json_schema_does_not_define_are_labels(schema: str) -> Non
     CHECK.check(Grammar("json_schema", schema))
 
 
+def test_a_reference_without_its_hash() -> None:
+    CHECK.check(Grammar("json_schema", '{"items": {"$ref": "/$defs/x"}, "$defs": {"x": {"type": "string"}}}'))
+    with pytest.raises(GrammarError, match="y"):
+        CHECK.check(Grammar("json_schema", '{"items": {"$ref": "/$defs/y"}, "$defs": {"x": {"type": "string"}}}'))
+
+
 def test_a_long_error_is_cut() -> None:
     assert len(sentence_of("x" * 5000, "schema")) < 400
 
