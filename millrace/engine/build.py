@@ -38,7 +38,7 @@ from millrace.plan.shapes.choice import make_shape_choice
 from millrace.run.device.device import Device, open_device
 from millrace.run.device.kv_pool import KvFormat, bytes_per_token, resolve_kv_dtype
 from millrace.run.device.precision import Precision, choose_precision
-from millrace.run.drafting.drafters import AUTO, AUTO_TEXT, offered_drafters
+from millrace.run.drafting.drafters import AUTO, AUTO_TEXT, TEXT_DRAFTERS, offered_drafters
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.make import make_runner
 from millrace.run.runner import AnyRunner
@@ -211,6 +211,7 @@ def draft_settings(
         max_places=max_running,
         is_fixed=bool(fixed),
         is_padded=is_gpu,
+        is_weighed=not is_gpu and speculate in (AUTO, *TEXT_DRAFTERS),
         has_trained=drafter is not None and speculate == AUTO and not is_gpu,
     )
 

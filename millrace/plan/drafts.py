@@ -28,6 +28,8 @@ class DraftSettings:
     """Always `max_drafts`; else as many as pay."""
     is_padded: bool = False
     """Every row of a step is computed with all its places, used or not."""
+    is_weighed: bool = False
+    """Drafters propose only drafts that are likely enough to pay, see `StepPlan.draft_floor`."""
     has_trained: bool = False
     """A trained drafter proposes where drafts from text do not pay."""
 
@@ -46,7 +48,11 @@ class DraftPlaces:
     def __init__(self, settings: DraftSettings, seating: Seating) -> None:
         self._settings, self._seating, self._rows = settings, seating, seating.rows
         self.control = DraftControl(
-            seating.rows.capacity, settings.max_drafts, is_padded=settings.is_padded, fixed=settings.is_fixed
+            seating.rows.capacity,
+            settings.max_drafts,
+            is_padded=settings.is_padded,
+            fixed=settings.is_fixed,
+            is_weighed=settings.is_weighed,
         )
         self._trained: TrainedControl | None = None
         if settings.has_trained and settings.max_drafts and not settings.is_fixed:
@@ -179,7 +185,7 @@ class DraftPlaces:
             own, accepted = np.where(has, 0, own), np.where(has, 0, accepted)
         has = own > 0
         if self._looks is not None:
-            self._looks.observe(rows, has & (accepted > 0))
+            self._looks.observe(rows, np.where(has, accepted, 0), len(plan.rows))
         if has.any():
             self.control.observe_drafts(rows[has], ids[has], own[has], accepted[has])
         self._measured[plan.step_no] = int(drafts.sum()), self._drafting_s(trained)

@@ -111,3 +111,29 @@ def test_a_longer_step_is_never_predicted_to_be_faster() -> None:
     assert costs.seconds(1) <= costs.seconds(4) <= costs.seconds(10) < costs.seconds(64)
     assert costs.knows(5)
     assert not costs.knows(8)
+
+
+def test_where_drafters_weigh_their_drafts_only_the_least_probability_follows_from_costs() -> None:
+    """One likely draft per step: that there are few says nothing against more of them."""
+    control, row, ids = DraftControl(1, 15, is_padded=False, is_weighed=True), np.array([0]), np.array([7])
+
+    def run(num_steps: int, accepted: int, price: float) -> set[int]:
+        decisions = set()
+        for _ in range(num_steps):
+            decision = control.decide(row, ids)
+            decisions.add(decision.max_drafts)
+            drafts = 1 if decision.max_drafts else 0
+            if drafts:
+                control.observe_drafts(row, ids, np.array([1], np.int32), np.array([accepted], np.int32))
+            control.observe_time(1, 1 + drafts, PLAIN_S * (1 + price * drafts), has_places=drafts > 0)
+            if drafts:  # one in which nothing was found
+                control.observe_time(1, 1, PLAIN_S, has_places=True)
+        return decisions
+
+    assert run(60, 1, 0.1) == {0, 15}, "0 to measure plain steps"
+    assert control.decide(row, ids).min_probability == pytest.approx(0.18, abs=0.02), "0.1 steps at 1.8 tokens per step"
+    run(200, 0, 0.1)
+    assert control.decide(row, ids).min_probability == pytest.approx(0.09, abs=0.02), "time is worth fewer tokens"
+    run(200, 0, 0.5)
+    assert control.decide(row, ids).min_probability > 0.3
+    assert control.length == 15

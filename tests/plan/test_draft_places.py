@@ -129,11 +129,22 @@ def step(scheduler: Scheduler, num_found: int, num_accepted: int) -> StepPlan:
 def test_rows_that_find_nothing_right_look_seldom(num_found: int) -> None:
     scheduler, _ = decoding(1, DraftSettings(max_drafts=2, is_fixed=False), max_tokens=600)
     looks = [step(scheduler, num_found, 0).draft_places is not None for _ in range(300)]
-    assert 3 < sum(looks[:40]) < 20
+    assert 3 < sum(looks[:40]) < 25
     assert 4 < sum(looks[100:]) < 12
     while step(scheduler, 2, 2).draft_places is None:
         pass
     assert sum(step(scheduler, 2, 2).draft_places is not None for _ in range(20)) > 15, "what it finds is right again"
+
+
+def test_an_accepted_draft_pays_for_the_next_looks() -> None:
+    scheduler, _ = decoding(1, DraftSettings(max_drafts=2, is_fixed=False), max_tokens=600)
+    for _ in range(200):
+        step(scheduler, 0, 0)
+    while step(scheduler, 2, 1).draft_places is None:
+        pass
+    looks = [step(scheduler, 0, 0).draft_places is not None for _ in range(60)]
+    assert all(looks[1:6]), "as often as one draft pays for"
+    assert sum(looks[20:]) < 8
 
 
 def looks_of_a_new_request(num_found: int) -> list[bool]:

@@ -87,6 +87,7 @@ def test_drafts_follow_the_length_of_the_match_and_past_success() -> None:
     short, long = [5, 6, 7, 8, 9, 5, 6], [*range(50, 90), *range(50, 82)]
     admit(drafter, 1, [1])
     assert len(propose(drafter, 0, short, 7, 0.3)) == 1
+    assert len(propose(drafter, 0, short, 7, 0.06)) == 3, "drafts that are right make the match longer"
     assert len(propose(drafter, 1, long, 7, 0.3)) == 7
     for _ in range(60):
         admit(drafter, 0, [1])
@@ -94,6 +95,30 @@ def test_drafts_follow_the_length_of_the_match_and_past_success() -> None:
         drafter.confirm([RowProgress(0, ids([*long, 1]), 1, 7, 0)])
     admit(drafter, 0, [1])
     assert propose(drafter, 0, long, 7, 0.3) == [], "such drafts were never accepted"
+
+
+def test_a_single_token_is_continued_if_that_is_likely_enough() -> None:
+    drafter = SuffixDrafter()
+    for row in (0, 1):
+        admit(drafter, row, [1])
+    rare, common = [4, 5, 6, 7, 5], [5, 9, 4, 5, 6, 7, 5]
+    assert propose(drafter, 0, rare, 1, 0.2) == [6]
+    assert propose(drafter, 1, common, 1, 0.2) == [], "it occurs at several places"
+    assert propose(drafter, 1, common, 1, 0.05) == [6]
+    drafter.confirm([RowProgress(1, ids([*common, 6]), 1, 1, 1)])
+    assert propose(drafter, 1, [*common, 6], 1, 0.3) == [7], "two tokens are equal now"
+
+
+def test_a_row_whose_drafts_fail_has_fewer_of_them() -> None:
+    drafter, text = SuffixDrafter(), [*range(50, 90), *range(50, 60)]
+    for row in (0, 1):
+        admit(drafter, row, [1])
+    tokens = list(text)
+    for _ in range(4):
+        assert propose(drafter, 0, tokens, 7)
+        tokens += [3, *range(50, 60)]
+        drafter.confirm([RowProgress(0, ids(tokens), 11, 7, 0)])
+    assert len(propose(drafter, 0, tokens, 7, 0.4)) < len(propose(drafter, 1, tokens, 7, 0.4))
 
 
 def test_recent_answers_serve_their_own_scope_only() -> None:

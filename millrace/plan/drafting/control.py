@@ -123,9 +123,13 @@ NO_DRAFTS = DraftDecision(0, 0.0)
 
 
 class DraftControl:
-    def __init__(self, capacity: int, max_drafts: int, *, is_padded: bool, fixed: bool = False) -> None:
-        """`is_padded`: every row of a step is computed with all places, used or not. `fixed`: always `max_drafts`."""
+    def __init__(
+        self, capacity: int, max_drafts: int, *, is_padded: bool, fixed: bool = False, is_weighed: bool = False
+    ) -> None:
+        """`is_padded`: every row of a step is computed with all places, used or not. `fixed`: always `max_drafts`.
+        `is_weighed`: drafters propose no draft below `min_probability`; that alone decides how many there are."""
         self._is_padded, self._fixed, self._max_drafts = is_padded, fixed, max_drafts
+        self._is_weighed = is_weighed
         self._lengths = (*(length for length in LENGTHS if length < max_drafts), max_drafts)
         self._survival = np.zeros((capacity, MAX_DRAFTS))
         """By row: share of steps in which the first, second ... draft was accepted."""
@@ -134,6 +138,8 @@ class DraftControl:
         self._mean_survival = FIRST_ACCEPTANCE ** np.arange(1.0, MAX_DRAFTS + 1)
         self._mean_offered = np.ones(MAX_DRAFTS)
         """What a new row starts from."""
+        if is_weighed:
+            self._mean_offered[1:] = self._mean_survival[:-1]
         self._request_ids = np.full(capacity, -1, np.int64)
         self._plain, self._drafted = StepCosts(), StepCosts()
         # Times of longer steps are assumed to be short until measured, so a medium length finds the best one.
@@ -174,7 +180,8 @@ class DraftControl:
             return DraftDecision(0, 0.0, measures_plain=True)
         self._num_active += 1
         self._greet(rows, request_ids)
-        self._choose(rows)
+        if not self._is_weighed:
+            self._choose(rows)
         if self._length == 0:
             return NO_DRAFTS
         return DraftDecision(self._length, self._break_even(rows))
@@ -201,6 +208,8 @@ class DraftControl:
         self._offered[rows] += weight * (offered - self._offered[rows])
         if deepest == 0:
             return
+        # Where only likely drafts are proposed, the others count as rejected.
+        deepest = MAX_DRAFTS if self._is_weighed else deepest
         survival = self._survival[rows]
         survival[:, :deepest] += weight * (survived - survival)[:, :deepest]
         # Places that were not tried are assumed to be right as often as the first one, given those before.

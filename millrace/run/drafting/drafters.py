@@ -136,6 +136,7 @@ class Drafters:
 
     def confirm(self, rows: Sequence[RowProgress]) -> None:
         """`num_drafts` counts all drafts of a row; each drafter is told of its own."""
+        self._prediction.confirm([own for own in rows if self._sources.get(own.row) == PREDICTION])
         for name, drafter in self._by_name.items():
             own = [self._own_progress(name, progress) for progress in rows if self._serves(name, progress.row)]
             if own:

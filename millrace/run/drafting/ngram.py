@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 
 import numpy as np
 
-from millrace.plan.step import Int32s
-from millrace.run.drafting.drafter import DraftAsk, Drafter
+from millrace.plan.step import Admission, Int32s
+from millrace.run.drafting.drafter import DraftAsk, Drafter, RowProgress
+from millrace.run.drafting.odds import Odds
 
 MAX_NGRAM, MIN_NGRAM = 3, 2
 """Tokens that must match, the longest first."""
+PRIOR = 0.5
+"""Assumed acceptance of a draft."""
 _NONE = np.zeros(0, np.int32)
 
 
 class NgramDrafter(Drafter):
-    """Keeps no state: each proposal searches the row's tokens."""
+    """Each proposal searches the row's tokens."""
+
+    def __init__(self) -> None:
+        self._odds = Odds((PRIOR,))
+
+    def admit(self, admission: Admission) -> None:
+        self._odds.admit(admission.row)
+
+    def release(self, row: int, tokens: Int32s, *, has_ended: bool) -> None:
+        self._odds.release(row)
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Int32s]:
-        return [propose_ngram(ask.tokens, ask.max_drafts) for ask in asks]
+        return [propose_ngram(ask.tokens, self._odds.num_drafts(ask, repeat(0))) for ask in asks]
+
+    def confirm(self, rows: Sequence[RowProgress]) -> None:
+        for progress in rows:
+            self._odds.learn(progress)
 
 
 def propose_ngram(history: Int32s, max_drafts: int) -> Int32s:

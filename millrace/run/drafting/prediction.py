@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 
 import numpy as np
 
 from millrace.plan.step import Admission, Int32s, Int64s
-from millrace.run.drafting.drafter import DraftAsk, Drafter
+from millrace.run.drafting.drafter import DraftAsk, Drafter, RowProgress
 from millrace.run.drafting.ngram import MAX_NGRAM, MIN_NGRAM
+from millrace.run.drafting.odds import Odds
 
 MAX_LOOK_BACK = 32
 """Tokens that are compared to choose between several places."""
 MAX_PLACES = 64
 """Places that are compared: those further on in the prediction."""
+PRIOR = 0.8
+"""Assumed acceptance of a draft."""
 _NONE = np.zeros(0, np.int32)
 
 
@@ -21,19 +25,28 @@ class PredictionDrafter(Drafter):
     def __init__(self) -> None:
         self._predictions: dict[int, Int32s] = {}
         """By row: what its client expects the answer to contain."""
+        self._odds = Odds((PRIOR,))
 
     def admit(self, admission: Admission) -> None:
         self._predictions.pop(admission.row, None)
         if prediction := admission.row_params.params.prediction:
             self._predictions[admission.row] = np.array(prediction, np.int32)
+            self._odds.admit(admission.row)
 
     def has(self, row: int) -> bool:
         return row in self._predictions
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Int32s]:
         return [
-            propose_predicted(self._predictions[ask.row], ask.tokens[ask.num_prompt :], ask.max_drafts) for ask in asks
+            propose_predicted(
+                self._predictions[ask.row], ask.tokens[ask.num_prompt :], self._odds.num_drafts(ask, repeat(0))
+            )
+            for ask in asks
         ]
+
+    def confirm(self, rows: Sequence[RowProgress]) -> None:
+        for progress in rows:
+            self._odds.learn(progress)
 
 
 def propose_predicted(prediction: Int32s, output: Int32s, max_drafts: int) -> Int32s:

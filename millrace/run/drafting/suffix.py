@@ -4,20 +4,22 @@ answers of its tenant.
 A row remembers where its text is being repeated. While the new tokens continue there, nothing is searched. Otherwise
 an index finds the next place in constant time (text_index.py).
 How many drafts there are follows from how long the match is and how often drafts of such matches were accepted, in
-general and in this row.
+general and in this row (odds.py).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 
 from millrace.plan.step import Admission, Int32s
 from millrace.run.drafting.drafter import DraftAsk, Drafter, RowProgress
-from millrace.run.drafting.text_index import Match, TextIndex
+from millrace.run.drafting.odds import Odds
+from millrace.run.drafting.text_index import Match, TextIndex, find_single
 
 MIN_RESUMED = 8
 """Length of a match from which on it is resumed one token later if a single token differs."""
@@ -26,18 +28,35 @@ MAX_SCOPE_TOKENS = 16_384
 MAX_SCOPES = 64
 """Scopes with recent answers. The one unused for longest goes first; all together take at most 24 MiB."""
 
-PRIOR = (0.0, 0.4, 0.35, 0.55, 0.75, 0.85, 0.9, 0.95)
-"""Assumed acceptance of a draft, by length class: class 1 is a resumed match, class n a match of 2 ** (n - 1) tokens or
-more."""
-PRIOR_WEIGHT, ROW_WEIGHT = 16.0, 6.0
-"""Drafts that the prior counts as, and that the length class counts as beside the row's own."""
-DECAY, ROW_DECAY = 0.995, 0.9
-"""Weight of earlier steps at each step with drafts of the class, or of the row."""
+PRIOR = (0.1, 0.3, 0.4, 0.35, 0.55, 0.75, 0.85, 0.9, 0.95)
+"""Assumed acceptance of a draft by kind: after a single token that occurs at several places, after one that occurs at
+one, in a resumed match, then after matches of 2, 4, 8 ... tokens."""
+COMMON, SINGLE, RESUMED, PAIR = range(4)
+RESUMED_LENGTH = 4
+"""A resumed match that goes on counts as one of so many tokens."""
 _NONE = np.zeros(0, np.int32)
 
 
-def length_class(match: Match) -> int:
-    return 1 if match.resumed else min(match.length.bit_length(), len(PRIOR) - 1)
+def kind_of(match: Match) -> int:
+    if match.resumed:
+        return RESUMED
+    return _length_kind(match.length) if match.length > 1 else COMMON if match.is_common else SINGLE
+
+
+def kinds_of(match: Match) -> Iterator[int]:
+    """Of the first draft, the second ...: each one that is right makes the match longer."""
+    yield kind_of(match)
+    for length in count(_next_length(match)):
+        yield _length_kind(length)
+
+
+def _length_kind(length: int) -> int:
+    return min(PAIR + length.bit_length() - 2, len(PRIOR) - 1)
+
+
+def _next_length(match: Match) -> int:
+    """Of the match with one more token."""
+    return RESUMED_LENGTH if match.resumed else match.length + 1
 
 
 @dataclass(slots=True)
@@ -70,11 +89,6 @@ class _Row:
     recent: Match | None = None
     generation: int = -1
     """Of the recent answers that `recent` is a place of."""
-    drafted: int = 0
-    """Length class of the drafts in the current step."""
-    tried: float = 0.0
-    accepted: float = 0.0
-    """Drafts of this row, decayed."""
 
 
 class SuffixDrafter(Drafter):
@@ -82,14 +96,15 @@ class SuffixDrafter(Drafter):
         self._rows: dict[int, _Row] = {}
         self._recent: OrderedDict[str, RecentAnswers] = OrderedDict()
         """By scope: requests see each other's answers only if their prefix cache is shared too."""
-        self._tried = np.full(len(PRIOR), PRIOR_WEIGHT)
-        self._accepted = np.array(PRIOR) * PRIOR_WEIGHT
+        self._odds = Odds(PRIOR)
 
     def admit(self, admission: Admission) -> None:
         self._rows[admission.row] = _Row(admission.row_params.scope, admission.num_prompt)
+        self._odds.admit(admission.row)
 
     def release(self, row: int, tokens: Int32s, *, has_ended: bool) -> None:
         state = self._rows.pop(row, None)
+        self._odds.release(row)
         if state is None or not has_ended:
             return
         self._scope(state.scope).add(tokens[state.num_prompt :])
@@ -102,8 +117,7 @@ class SuffixDrafter(Drafter):
     def _propose(self, ask: DraftAsk) -> Int32s:
         state, recent = self._rows[ask.row], self._recent.get(self._rows[ask.row].scope)
         if state.own is None or state.own.resumed:
-            state.index.extend(ask.tokens)
-            state.own = state.index.find(ask.tokens, ask.tokens) or state.own
+            state.own = self._find_own(state, ask)
         if recent is not None and (
             state.recent is None or state.recent.resumed or state.generation != recent.generation
         ):
@@ -112,34 +126,28 @@ class SuffixDrafter(Drafter):
         text, match = ask.tokens, state.own
         if recent is not None and state.recent is not None and (match is None or _is_better(state.recent, match)):
             text, match = recent.tokens, state.recent
-        state.drafted = 0
         if match is None:
             return _NONE
-        num_drafts = self._num_drafts(state, length_class(match), ask)
+        num_drafts = self._odds.num_drafts(ask, kinds_of(match))
         if not num_drafts:
             return _NONE
-        state.drafted = length_class(match)
         return _continuation(text, match.position, num_drafts, repeats=match is state.own)
+
+    def _find_own(self, state: _Row, ask: DraftAsk) -> Match | None:
+        """The likeliest of a longer match, the interrupted one and a single token."""
+        state.index.extend(ask.tokens)
+        found = state.index.find(ask.tokens, ask.tokens) or find_single(ask.tokens)
+        if found is None or state.own is None:
+            return found or state.own
+        return max(found, state.own, key=lambda match: self._odds.probability(ask.row, kind_of(match)))
 
     def _resumable(self, state: _Row, recent: RecentAnswers) -> Match | None:
         return state.recent if state.generation == recent.generation else None
 
-    def _num_drafts(self, state: _Row, at: int, ask: DraftAsk) -> int:
-        """As many as are likely enough to be accepted; none if they promise less than another drafter's."""
-        probability = float(self._accepted[at] / self._tried[at])
-        probability = (state.accepted + ROW_WEIGHT * probability) / (state.tried + ROW_WEIGHT)
-        count, together, gain = 0, probability, 0.0
-        while count < ask.max_drafts and together >= ask.min_probability:
-            count += 1
-            gain += together - ask.min_probability
-            together *= probability
-        return count if gain >= ask.min_gain else 0
-
     def confirm(self, rows: Sequence[RowProgress]) -> None:
         for progress in rows:
             state = self._rows[progress.row]
-            if progress.num_drafts and state.drafted:
-                self._learn(state, progress)
+            self._odds.learn(progress)
             new = progress.tokens[len(progress.tokens) - progress.num_new :].tolist()
             recent = self._recent.get(state.scope)
             state.own = _follow(state.own, progress.tokens, new)
@@ -147,15 +155,6 @@ class SuffixDrafter(Drafter):
                 state.recent = None
             else:
                 state.recent = _follow(state.recent, recent.tokens, new)
-
-    def _learn(self, state: _Row, progress: RowProgress) -> None:
-        """Drafts after the first rejected one say nothing."""
-        tried = min(progress.num_accepted + 1, progress.num_drafts)
-        at = state.drafted
-        self._tried[at] = self._tried[at] * DECAY + tried
-        self._accepted[at] = self._accepted[at] * DECAY + progress.num_accepted
-        state.tried = state.tried * ROW_DECAY + tried
-        state.accepted = state.accepted * ROW_DECAY + progress.num_accepted
 
     def _scope(self, name: str) -> RecentAnswers:
         recent = self._recent.setdefault(name, RecentAnswers())
@@ -165,7 +164,7 @@ class SuffixDrafter(Drafter):
 
 def _is_better(recent: Match, own: Match) -> bool:
     """A match in recent answers must be longer than one in the row's own text."""
-    return (not recent.resumed, recent.length) > (not own.resumed, own.length)
+    return (not recent.resumed, recent.length) > (not own.resumed and own.length > 1, own.length)
 
 
 def _follow(match: Match | None, text: Int32s, new: list[int]) -> Match | None:
@@ -174,7 +173,7 @@ def _follow(match: Match | None, text: Int32s, new: list[int]) -> Match | None:
         if match is None or match.position >= len(text):
             return None
         if text[match.position] == token:
-            match = Match(match.position + 1, 1 + (0 if match.resumed else match.length))
+            match = Match(match.position + 1, _next_length(match))
         elif match.resumed or match.length < MIN_RESUMED:
             return None
         else:
@@ -182,9 +181,9 @@ def _follow(match: Match | None, text: Int32s, new: list[int]) -> Match | None:
     return match if match is not None and match.position < len(text) else None
 
 
-def _continuation(text: Int32s, position: int, count: int, *, repeats: bool) -> Int32s:
+def _continuation(text: Int32s, position: int, num_drafts: int, *, repeats: bool) -> Int32s:
     """What follows in the text. `repeats`: the text continues as it does at `position`, also beyond its end."""
-    found = text[position : position + count]
-    if repeats and len(found) < count:
-        found = np.resize(text[position:], count)
+    found = text[position : position + num_drafts]
+    if repeats and len(found) < num_drafts:
+        found = np.resize(text[position:], num_drafts)
     return found

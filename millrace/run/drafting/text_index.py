@@ -20,6 +20,8 @@ MAX_CANDIDATES = 64
 """Places that are compared to find the longest match: the latest ones."""
 MAX_COMPARED = 64
 """Tokens that are compared at each place."""
+MAX_SINGLE = 4096
+"""Tokens that are searched for a single one: the latest."""
 _FIRST_SIZE = 256
 _FEW, _FEW_PLACES = 40, 8
 """Below this many tokens to add, or places to compare, a Python loop beats NumPy calls: a step has displaced their code
@@ -36,6 +38,8 @@ class Match:
     length: int
     resumed: bool = False
     """The token before `position` differs; `length` was the length until there."""
+    is_common: bool = False
+    """The only token that is equal occurs at other places too."""
 
 
 class TextIndex:
@@ -117,6 +121,13 @@ class TextIndex:
         # The last write to an entry stays: the latest position.
         is_last = np.append(is_first[1:], True)
         self._heads[ordered[is_last]] = positions[is_last]
+
+
+def find_single(text: Int32s) -> Match | None:
+    """Where the last token of the text occurs before, at the latest of these places."""
+    first = max(0, len(text) - MAX_SINGLE)
+    places = np.flatnonzero(text[first:-1] == text[-1])
+    return Match(first + int(places[-1]) + 1, 1, is_common=len(places) > 1) if len(places) else None
 
 
 def _num_equal(text: Int32s, end: int, tail: Int32s) -> int:
