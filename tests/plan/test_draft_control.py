@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from millrace.plan.drafting.control import DraftControl, StepCosts
+from millrace.plan.drafting.control import FLOOR_STEPS, DraftControl, StepCosts
 
 PLAIN_S = 0.010
 
@@ -130,10 +130,13 @@ def test_where_drafters_weigh_their_drafts_only_the_least_probability_follows_fr
                 control.observe_time(1, 1, PLAIN_S, has_places=True)
         return decisions
 
+    def floor() -> float:
+        return [control.decide(row, ids).min_probability for _ in range(FLOOR_STEPS + 4)][-1]
+
     assert run(60, 1, 0.1) == {0, 15}, "0 to measure plain steps"
-    assert control.decide(row, ids).min_probability == pytest.approx(0.18, abs=0.02), "0.1 steps at 1.8 tokens per step"
+    assert floor() == pytest.approx(0.18, abs=0.02), "0.1 steps at 1.8 tokens per step"
     run(200, 0, 0.1)
-    assert control.decide(row, ids).min_probability == pytest.approx(0.09, abs=0.02), "time is worth fewer tokens"
+    assert floor() == pytest.approx(0.09, abs=0.02), "time is worth fewer tokens"
     run(200, 0, 0.5)
-    assert control.decide(row, ids).min_probability > 0.3
+    assert floor() > 0.3
     assert control.length == 15

@@ -50,6 +50,8 @@ NEAR = 1.3
 """Sizes within this factor count as measured."""
 FIRST_ACCEPTANCE = 0.5
 """Assumed until drafts were verified."""
+FLOOR_STEPS = 8
+"""Steps that share one least probability: to compute it takes longer than to use it."""
 FREE_SHARE = 0.1
 """Cost of a further token, as a share of the average token's, beyond the longest step measured."""
 MAX_MIN_PROBABILITY = 0.9
@@ -152,6 +154,8 @@ class DraftControl:
         """Steps with drafts since the last probe that succeeded."""
         self._plain_left, self._until_plain = 0, 0
         """Steps that go without drafts to be measured, and steps until the next such time."""
+        self._floor, self._floor_rows, self._floor_left = 0.0, 0, 0
+        """With weighed drafts: the least probability, for so many rows, and the steps for which it still holds."""
         self._num_judged = 0
         """Probing steps that did not make drafts begin again."""
         self.num_probes = self.num_stops = 0
@@ -178,10 +182,11 @@ class DraftControl:
             return DraftDecision(self._best(rows)[0], 0.0, is_probe=True)
         if self._measures_plain(len(rows)):
             return DraftDecision(0, 0.0, measures_plain=True)
+        if self._is_weighed:
+            return DraftDecision(self._max_drafts, self._shared_floor(rows, request_ids))
         self._num_active += 1
         self._greet(rows, request_ids)
-        if not self._is_weighed:
-            self._choose(rows)
+        self._choose(rows)
         if self._length == 0:
             return NO_DRAFTS
         return DraftDecision(self._length, self._break_even(rows))
@@ -316,6 +321,13 @@ class DraftControl:
             self._num_judged += 1
             if self._num_judged % NUM_PROBES == 0:
                 self._wait = min(2 * self._wait, self._last_probe)
+
+    def _shared_floor(self, rows: Int64s, request_ids: Int64s) -> float:
+        self._floor_left -= 1
+        if self._floor_left < 0 or self._floor_rows != len(rows):
+            self._greet(rows, request_ids)
+            self._floor, self._floor_rows, self._floor_left = self._break_even(rows), len(rows), FLOOR_STEPS - 1
+        return self._floor
 
     def _break_even(self, rows: Int64s) -> float:
         """Probability from which on one more draft pays: the time that it adds, in tokens at the present rate."""
