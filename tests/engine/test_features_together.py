@@ -1,16 +1,19 @@
 """Features combine: whatever is switched on, every request gets the tokens that it gets alone without any of it.
 
 Each case draws settings and requests at random: drafts, host tier, a small pool, odd block sizes, short steps, KV
-formats, prefix sharing, sampling, grammars with forced tokens, log-probabilities, penalties, predictions. Preemption is
-crossed with drafts, KV groups and copies in tests/plan. A new feature adds itself to `SETTINGS` or `requests_of`.
+formats, prefix sharing, sampling, grammars with forced tokens, log-probabilities, penalties, predictions, and vectors
+wanted at the same time. Preemption is crossed with drafts, KV groups and copies in tests/plan. A new feature adds
+itself to `SETTINGS` or `requests_of`.
 """
 
 from __future__ import annotations
 
 import json
 import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
 from millrace import LLM, SamplingParams
@@ -20,7 +23,7 @@ from millrace.plan.scheduler import Scheduler
 
 pytestmark = pytest.mark.timeout(900)
 
-NUM_REQUESTS, OUTPUT = 8, 16
+NUM_REQUESTS, OUTPUT, NUM_EMBEDDED = 8, 16, 3
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -89,6 +92,11 @@ def answers_of(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> li
     ]
 
 
+def vectors_of(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> np.ndarray:
+    prompts = [prompt for prompt, _ in requests[:NUM_EMBEDDED]]
+    return np.stack([*llm.embed(prompts), *llm.embed(prompts, pooling="mean")])
+
+
 @pytest.mark.parametrize("kv_dtype", ["float16", "int8"])
 def test_any_combination_gives_the_answers_of_lone_runs(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(kv_dtype)
@@ -96,6 +104,7 @@ def test_any_combination_gives_the_answers_of_lone_runs(kv_dtype: str, monkeypat
     with monkeypatch.context() as patch, LLM(dtype="float32", kv_dtype=kv_dtype, **ALONE) as llm:
         patch.setattr(Scheduler, "append_forced", lambda *_: 0)
         expected = [[answers_of(llm, [request])[0] for request in requests] for requests in rounds]
+        vectors = vectors_of(llm, rounds[0])
     num_hits = num_forced = num_guided = 0
     # Three drafts, however long a step takes, so that the tokens that a grammar forces are always among them.
     speculate = {"float16": "draft", "int8": "auto"}[kv_dtype]
@@ -104,9 +113,12 @@ def test_any_combination_gives_the_answers_of_lone_runs(kv_dtype: str, monkeypat
         settings = {name: rng.choice(values) for name, values in SETTINGS.items()} | limits
         if not settings["prefix_cache"]:
             settings["kv_host_gib"] = 0.0  # the host tier holds blocks of the prefix cache
-        with LLM(dtype="float32", kv_dtype=kv_dtype, **settings) as llm:
-            for requests, alone in zip((*rounds, rounds[0]), (*expected, expected[0]), strict=True):
-                assert answers_of(llm, requests) == alone, settings
+        with LLM(dtype="float32", kv_dtype=kv_dtype, **settings) as llm, ThreadPoolExecutor(1) as beside:
+            for index in (0, 1, 0):
+                if index == 1:
+                    embedded = beside.submit(vectors_of, llm, rounds[0])
+                assert answers_of(llm, rounds[index]) == expected[index], settings
+            assert embedded.result(300) == pytest.approx(vectors, abs=1e-3), settings
             stats = llm._client.stats
             assert stats is not None
             num_hits += stats.prefix_hit_tokens
