@@ -27,6 +27,7 @@ FORMATS: dict[str, ReasoningFormat] = {
         ReasoningFormat("think", "<think>", "</think>"),
         ReasoningFormat("think_open", "<think>", "</think>", is_open=True),
         ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
+        ReasoningFormat("solar_open2", "<|think:start|>", "<|think:end|>"),
         ReasoningFormat("seed", "<seed:think>", "</seed:think>"),
         ReasoningFormat("cohere", "<|START_THINKING|>", "<|END_THINKING|>"),
         ReasoningFormat("gemma4", "<|channel>thought\n", "<channel|>", mark="<channel|>", special="<|channel>"),

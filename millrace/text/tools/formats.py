@@ -99,6 +99,7 @@ _DEEPSEEK = (
 _KIMI = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>"
 _KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
 _FUNCTION_TAGS = TaggedShape("<function=", ">", "<parameter=", ">", "</parameter>", "</function>", "\n")
+_SOLAR = "<|tool_arg:value|>", "<|tool_arg:end|>", "<|tool_call:end|>"
 HARMONY_MARKERS = ("<|start|>", "<|end|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|call|>", "<|return|>")
 
 
@@ -219,6 +220,14 @@ FORMATS: dict[str, ToolFormat] = {
             "tagged",
             marks=("<arg_key>",),
             shape=TaggedShape("", "\n", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "</tool_call>"),
+        ),
+        ToolFormat(
+            "solar_open2",
+            ("<|tool_call:start|>",),
+            "",
+            "tagged",
+            shape=TaggedShape("", "\n", "<|tool_arg:start|>", *_SOLAR),
+            specials=("<|tool_arg:start|>", *_SOLAR),
         ),
         ToolFormat(
             "cohere",

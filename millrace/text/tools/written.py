@@ -33,7 +33,7 @@ def frame_of(spec: ToolFormat) -> CallFrame:
             return CallFrame("[", between=", ", after_all="]")
         case "harmony":
             return CallFrame()
-        case "glm45":
+        case "glm45" | "solar_open2":
             return CallFrame(before_each=opening, between="\n")
         case "minicpm5":
             return CallFrame(between="\n")  # Each call has the opening's text.

@@ -162,6 +162,15 @@ ANSWERS: list[tuple[str, str, list[object]]] = [
         ["Hi", ("get_weather", '{"city": "Rome"}')],
     ),
     (
+        "solar_open2",
+        (
+            "Hm.<|tool_call:start|>get_weather\n<|tool_arg:start|>city<|tool_arg:value|>a <|b<|tool_arg:end|>\n"
+            "<|tool_arg:start|>days<|tool_arg:value|>42<|tool_arg:end|>\n<|tool_call:end|>\n"
+            "<|tool_call:start|>now\n<|tool_call:end|>"
+        ),
+        ["Hm.", ("get_weather", '{"city": "a <|b", "days": 42}'), ("now", "{}")],
+    ),
+    (
         "minimax_m2",
         (
             '<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n</invoke>\n'

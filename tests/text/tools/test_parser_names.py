@@ -13,11 +13,11 @@ from millrace.text.tools import formats as tools
 TOOLS = """apertus cohere_command3 cohere_command4 deepseek_v3 deepseek_v31 deepseek_v32 deepseek_v4 ernie45
 functiongemma gemma4 gigachat3 glm45 glm47 granite granite-20b-fc granite4 hermes hunyuan_a13b hy_v3
 internlm jamba kimi_k2 lfm2 llama3_json llama4_json llama4_pythonic longcat mimo minicpm5 minimax_m2
-mistral olmo3 openai phi4_mini_json poolside_v1 pythonic qwen3_coder qwen3_xml seed_oss step3 step3p5
+mistral olmo3 openai phi4_mini_json poolside_v1 pythonic qwen3_coder qwen3_xml seed_oss solar_open2 step3 step3p5
 xlam""".split()
 REASONING = """cohere_command3 cohere_command4 deepseek_r1 deepseek_v3 deepseek_v4 ernie45 gemma4 glm45 glm47 granite
 holo2 hunyuan_a13b hy_v3 kimi_k2 mimo minimax_m2 minimax_m2_append_think mistral nemotron_v3 olmo3
-openai_gptoss poolside_v1 qwen3 seed_oss step3 step3p5""".split()
+openai_gptoss poolside_v1 qwen3 seed_oss solar_open2 step3 step3p5""".split()
 
 
 @pytest.mark.parametrize("name", TOOLS)
@@ -32,8 +32,9 @@ def test_reasoning_parsers(name: str) -> None:
 
 @pytest.mark.parametrize("format_named", [tools.format_named, reasoning.format_named])
 def test_other_names_are_refused_with_the_list(format_named: object) -> None:
-    with pytest.raises(ConfigError, match="hy_v3"):
-        format_named("no_such_parser")  # type: ignore[operator]
+    for name in ("no_such_parser", "kimi_k3", "minimax_m3", "inkling"):
+        with pytest.raises(ConfigError, match=f"{name}.*hy_v3.*solar_open2"):
+            format_named(name)  # type: ignore[operator]
 
 
 def test_a_start_marker_may_begin_with_a_special_token() -> None:
