@@ -49,10 +49,7 @@ class Rows:
         self.num_known_at_admission = np.zeros(capacity, np.int32)
         self.active = np.zeros(capacity, np.bool_)
         self.end_tokens = np.full((capacity, 4), NO_TOKEN, np.int32)
-        self.tail = np.zeros((capacity, TAIL_BLOCKS * block_size), np.int32)
-        """Confirmed tokens that are not in the request's history yet."""
-        self.tail_start = np.zeros(capacity, np.int32)
-        """Position of the first of them, at the beginning of a block."""
+        self._add_tails()
         self._add_block_columns()
         self._add_flow_columns()
         self._add_grammar_columns()
@@ -68,6 +65,18 @@ class Rows:
         self._free = list(range(capacity - 1, -1, -1))
         self._fenced: deque[tuple[int, int]] = deque()
         self._add_order()
+
+    def _add_tails(self) -> None:
+        capacity, width = self.capacity, TAIL_BLOCKS * self.block_size
+        self.tail = np.zeros((capacity, width), np.int32)
+        """Confirmed tokens that are not in the request's history yet."""
+        self.tail_start = np.zeros(capacity, np.int32)
+        """Position of the first of them, at the beginning of a block."""
+        self._flat_tail = self.tail.reshape(-1)
+        self._tail_places = np.arange(capacity) * width
+        """Where the token at position 0 would be in `_flat_tail`."""
+        self._appends_left = 1
+        """Calls of `append` after which a tail may be full, and not before."""
 
     def _add_order(self) -> None:
         self._order = _NO_ROWS
@@ -237,13 +246,24 @@ class Rows:
 
     def append(self, table_rows: Int64s, positions: Int32s, drawn: Int32s) -> None:
         """Append one confirmed token to each row, at the given positions."""
-        offsets = positions - self.tail_start[table_rows]
-        self.tail[table_rows, offsets] = drawn
+        places = self._tail_places[table_rows]
+        places += positions
+        self._flat_tail[places] = drawn
         self.known_host[table_rows] = positions + 1
-        filled = (offsets == self.tail.shape[1] - 1).nonzero()[0]
-        if len(filled):
-            for row in table_rows[filled].tolist():
-                self.fold(row)
+        self._appends_left -= 1
+        if not self._appends_left:
+            self._fold_full()
+
+    def _fold_full(self) -> None:
+        """Fold the tails that are full, and find out when the next one can be."""
+        active, width = self.active.nonzero()[0], self.tail.shape[1]
+        lengths = self.known_host[active] - self.tail_start[active]
+        is_full = lengths == width
+        for row in active[is_full].tolist():
+            self.fold(row)
+        # A new row begins with less than a block.
+        longest = max(self.block_size - 1, int(lengths[~is_full].max(initial=0)))
+        self._appends_left = width - longest
 
     def fold(self, row: int) -> None:
         """Move the full blocks of a row's tail to the history of its request."""
@@ -253,7 +273,7 @@ class Rows:
         if full:
             self.request(row).history += self.tail[row, :full].tobytes()
             self.tail[row, : num_tail - full] = self.tail[row, full:num_tail]
-            self.tail_start[row] = start + full
+            self._start_tail(row, start + full)
 
     def rewind(self) -> None:
         """Undo all steps in flight: planned progress goes back to confirmed progress."""
@@ -285,10 +305,14 @@ class Rows:
     def _split_history(self, row: int, request: Request, num_known: int) -> None:
         """Move the tokens after the last full block from the history to the row's tail."""
         full = num_known // self.block_size * self.block_size
-        self.tail_start[row] = full
+        self._start_tail(row, full)
         if full < num_known:
             self.tail[row, : num_known - full] = np.frombuffer(request.history[full * 4 :], np.int32)
             del request.history[full * 4 :]
+
+    def _start_tail(self, row: int, start: int) -> None:
+        self.tail_start[row] = start
+        self._tail_places[row] = row * self.tail.shape[1] - start
 
     def _set_end_tokens(self, row: int, end_token_ids: tuple[int, ...]) -> None:
         width = self.end_tokens.shape[1]

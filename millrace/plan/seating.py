@@ -34,7 +34,7 @@ class Seating:
         self._unannounced: set[int] = set()
         """Admitted rows that no plan has announced to the runner yet."""
         self._releases: list[Release] = []
-        self._new_blocks = NewBlocks()
+        self._new_blocks = NewBlocks(groups.num_groups)
         """Blocks of announced rows that no plan has carried yet."""
         self._appended: list[Appended] = []
 

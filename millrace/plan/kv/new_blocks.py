@@ -19,19 +19,23 @@ def _range(first: int, end: int) -> array[int]:
 
 
 class NewBlocks:
-    def __init__(self) -> None:
-        self._groups, self._rows, self._columns, self._blocks = (array("i") for _ in range(4))
+    def __init__(self, num_groups: int = 1) -> None:
+        self._has_groups = num_groups > 1
+        """False leaves out the KV group, which is 0."""
+        self.clear()
 
     def add_each(self, group: int, rows: list[int], columns: list[int], blocks: list[int]) -> None:
         """One block per row."""
-        self._groups.extend(array("i", (group,)) * len(rows))
+        if self._has_groups:
+            self._groups.extend(array("i", (group,)) * len(rows))
         self._rows.fromlist(rows)
         self._columns.fromlist(columns)
         self._blocks.fromlist(blocks)
 
     def add_many(self, group: int, row: int, first: int, blocks: list[int]) -> None:
         """Consecutive blocks of one row, from column `first` on."""
-        self._groups.extend(array("i", (group,)) * len(blocks))
+        if self._has_groups:
+            self._groups.extend(array("i", (group,)) * len(blocks))
         self._rows.extend(array("i", (row,)) * len(blocks))
         self._columns.extend(_range(first, first + len(blocks)))
         self._blocks.fromlist(blocks)
@@ -40,20 +44,20 @@ class NewBlocks:
         """Remove the updates of a released row."""
         if row in self._rows:
             kept = [at for at, other in enumerate(self._rows) if other != row]
-            columns = (self._groups, self._rows, self._columns, self._blocks)
-            self._groups, self._rows, self._columns, self._blocks = (
-                array("i", [column[at] for at in kept]) for column in columns
+            self._rows, self._columns, self._blocks = (
+                array("i", [column[at] for at in kept]) for column in (self._rows, self._columns, self._blocks)
             )
+            if self._has_groups:
+                self._groups = array("i", [self._groups[at] for at in kept])
 
     def clear(self) -> None:
-        self._groups, self._rows, self._columns, self._blocks = (array("i") for _ in range(4))
+        self._groups, self._rows, self._columns, self._blocks = array("i"), array("i"), array("i"), array("i")
 
     def take(self) -> Columns:
-        """Return all updates and clear them."""
+        """Return all updates and clear them. The groups are empty if there is only one."""
         if not self._rows:
             return _NONE, _NONE, _NONE, _NONE
-        groups, rows, columns, blocks = (
-            np.frombuffer(column, np.int32) for column in (self._groups, self._rows, self._columns, self._blocks)
-        )
+        groups, rows, columns, blocks = self._groups, self._rows, self._columns, self._blocks
         self.clear()  # The returned views keep the memory of these arrays.
-        return groups, rows, columns, blocks
+        taken = (np.frombuffer(rows, np.int32), np.frombuffer(columns, np.int32), np.frombuffer(blocks, np.int32))
+        return np.frombuffer(groups, np.int32) if self._has_groups else _NONE, *taken
