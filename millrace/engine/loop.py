@@ -260,7 +260,8 @@ class Engine:
 
     def _handle(self, message: ToEngine) -> None:
         if isinstance(message, NewRequest):
-            request = _to_request(message, is_gpu=self._device.kind == "cuda")
+            has_drafts = self._scheduler.has_drafts
+            request = _to_request(message, is_gpu=self._device.kind == "cuda", has_drafts=has_drafts)
             self._ledger.open(message, request, self._clock())
             self._rates.on_arrival(request.priority)
             self._used_at = self._clock()
@@ -405,7 +406,8 @@ class Engine:
         )
 
 
-def _to_request(message: NewRequest, *, is_gpu: bool) -> Request:
+def _to_request(message: NewRequest, *, is_gpu: bool, has_drafts: bool = True) -> Request:
+    """`has_drafts`: False if no step ever has drafts."""
     params = message.params
     if params.max_tokens is None:
         raise AssertionError("the front must fill in max_tokens")
@@ -424,7 +426,7 @@ def _to_request(message: NewRequest, *, is_gpu: bool) -> Request:
         salt=message.cache_salt.encode(),
         read_cache=params.prompt_logprobs is None and params.pooling != "mean",
         constrained=constrained,
-        can_draft=_can_draft(params, is_gpu=is_gpu),
+        can_draft=has_drafts and _can_draft(params, is_gpu=is_gpu),
         can_jump=constrained and _can_verify(params, is_gpu=True),
         row_params=RowParams(params, message.end_token_ids, message.cache_salt),
     )

@@ -5,6 +5,7 @@ The engine adds to it in columns; fronts export it as Prometheus histograms and 
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,14 +61,16 @@ WIDTH = NUM_EDGES + 2
 SHAPE = (len(SPECS), NUM_CLASSES, WIDTH)
 """Per histogram and class: the count of each bucket, the last one unbounded, then the sum of all values."""
 _EDGES = np.array([spec.edges for spec in SPECS])
+ENDED_VALUES = 7
+"""Numbers that are kept of an ended sequence until they are counted."""
 
 
 class Histograms:
     def __init__(self, data: bytes = b"") -> None:
         self._values: Floats = np.frombuffer(data, np.float64).reshape(SHAPE) if data else np.zeros(SHAPE)
-        self._single: list[tuple[int, int, float]] = []
-        """Kind, class and value of what `observe` was given since `values` was last read."""
-        self._ended: list[tuple[float, ...]] = []
+        self._single = array("d")
+        """Kind, class and value, one after the other, of what `observe` was given since `values` was last read."""
+        self._ended = array("d")
         """The same for `observe_finish`: class, tokens of prompt and output, and the times of the finish."""
 
     @property
@@ -76,11 +79,11 @@ class Histograms:
         second."""
         parts: list[Part] = []
         if self._single:
-            single, self._single = np.array(self._single).T, []
+            single, self._single = np.frombuffer(self._single).reshape(-1, 3).T, array("d")
             kinds, priorities = single[:2].astype(np.int64)
             parts += [(kind, single[2, kinds == kind], priorities[kinds == kind]) for kind in set(kinds.tolist())]
         if self._ended:
-            ended, self._ended = np.array(self._ended).T, []
+            ended, self._ended = np.frombuffer(self._ended).reshape(-1, ENDED_VALUES).T, array("d")
             parts += _parts_of_ended(ended[0].astype(np.int64), *ended[1:])
         if parts:
             self._add(parts)
@@ -97,7 +100,7 @@ class Histograms:
 
     def observe(self, kind: int, priority: int, value: float) -> None:
         """Once per request and kind, not per token."""
-        self._single.append((kind, priority, value))
+        self._single.extend((kind, priority, value))
 
     def observe_finish(self, finish: Finish, priority: int, before_submit_s: float) -> None:
         """A sequence ended. `before_submit_s`: the front's time before it submitted the request."""
@@ -105,7 +108,7 @@ class Histograms:
             self.observe(PROMPT_LENGTH, priority, finish.prompt_tokens)
             return
         times = (finish.queued_s, finish.first_token_s, finish.total_s, before_submit_s)
-        self._ended.append((priority, finish.prompt_tokens, finish.output_tokens, *times))
+        self._ended.extend((priority, finish.prompt_tokens, finish.output_tokens, *times))
 
     def observe_gaps(self, gaps: Floats, priorities: Integers, nums: Integers | None = None) -> None:
         """Inter-token gaps of some sequences. `nums`: how many sequences have each gap; one by default."""

@@ -118,6 +118,11 @@ class Scheduler:
         return self._drafts.state
 
     @property
+    def has_drafts(self) -> bool:
+        """False if no step ever has drafts."""
+        return self._drafts.is_on
+
+    @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
