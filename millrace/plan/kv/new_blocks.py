@@ -22,7 +22,7 @@ class NewBlocks:
     def __init__(self, num_groups: int = 1) -> None:
         self._has_groups = num_groups > 1
         """False leaves out the KV group, which is 0."""
-        self.clear()
+        self._groups, self._rows, self._columns, self._blocks = array("i"), array("i"), array("i"), array("i")
 
     def add_each(self, group: int, rows: list[int], columns: list[int], blocks: list[int]) -> None:
         """One block per row."""
