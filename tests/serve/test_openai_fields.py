@@ -95,3 +95,14 @@ def test_a_refusal_is_what_the_assistant_said(front: Front) -> None:
     message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": "I cannot."}
     assert post(front.port, CHAT, {"messages": [USER, message, USER]}).status == 200
     assert "I cannot." in said(front)
+    message = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I must not."}]}
+    for path, field in ((CHAT, "messages"), (RESPONSES, "input")):
+        assert post(front.port, path, {field: [USER, message, USER]}).status == 200
+        assert "I must not." in said(front)
+
+
+def test_beams_name_the_format_that_they_cannot_have(front: Front) -> None:
+    beams = {**BASE[CHAT], "num_beams": 2, "temperature": 0, "response_format": {"type": "json_object"}}
+    error = post(front.port, CHAT, beams).error
+    assert error["param"] == "response_format"
+    assert "response_format cannot be combined with beam search" in error["message"]

@@ -62,9 +62,9 @@ class FilePart(Strict, kw_only=True, tag_field="type", tag="file"):
 
 
 class RefusalPart(Strict, kw_only=True, tag_field="type", tag="refusal"):
-    """Not supported yet."""
+    """A refusal of an earlier answer: text like any other."""
 
-    refusal: Refused = UNSET
+    refusal: str
 
 
 ContentPart = TextPart | ImagePart | AudioPart | FilePart | RefusalPart

@@ -15,6 +15,7 @@ from millrace.serve.openai.schemas import (
     Content,
     ContentPart,
     Message,
+    RefusalPart,
     TextPart,
     ToolMessage,
 )
@@ -70,6 +71,8 @@ def _content(content: Content, at: str) -> str | list[str]:
 def _text(part: ContentPart, at: str) -> str:
     if isinstance(part, TextPart):
         return part.text
+    if isinstance(part, RefusalPart):
+        return part.refusal
     raise BadRequest(
         f"'{at}' is of type '{part.__struct_config__.tag}', which is not supported yet; this server takes text only.",
         param=f"{at}.type",

@@ -55,11 +55,13 @@ class InputAudioPart(msgspec.Struct, tag_field="type", tag="input_audio"):
     """Not supported yet: this server takes text only."""
 
 
-class RefusedPart(msgspec.Struct, tag_field="type", tag="refusal"):
-    """Not supported yet."""
+class RefusalPart(Strict, kw_only=True, tag_field="type", tag="refusal"):
+    """A refusal of an earlier answer: text like any other."""
+
+    refusal: str
 
 
-ResponsePart = InputTextPart | OutputTextPart | InputImagePart | InputFilePart | InputAudioPart | RefusedPart
+ResponsePart = InputTextPart | OutputTextPart | InputImagePart | InputFilePart | InputAudioPart | RefusalPart
 
 
 class ResponseInputMessage(Strict, kw_only=True):

@@ -45,6 +45,7 @@ from millrace.serve.responses.schemas import (
     JsonObjectFormat,
     JsonSchemaFormat,
     OutputTextPart,
+    RefusalPart,
     ResponseAnswer,
     ResponseInputMessage,
     ResponsePart,
@@ -161,6 +162,9 @@ def _texts(parts: list[ResponsePart], at: str) -> list[str]:
         raise BadRequest(f"'{at}' is an empty list; send a text.", param=at)
     found = []
     for index, part in enumerate(parts):
+        if isinstance(part, RefusalPart):
+            found.append(part.refusal)
+            continue
         if not isinstance(part, (InputTextPart, OutputTextPart)):
             raise BadRequest(
                 f"'{at}[{index}]' is of type '{part.__struct_config__.tag}', which is not supported yet; this server"

@@ -39,7 +39,8 @@ class BeamJob(Job):
             for prompt in self.generation.prompts:
                 self.state.client.output_limit(len(prompt.token_ids), self.generation.params)
         except BadRequest as error:
-            raise name_fields(error, self.writer.limit_names) from None
+            names = {**self.writer.limit_names, "grammar": self.generation.format_field}
+            raise name_fields(error, names) from None
         self.begin()
         self._steps: set[int] = set()
         """Requests in flight."""
