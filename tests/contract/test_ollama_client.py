@@ -149,7 +149,7 @@ def test_a_base_model_gets_the_prompt_without_a_template() -> None:
         ("/api/generate", {"prompt": "x", "images": ["aa"]}, 400, "images"),
         ("/api/show", {}, 400, None),
         ("/api/pull", {"model": "/etc/passwd"}, 400, "model"),
-        ("/api/embed", {}, 501, None),
+        ("/api/push", {}, 501, None),
     ],
 )
 def test_errors(front: Front, path: str, fields: dict[str, Any], status: int, param: str | None) -> None:
