@@ -14,10 +14,10 @@ from millrace.plan.step import Bools, Int32s, Int64s
 PERIODS = np.array([1, 1, 2, 4, 8, 16, 32])
 """Steps between two looks of a row whose credit is used up, by the number of looks since that gave no token. Powers of
 two: rows that look seldom do so in the same steps."""
-CREDIT, MAX_CREDIT = 6, 24
+CREDIT, MAX_CREDIT = 2, 24
 """Looks without a token that one accepted draft pays for where one row decodes, and the most that a row may have paid
 for. With more rows a step takes longer, so a look costs more tokens."""
-STARTS = ((0.5, 0, 16), (0.1, 0, 8), (0.0, 5, 0))
+STARTS = ((0.5, 0, 16), (0.25, 2, 0), (0.0, 6, 0))
 """Where a new row begins in PERIODS, and its credit: the second and third number if looks gave at least the first
 number of tokens lately. Among requests that repeat nothing, a new one is expected to be like them."""
 LEARN, MAX_TOKENS = 1 / 16, 2
