@@ -85,7 +85,7 @@ REFUSED = [
     (json_schema({"not": {"type": "string"}}), "'not', which is not supported"),
     (json_schema({"type": "array", "uniqueItems": True}), "'uniqueItems'"),
     (json_schema({"type": "objekt"}), "objekt"),
-    (json_schema({"type": "string", "format": "colour"}), "'colour'"),
+    (json_schema({"type": "string", "format": "iri"}), "'iri'"),
     (json_schema({"type": "string", "pattern": "(("}), "unclosed group"),
     (json_schema({"oneOf": [{"type": "string"}, {"minLength": 2}]}), "'anyOf'"),
     (json_schema({"$ref": "https://example.com/schema.json"}), "example.com"),

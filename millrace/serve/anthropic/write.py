@@ -22,9 +22,8 @@ from millrace.serve.anthropic.schemas import (
     StopReason,
 )
 from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice
-from millrace.serve.generate.events import SaidText, TextDelta, Tokens
+from millrace.serve.generate.events import SaidText, TextDelta, Tokens, Usage
 from millrace.serve.generate.job import Job
-from millrace.serve.generate.usage import Usage
 from millrace.serve.generate.writer import PLACEHOLDER
 from millrace.serve.http.json_answer import encode, escape_lines
 from millrace.text.answer_events import ToolCall

@@ -99,3 +99,24 @@ class Output:
                 last.logprobs += logprobs
             else:
                 self.said.append(SaidText([event.text], is_reasoning, logprobs))
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a request: those of all choices together; a prompt counts once, however many choices it has. Every
+    dialect reports them under its own names."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    """Prompt tokens whose KV was in the prefix cache."""
+    output_tokens: int
+    reasoning_tokens: int = 0
+    """Output tokens of the reasoning; `output_tokens` includes them."""
+    predicted_tokens: int = 0
+    """Tokens of the request's prediction that were tried as drafts."""
+    predicted_accepted: int = 0
+    """Those of them that became output."""
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.output_tokens

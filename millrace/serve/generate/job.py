@@ -28,8 +28,8 @@ from millrace.serve.generate.choices import (
     ParsedCollectedChoice,
     PlainChoice,
 )
+from millrace.serve.generate.events import Usage
 from millrace.serve.generate.generation import Generation, Prompt
-from millrace.serve.generate.usage import Usage
 from millrace.serve.generate.writer import Writer
 from millrace.serve.http.event_stream import EventStream
 from millrace.serve.state import FrontState, JobSummary

@@ -8,9 +8,8 @@ from millrace.errors import MillraceError, RequestFailed
 from millrace.link.vectors import Float32s, shortened
 from millrace.params import Pooling, SamplingParams
 from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice
-from millrace.serve.generate.events import TextDelta
+from millrace.serve.generate.events import TextDelta, Usage
 from millrace.serve.generate.generation import Generation, Prompt
-from millrace.serve.generate.usage import Usage
 from millrace.serve.generate.writer import TextOnly
 
 MAX_INPUTS = 2048

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from millrace.errors import DeadlineExceeded
 from millrace.observe.audit import AuditLog
 from millrace.serve.generate.choosing.beam_job import make_job
+from millrace.serve.generate.events import Usage
 from millrace.serve.generate.gate import enter_unattended
 from millrace.serve.generate.generation import Generation
 from millrace.serve.generate.grammars import check_grammar
 from millrace.serve.generate.job import DEADLINE_SLACK_S, Job
-from millrace.serve.generate.usage import Usage
 from millrace.serve.generate.writer import Writer
 from millrace.serve.http.event_stream import EventStream
 from millrace.serve.state import FrontState

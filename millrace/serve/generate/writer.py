@@ -6,8 +6,7 @@ from typing import Protocol
 
 from millrace.errors import MillraceError
 from millrace.serve.generate.choices import Choice, CollectedChoice, DeltaWriter, DetailedChoice
-from millrace.serve.generate.events import Tokens
-from millrace.serve.generate.usage import Usage
+from millrace.serve.generate.events import Tokens, Usage
 from millrace.text.answer_events import ToolCall
 
 PLACEHOLDER = "\0"

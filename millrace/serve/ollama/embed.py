@@ -12,13 +12,13 @@ from msgspec import UNSET, UnsetType
 
 from millrace.errors import BadRequest
 from millrace.serve.generate.choices import CollectedChoice
+from millrace.serve.generate.events import Usage
 from millrace.serve.generate.gate import header_deadline
 from millrace.serve.generate.generation import Prompt
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.prompts import encode_texts
 from millrace.serve.generate.respond import answer
 from millrace.serve.generate.sampling import deadline_of
-from millrace.serve.generate.usage import Usage
 from millrace.serve.generate.vectors import MAX_INPUTS, VectorWriter, vector_generation
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder, read_body

@@ -12,20 +12,20 @@ from msgspec import Raw
 from millrace.errors import BadRequest
 from millrace.link.vectors import Float32s
 from millrace.serve.generate.choices import CollectedChoice
+from millrace.serve.generate.events import Usage
 from millrace.serve.generate.generation import Prompt
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.priority import PriorityClass, priority_of
 from millrace.serve.generate.prompts import encode_texts
 from millrace.serve.generate.respond import respond
 from millrace.serve.generate.sampling import deadline_of, salt_of
-from millrace.serve.generate.usage import Usage
 from millrace.serve.generate.vectors import MAX_INPUTS, VectorWriter, vector_generation
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder
 from millrace.serve.http.ids import new_id
+from millrace.serve.http.inputs import INPUT_SCHEMA, texts_or_tokens
 from millrace.serve.http.json_answer import encode
 from millrace.serve.http.schema import Strict, described
-from millrace.serve.openai.inputs import INPUT_SCHEMA, texts_or_tokens
 from millrace.serve.openai.routes import stream_error
 from millrace.serve.state import FrontState
 

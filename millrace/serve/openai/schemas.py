@@ -15,9 +15,9 @@ from millrace.serve.generate.chat.reasoning import Effort
 from millrace.serve.generate.chat.verbosity import Verbosity
 from millrace.serve.generate.choosing.beam_fields import SelfConsistency
 from millrace.serve.generate.priority import PriorityClass, ServiceTier
+from millrace.serve.http.inputs import INPUT_SCHEMA
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
 from millrace.serve.openai.formats import Formatted
-from millrace.serve.openai.inputs import INPUT_SCHEMA
 from millrace.serve.openai.schemas_tools import (
     CalledFunction,
     FunctionName,

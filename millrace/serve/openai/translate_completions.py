@@ -13,8 +13,8 @@ from millrace.serve.generate.sampling import complete, deadline_of, salt_of, sam
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder
 from millrace.serve.http.ids import new_id
+from millrace.serve.http.inputs import texts_or_tokens
 from millrace.serve.openai.formats import format_wanted
-from millrace.serve.openai.inputs import texts_or_tokens
 from millrace.serve.openai.schemas import CompletionRequest
 from millrace.serve.openai.translate_shared import check_fields, sequences_of, shared_sampling, usage_options
 from millrace.serve.openai.write_completions import CompletionWriter

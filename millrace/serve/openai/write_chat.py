@@ -9,10 +9,9 @@ from msgspec import UNSET
 from millrace.errors import MillraceError
 from millrace.link.messages import TokenLogprobs
 from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice
-from millrace.serve.generate.events import Output, TextDelta, Tokens
+from millrace.serve.generate.events import Output, TextDelta, Tokens, Usage
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.logprobs import token_logprobs
-from millrace.serve.generate.usage import Usage
 from millrace.serve.generate.writer import PLACEHOLDER
 from millrace.serve.http.error_bodies import error_body
 from millrace.serve.http.event_stream import DONE

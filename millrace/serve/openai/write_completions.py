@@ -8,10 +8,9 @@ from msgspec import UNSET, UnsetType
 
 from millrace.errors import MillraceError
 from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice
-from millrace.serve.generate.events import TextDelta
+from millrace.serve.generate.events import TextDelta, Usage
 from millrace.serve.generate.generation import Prompt
 from millrace.serve.generate.job import Job
-from millrace.serve.generate.usage import Usage
 from millrace.serve.generate.writer import PLACEHOLDER, TextOnly
 from millrace.serve.http.error_bodies import error_body
 from millrace.serve.http.event_stream import DONE

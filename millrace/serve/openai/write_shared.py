@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import UNSET, UnsetType
 
-from millrace.serve.generate import usage as internal
+from millrace.serve.generate import events as internal
 from millrace.serve.generate.choices import CollectedChoice
 from millrace.serve.generate.choosing.best import best, elect
 from millrace.serve.generate.generation import Generation

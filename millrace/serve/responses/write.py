@@ -11,10 +11,9 @@ import msgspec
 from millrace.errors import MillraceError
 from millrace.link.messages import TokenLogprobs
 from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice
-from millrace.serve.generate.events import TextDelta, Tokens
+from millrace.serve.generate.events import TextDelta, Tokens, Usage
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.logprobs import TokenLogprob, token_logprobs
-from millrace.serve.generate.usage import Usage
 from millrace.serve.http.error_bodies import ErrorBody
 from millrace.serve.http.ids import new_id
 from millrace.serve.http.json_answer import encode, escape_lines

@@ -112,7 +112,7 @@ NOT_ENFORCED: dict[str, Any] = {
     "minProperties": {"type": "object", "additionalProperties": INTEGER, "minProperties": 2},
     "minProperties' 3": {"properties": {"x": {"type": "object", "required": ["a"], "minProperties": 3}}},
     "maxProperties": {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}, "maxProperties": 1},
-    "colour": {"type": "string", "format": "colour"},
+    "iri": {"type": "string", "format": "iri"},
     "uri-reference": {"type": "string", "format": "uri-reference"},
 }
 """What answers could not be held to, by a word of the refusal."""
