@@ -103,7 +103,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request: those of all choices together; a prompt counts once, however many choices it has. Every
+    """Token counts of a request: those of all choices together; a prompt counts once, however many choices it has. Each
     dialect reports them under its own names."""
 
     prompt_tokens: int
