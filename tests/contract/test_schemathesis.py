@@ -130,6 +130,8 @@ def test_operation(front: Front, schema: Any, method: str, path: str) -> None:
     modes = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE) if can_be_wrong else (GenerationMode.POSITIVE,)
 
     def check(case: Any) -> None:
+        if any(value is None for value in (case.headers or {}).values()):
+            return  # A header without a value is not sent, so nothing is wrong with the request.
         response = case.call(base_url=front.url, timeout=20)
         if response.status_code != 504:  # A tiny `timeout` is valid but cannot be met.
             case.validate_response(response, checks=rules)
