@@ -86,6 +86,7 @@ def test_many_inputs_beside_a_generation(client: openai.OpenAI) -> None:
         ({"input": ["x"] * 2049}, "input", "2048"),
         ({"input": [[1]] * 2049}, "input", "2048"),
         ({"input": "word " * 2000}, "input", "context"),
+        ({"input": "word " * 100_000}, "input", "context"),
         ({"input": [10**6]}, "input", "1000000"),
         ({"input": "x", "stream": True}, "stream", "stream"),
     ],
@@ -120,6 +121,8 @@ def test_ollama_cuts_long_inputs_only_when_told(server: RealServer) -> None:
     body = {"model": MODEL, "input": "word " * 2000}
     reply = post(server.port, "/api/embed", body)
     assert reply.status == 400
+    assert "tokens" in reply.json["error"]
+    assert post(server.port, "/api/embeddings", {"model": MODEL, "prompt": body["input"]}).status == 400
     cut = post(server.port, "/api/embed", {**body, "truncate": True}).json
     assert cut["prompt_eval_count"] == 511
     assert cut["truncated_input_tokens"] > 1000

@@ -12,6 +12,10 @@ import pytest
 from serve.front_under_test import MODEL, Front, running_front, saying
 from serve.wire import CHAT, COMPLETIONS, JSON, connected, get, post, raw_post, read_all, request
 
+from millrace.errors import BadRequest
+from millrace.serve.http.body import BodyDecoder
+from millrace.serve.openai.schemas import DetokenizeRequest
+
 USER = [{"role": "user", "content": "hi"}]
 HUGE = 10**30
 
@@ -445,3 +449,14 @@ def test_an_odd_expectation_gets_an_error_body(front: Front, method: str, path: 
         head = sock.recv(65536)
         assert head.split()[1] in (b"400", b"417")
         assert b'"error":{"message":' in head
+
+
+def test_a_large_body_is_not_read_many_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.serve.http.body._MAX_REREAD_BYTES", 100)
+    decoder = BodyDecoder(DetokenizeRequest)
+    few, many = ({f"x{number}": None for number in range(count)} for count in (1, 3))
+    large = {"tokens": list(range(100))}
+    assert decoder.decode(json.dumps({"tokens": [1]} | many).encode()).tokens == [1]
+    assert decoder.decode(json.dumps(large | few).encode()).tokens == large["tokens"]
+    with pytest.raises(BadRequest, match="x"):
+        decoder.decode(json.dumps(large | many).encode())

@@ -92,10 +92,8 @@ class BlockPool:
         return self.total - len(self._free) - self.num_cached - self.num_fenced - len(self._held)
 
     def _evict(self, count: int) -> list[int]:
-        cached, hash_of, tokens_of, by_hash, group_of = (
-            *(self._cached, self._hash_of, self._tokens_of),
-            *(self._by_hash, self._group_of),
-        )
+        cached, by_hash, group_of = self._cached, self._by_hash, self._group_of
+        hash_of, tokens_of = self._hash_of, self._tokens_of
         blocks = []
         for _ in range(count):
             if cached:

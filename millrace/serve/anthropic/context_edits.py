@@ -27,7 +27,7 @@ CLEARED = "[This result was removed to save space.]"
 DEFAULT_TRIGGER_TOKENS = 100_000
 DEFAULT_KEPT_USES = 3
 DEFAULT_KEPT_TURNS = 1
-"""Anthropic's documented defaults."""
+"""Anthropic's defaults."""
 
 
 def check_edits(management: ContextManagement | None) -> None:

@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import numpy as np
 
-from millrace.errors import MillraceError, RequestFailed
+from millrace.errors import BadRequest, MillraceError, RequestFailed
 from millrace.link.vectors import Float32s, shortened
 from millrace.params import Pooling, SamplingParams
+from millrace.serve.generate.checks import name_fields
 from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice
 from millrace.serve.generate.events import TextDelta, Usage
 from millrace.serve.generate.generation import Generation, Prompt
+from millrace.serve.generate.prompts import encode_texts
 from millrace.serve.generate.writer import TextOnly
+from millrace.serve.state import FrontState
 
 MAX_INPUTS = 2048
 """In one request, as in OpenAI's API."""
+
+
+async def encoded_inputs(state: FrontState, texts: list[str], field: str, *, may_cut: bool = False) -> list[Prompt]:
+    """The inputs as prompts; `may_cut` cuts the ends of those that are too long. `field` is named in errors."""
+    if len(texts) > MAX_INPUTS:
+        raise BadRequest(
+            f"'{field}' holds {len(texts)} texts; at most {MAX_INPUTS} are allowed in one request. Split it.",
+            param=field,
+        )
+    try:
+        encoded = await encode_texts(state, texts, add_special=True, max_tokens=None, may_cut=may_cut)
+    except BadRequest as error:
+        raise name_fields(error, {"prompt": field}) from None
+    ready = state.require_engine()
+    room = min(ready.max_context, ready.kv_tokens) - 1 if may_cut else None
+    prompts = [Prompt(token_ids[:room], None, len(token_ids) - len(token_ids[:room])) for token_ids in encoded]
+    for number, prompt in enumerate(prompts):
+        if not prompt.token_ids:
+            raise BadRequest(f"Text {number} of '{field}' has no tokens; send at least one character.", param=field)
+    return prompts
 
 
 def vector_generation(
@@ -36,13 +61,14 @@ def vector_generation(
     )
 
 
-class VectorWriter(TextOnly):
+class VectorWriter(TextOnly, ABC):
     """Base of the dialects' writers. Vectors are never streamed."""
 
     limit_names: dict[str, str]
 
-    def __init__(self, dimensions: int | None) -> None:
-        self.limit_names = {"prompt": "input"}
+    def __init__(self, field: str, dimensions: int | None = None) -> None:
+        """`field`: the request's name of its inputs."""
+        self.limit_names = {"prompt": field}
         self._dimensions = dimensions
 
     def vectors(self, choices: list[CollectedChoice]) -> list[Float32s]:
@@ -51,8 +77,8 @@ class VectorWriter(TextOnly):
             raise RequestFailed("The engine gave no vector for an input.")
         return [shortened(np.frombuffer(vector, np.float32), self._dimensions) for vector in found]
 
-    def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes: ...
 
     def preamble(self, choices: list[Choice]) -> bytes:
         raise AssertionError("vectors are not streamed")

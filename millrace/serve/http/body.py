@@ -39,6 +39,8 @@ _MAX_LISTED_FIELDS = 8
 _MAX_EXPLAINED_BYTES = 1 << 20
 _MAX_UNKNOWN_NULLS = 16
 """Unknown fields with the value null that a body may have."""
+_MAX_REREAD_BYTES = 8 << 20
+"""A body is read again for each of them, which must not hold up other requests: a large one may have fewer."""
 
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -114,7 +116,7 @@ class BodyDecoder(typing.Generic[_T]):
     def decode(self, body: bytes) -> _T:
         if not body:
             raise BadRequest("The body is empty; send a JSON object.", code="empty_body")
-        num_left = _MAX_UNKNOWN_NULLS
+        num_left = min(_MAX_UNKNOWN_NULLS, 1 + _MAX_REREAD_BYTES // max(1, len(body)))
         try:
             while True:
                 try:

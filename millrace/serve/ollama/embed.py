@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
-from millrace.errors import BadRequest
 from millrace.serve.generate.choices import CollectedChoice
 from millrace.serve.generate.events import Usage
 from millrace.serve.generate.gate import header_deadline
 from millrace.serve.generate.generation import Prompt
 from millrace.serve.generate.job import Job
-from millrace.serve.generate.prompts import encode_texts
 from millrace.serve.generate.respond import answer
 from millrace.serve.generate.sampling import deadline_of
-from millrace.serve.generate.vectors import MAX_INPUTS, VectorWriter, vector_generation
+from millrace.serve.generate.vectors import VectorWriter, encoded_inputs, vector_generation
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder, read_body
 from millrace.serve.http.ids import new_id
@@ -79,85 +77,70 @@ async def embed(request: web.Request) -> web.StreamResponse:
     state, received = request.app[STATE], time.monotonic()
     body = _embed_body.decode(await read_body(request, state.body_limit_bytes))
     texts = [body.input] if isinstance(body.input, str) else body.input or []
-    texts = [] if texts == [""] else texts
-    if len(texts) > MAX_INPUTS:
-        raise BadRequest(
-            f"'input' holds {len(texts)} texts; at most {MAX_INPUTS} are allowed in one request. Split it.",
-            param="input",
-        )
     state = await state_of_model(body.model, state)
+    if not any(texts):
+        return await _load(request, state, body, OllamaEmbedAnswer(state.model_name, []))
+
+    async def prompts() -> list[Prompt]:
+        return await encoded_inputs(state, texts, "input", may_cut=bool(body.truncate))
+
     return await _respond(
-        request,
-        state,
-        body,
-        texts,
-        received,
-        may_cut=bool(body.truncate),
-        make_writer=lambda job: EmbedWriter(job, received, body.dimensions),
-        empty=OllamaEmbedAnswer(state.model_name, []),
+        request, state, body, prompts, lambda job: EmbedWriter(job, received, body.dimensions), received
     )
 
 
 async def embeddings(request: web.Request) -> web.StreamResponse:
     state, received = request.app[STATE], time.monotonic()
     body = _embeddings_body.decode(await read_body(request, state.body_limit_bytes))
-    state = await state_of_model(body.model, state)
-    texts = [body.prompt] if body.prompt else []
-    return await _respond(
-        request,
-        state,
-        body,
-        texts,
-        received,
-        make_writer=lambda job: OneVectorWriter(None),
-        empty=OllamaEmbeddingsAnswer([]),
-    )
+    state, text = await state_of_model(body.model, state), body.prompt or ""
+    if not text:
+        return await _load(request, state, body, OllamaEmbeddingsAnswer([]))
+
+    async def prompts() -> list[Prompt]:
+        return await encoded_inputs(state, [text], "prompt")
+
+    return await _respond(request, state, body, prompts, lambda job: OneVectorWriter("prompt"), received)
 
 
 async def _respond(
     request: web.Request,
     state: FrontState,
     body: OllamaEmbedCommon,
-    texts: list[str],
-    received: float,
-    *,
-    may_cut: bool = False,
+    prompts: Callable[[], Awaitable[list[Prompt]]],
     make_writer: Callable[[Job], VectorWriter],
-    empty: msgspec.Struct,
+    received: float,
 ) -> web.StreamResponse:
     keep_s = check_keep_alive(body.keep_alive, request)
-    if texts or keep_s != 0:
-        await state.await_engine()
+    await state.await_engine()
+    generation = vector_generation(
+        await prompts(),
+        pooling="last",
+        answer_id=new_id("embd-"),
+        deadline=deadline_of(None, state.config, received),
+    )
     try:
-        if not texts:
-            header_deadline(request, 0.0)
-            return json_answer(request, empty)
-        generation = vector_generation(
-            await _prompts(state, texts, may_cut),
-            pooling="last",
-            answer_id=new_id("embd-"),
-            deadline=deadline_of(None, state.config, received),
-        )
         return await answer(request, Work(state, generation, make_writer), received)
     finally:
         if keep_s is not None:
             await state.control.keep_alive(state.model_name, keep_s)
 
 
-async def _prompts(state: FrontState, texts: list[str], may_cut: bool) -> list[Prompt]:
-    ready, prompts = state.require_engine(), []
-    room = min(ready.max_context, ready.kv_tokens) - 1
-    for token_ids in await encode_texts(state, texts, add_special=True, max_tokens=None, may_cut=may_cut):
-        if not token_ids:
-            raise BadRequest("An input has no tokens; send at least one character.", param="input")
-        kept = token_ids[:room] if may_cut else token_ids
-        prompts.append(Prompt(kept, None, num_dropped=len(token_ids) - len(kept)))
-    return prompts
+async def _load(
+    request: web.Request, state: FrontState, body: OllamaEmbedCommon, empty: msgspec.Struct
+) -> web.StreamResponse:
+    """A request without an input loads the model, or unloads it if `keep_alive` is 0."""
+    header_deadline(request, 0.0)
+    keep_s = check_keep_alive(body.keep_alive, request)
+    if keep_s != 0:
+        await state.await_engine()
+    if keep_s is not None:
+        await state.control.keep_alive(state.model_name, keep_s)
+    return json_answer(request, empty)
 
 
 class EmbedWriter(VectorWriter):
     def __init__(self, job: Job, received: float, dimensions: int | None) -> None:
-        super().__init__(dimensions)
+        super().__init__("input", dimensions)
         self._model, self._received = job.state.model_name, received
 
     def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:

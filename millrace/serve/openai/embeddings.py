@@ -9,17 +9,15 @@ import msgspec
 from aiohttp import web
 from msgspec import Raw
 
-from millrace.errors import BadRequest
 from millrace.link.vectors import Float32s
 from millrace.serve.generate.choices import CollectedChoice
 from millrace.serve.generate.events import Usage
 from millrace.serve.generate.generation import Prompt
 from millrace.serve.generate.job import Job
-from millrace.serve.generate.priority import PriorityClass, priority_of
-from millrace.serve.generate.prompts import encode_texts
+from millrace.serve.generate.priority import priority_of
 from millrace.serve.generate.respond import respond
 from millrace.serve.generate.sampling import deadline_of, salt_of
-from millrace.serve.generate.vectors import MAX_INPUTS, VectorWriter, vector_generation
+from millrace.serve.generate.vectors import MAX_INPUTS, VectorWriter, encoded_inputs, vector_generation
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder
 from millrace.serve.http.ids import new_id
@@ -27,6 +25,7 @@ from millrace.serve.http.inputs import INPUT_SCHEMA, texts_or_tokens
 from millrace.serve.http.json_answer import encode
 from millrace.serve.http.schema import Strict, described
 from millrace.serve.openai.routes import stream_error
+from millrace.serve.openai.schemas import CacheSalt, Priority, Timeout
 from millrace.serve.state import FrontState
 
 EncodingFormat = Literal["float", "base64"]
@@ -49,14 +48,9 @@ class EmbeddingsRequest(Strict, kw_only=True):
         described("`last` (default): the last token's hidden state after the final norm; `mean`: over all tokens."),
     ] = None
     user: Annotated[str | None, described("A label; no effect.")] = None
-    priority: Annotated[
-        PriorityClass | int | None, described("Priority class: 0 interactive, 1 standard (default), 2 batch.")
-    ] = None
-    cache_salt: Annotated[
-        str | None,
-        described("Cached prompt prefixes are shared only between requests with the same salt.", maxLength=1024),
-    ] = None
-    timeout: Annotated[float | None, described("Seconds until the deadline.", exclusiveMinimum=0)] = None
+    priority: Priority = None
+    cache_salt: CacheSalt = None
+    timeout: Timeout = None
 
 
 class EmbeddingsUsage(msgspec.Struct):
@@ -102,21 +96,14 @@ async def prepare_embeddings(state: FrontState, body: bytes, received: float, ow
 
 async def _prompts(state: FrontState, request: EmbeddingsRequest) -> list[Prompt]:
     texts, token_lists = texts_or_tokens(request.input, "input", MAX_INPUTS)
-    if len(texts) > MAX_INPUTS:
-        raise BadRequest(
-            f"'input' holds {len(texts)} texts; at most {MAX_INPUTS} are allowed in one request. Split it.",
-            param="input",
-        )
-    encoded = await encode_texts(state, texts, add_special=True, max_tokens=None) if texts else token_lists
-    for number, token_ids in enumerate(encoded):
-        if not token_ids:
-            raise BadRequest(f"Input {number} has no tokens; send at least one character or token.", param="input")
-    return [Prompt(token_ids, None) for token_ids in encoded]
+    if texts:
+        return await encoded_inputs(state, texts, "input")
+    return [Prompt(token_ids, None) for token_ids in token_lists]
 
 
 class EmbeddingsWriter(VectorWriter):
     def __init__(self, job: Job, dimensions: int | None, encoding_format: EncodingFormat | None) -> None:
-        super().__init__(dimensions)
+        super().__init__("input", dimensions)
         self._model = job.state.model_name
         self._is_base64 = encoding_format == "base64"
 

@@ -144,6 +144,16 @@ class StreamOptions(Strict, kw_only=True):
 
 
 # ── fields of chat and completions ────────────────────────────────────────────────────────────────────────────────────
+Priority = Annotated[
+    PriorityClass | int | None, described("Priority class: 0 interactive, 1 standard (default), 2 batch.")
+]
+CacheSalt = Annotated[
+    str | None,
+    described("Cached prompt prefixes are shared only between requests with the same salt.", maxLength=1024),
+]
+Timeout = Annotated[float | None, described("Seconds until the deadline.", exclusiveMinimum=0)]
+
+
 class Sampled(Formatted, kw_only=True):
     """Parameters of both endpoints. null means the same as leaving the field out."""
 
@@ -193,14 +203,9 @@ class Sampled(Formatted, kw_only=True):
         described("Log-probabilities of the prompt; in a stream before its text.", minimum=0, maximum=MAX_LOGPROBS),
     ] = None
     return_token_ids: Annotated[bool | None, described("Add the token ids of prompt and output.")] = None
-    priority: Annotated[
-        PriorityClass | int | None, described("Priority class: 0 interactive, 1 standard (default), 2 batch.")
-    ] = None
-    cache_salt: Annotated[
-        str | None,
-        described("Cached prompt prefixes are shared only between requests with the same salt.", maxLength=1024),
-    ] = None
-    timeout: Annotated[float | None, described("Seconds until the deadline.", exclusiveMinimum=0)] = None
+    priority: Priority = None
+    cache_salt: CacheSalt = None
+    timeout: Timeout = None
     best_of: Annotated[
         int | None, described("Generate this many and return the n likeliest; not with `stream`.", minimum=1)
     ] = None
