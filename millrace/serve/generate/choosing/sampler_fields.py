@@ -118,9 +118,10 @@ def _bounds(body: SamplerFields) -> dict[str, float]:
     low, high = body.dynatemp_min, body.dynatemp_max
     if low is None and high is None:
         return {}
-    if low is None or high is None or low > high or body.dynatemp_range is not None:
+    if low is None or high is None or not 0 <= low <= high or body.dynatemp_range is not None:
         raise BadRequest(
-            "dynatemp_min and dynatemp_max are the lower and the upper bound, without 'dynatemp_range'; send both.",
+            "dynatemp_min and dynatemp_max are the lower and the upper bound, not below 0 and without"
+            " 'dynatemp_range'; send both.",
             param="dynatemp_min",
         )
     return {"temperature": (low + high) / 2, "dynatemp_range": (high - low) / 2}
