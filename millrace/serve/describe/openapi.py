@@ -88,8 +88,8 @@ def openapi_document() -> bytes:
             "title": "Millrace",
             "version": __version__,
             "description": "An LLM serving engine with OpenAI's, Anthropic's and Ollama's APIs. Unknown fields are"
-            " refused, never ignored. null is the same as leaving a field out. Integers have no decimal point: 8.0 is"
-            " refused.",
+            " refused, never ignored. null is the same as leaving a field out, unknown ones too. Integers have no"
+            " decimal point: 8.0 is refused.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/"}],
@@ -108,6 +108,8 @@ def _schemas() -> dict[str, Any]:
     tighten(components)
     for schema in components.values():
         _required_first(schema)
+        if schema.get("additionalProperties") is False:
+            schema["additionalProperties"] = {"type": "null"}
     components["FileForm"] = _file_form()
     return dict(sorted(components.items()))
 

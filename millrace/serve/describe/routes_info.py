@@ -84,6 +84,11 @@ async def tokenize(request: web.Request) -> web.Response:
         raise BadRequest("Send either 'prompt' or 'messages'.", param="prompt")
     if body.messages is not None:
         tokens = await _tokenize_chat(state, body)
+    elif body.chat_template_kwargs:
+        raise BadRequest(
+            "'chat_template_kwargs' goes with 'messages'; a prompt has no template. Remove it.",
+            param="chat_template_kwargs",
+        )
     else:
         add_special = body.add_special_tokens is not False
         [tokens] = await encode_texts(state, [body.prompt or ""], add_special=add_special, max_tokens=None)

@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
+from millrace.serve.generate.checks import check_range
 from millrace.serve.generate.choices import CollectedChoice
 from millrace.serve.generate.events import Usage
 from millrace.serve.generate.gate import header_deadline
@@ -25,7 +26,7 @@ from millrace.serve.http.json_answer import encode, json_answer
 from millrace.serve.http.schema import Strict, described
 from millrace.serve.ollama.keep_alive import check_keep_alive
 from millrace.serve.ollama.schemas import OllamaOptions
-from millrace.serve.ollama.translate import state_of_model
+from millrace.serve.ollama.translate import check_options, state_of_model
 from millrace.serve.state import STATE, FrontState
 
 
@@ -76,8 +77,9 @@ _embeddings_body = BodyDecoder(OllamaEmbeddingsRequest)
 async def embed(request: web.Request) -> web.StreamResponse:
     state, received = request.app[STATE], time.monotonic()
     body = _embed_body.decode(await read_body(request, state.body_limit_bytes))
+    check_range("dimensions", body.dimensions, 1, 2**31 - 1)
     texts = [body.input] if isinstance(body.input, str) else body.input or []
-    state = await state_of_model(body.model, state)
+    state = await _state_for(body, state)
     if not any(texts):
         return await _load(request, state, body, OllamaEmbedAnswer(state.model_name, []))
 
@@ -92,7 +94,7 @@ async def embed(request: web.Request) -> web.StreamResponse:
 async def embeddings(request: web.Request) -> web.StreamResponse:
     state, received = request.app[STATE], time.monotonic()
     body = _embeddings_body.decode(await read_body(request, state.body_limit_bytes))
-    state, text = await state_of_model(body.model, state), body.prompt or ""
+    state, text = await _state_for(body, state), body.prompt or ""
     if not text:
         return await _load(request, state, body, OllamaEmbeddingsAnswer([]))
 
@@ -100,6 +102,13 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
         return await encoded_inputs(state, [text], "prompt")
 
     return await _respond(request, state, body, prompts, lambda job: OneVectorWriter("prompt"), received)
+
+
+async def _state_for(body: OllamaEmbedCommon, state: FrontState) -> FrontState:
+    state = await state_of_model(body.model, state)
+    if body.options is not None:
+        check_options(state, body.options)
+    return state
 
 
 async def _respond(

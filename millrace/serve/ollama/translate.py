@@ -65,8 +65,7 @@ def check_body(body: OllamaCommon) -> None:
             f"top_logprobs is {body.top_logprobs}, which needs 'logprobs' to be true; set it.", param="top_logprobs"
         )
     if body.options is not None:
-        refuse_unsupported(body.options, OPTIONS_NOT_SUPPORTED, "options.")
-        check_integers(body.options, "options.")
+        _check_supported(body.options)
     if body.shift and (body.options is None or (body.options.num_predict or 0) < 1):
         raise BadRequest(
             "'shift' is true, but this server never shifts a context: an answer ends where the context is full. Send"
@@ -81,6 +80,20 @@ def check_sampling(state: FrontState, body: OllamaCommon) -> None:
         ollama_params(state, body)
     except BadRequest as error:
         raise name_fields(error, _OPTION_NAMES) from None
+
+
+def check_options(state: FrontState, options: OllamaOptions) -> None:
+    """The same where the body has nothing else that concerns sampling."""
+    _check_supported(options)
+    try:
+        _params(state, options)
+    except BadRequest as error:
+        raise name_fields(error, _OPTION_NAMES) from None
+
+
+def _check_supported(options: OllamaOptions) -> None:
+    refuse_unsupported(options, OPTIONS_NOT_SUPPORTED, "options.")
+    check_integers(options, "options.")
 
 
 async def chat_generation(state: FrontState, body: OllamaChatRequest, received: float) -> Generation:
@@ -131,7 +144,11 @@ async def ollama_generation(
 
 
 def ollama_params(state: FrontState, body: OllamaCommon) -> SamplingParams:
-    options = body.options or OllamaOptions()
+    num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    return _params(state, body.options or OllamaOptions(), logprobs=num_logprobs, grammar=_grammar(body))
+
+
+def _params(state: FrontState, options: OllamaOptions, **more: Any) -> SamplingParams:
     check_range("num_predict", options.num_predict, -2, 2**31 - 1)
     check_range("num_keep", options.num_keep, -1, 2**31 - 1)
     if options.num_predict == 0:
@@ -148,8 +165,7 @@ def ollama_params(state: FrontState, body: OllamaCommon) -> SamplingParams:
         **fields,
         max_tokens=options.num_predict if options.num_predict is not None and options.num_predict > 0 else None,
         repetition_penalty=options.repeat_penalty,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        grammar=_grammar(body),
+        **more,
     )
 
 
