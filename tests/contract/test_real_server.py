@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import pathlib
 import random
 import signal
 import threading
@@ -30,6 +31,8 @@ from serve.wire import (
     raw_post,
     stream,
 )
+
+from millrace.cli import main
 
 MODEL = "smollm2-135m-instruct"
 OPTIONS = ("--dtype", "float32", "--kv-tokens", "32768", "--max-context", "4096")
@@ -304,6 +307,35 @@ def test_requests_of_every_kind(server: RealServer) -> None:
         for thread in threads:
             thread.join(120)
     assert failures == []
+
+
+def test_profile_measures_steps(server: RealServer, capsys: pytest.CaptureFixture[str], tmp_path: pathlib.Path) -> None:
+    answer = threading.Thread(target=post, args=(server.port, CHAT, chat(max_tokens=200, ignore_eos=True)))
+    answer.start()
+    page = tmp_path / "profile.html"
+    assert main(["profile", "--steps", "20", "--out", str(page), "--url", server.url]) == 0
+    answer.join(60)
+    printed = capsys.readouterr()
+    assert "Waiting for 20 steps" in printed.err
+    assert "decode only" in printed.out
+    assert "limits of the device" in printed.out
+    assert "<svg" in page.read_text(encoding="utf-8")
+    assert main(["profile", "--timeout", "0.1", "--url", server.url]) == 1
+    assert "No step ran" in capsys.readouterr().err
+
+
+def test_cost_without_a_price_says_how_to_give_one(server: RealServer, capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(*options: str) -> str:
+        assert main(["cost", "--url", server.url, *options]) == 0
+        return capsys.readouterr().out
+
+    def is_known() -> bool:
+        post(server.port, CHAT, chat())  # Costs are read from steps with and without prompts.
+        return "per million tokens" in printed()
+
+    eventually(is_known, 60)
+    assert "--price-per-hour" in printed()
+    assert "--price-per-hour" not in printed("--price", "2")
 
 
 def test_sigterm_drains() -> None:

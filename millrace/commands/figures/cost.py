@@ -20,6 +20,8 @@ examples:
   millrace cost --price 2.5                                        dollars per million tokens, largest items
   millrace cost --bill audit.jsonl --usd-input 0.2 --usd-output 1  tokens and dollars per tenant and day, as CSV"""
 
+_NO_PRICE = "The machine has no price: ask with --price, or start the server with --price-per-hour."
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server(parser)
@@ -53,6 +55,7 @@ def _lines(report: dict[str, Any]) -> list[str]:
             f"Over the last {report['window_s']:.0f} s at ${report['price_per_hour']:g} per hour; the device was busy"
             f" {100 * report['utilisation']:.1f}% of the time."
         ),
+        *(() if report["price_per_hour"] else (_NO_PRICE,)),
         f"{'$ per million tokens':<22}{'busy':>10}{'all in':>10}   95% interval (all in)",
     ]
     for name, usd in report["usd_per_million"].items():

@@ -10,6 +10,7 @@ from typing import Any
 
 from millrace.errors import MillraceError
 from millrace.terminal.server_options import add_server, ask_server
+from millrace.terminal.status_line import StatusLine
 
 USAGE = "millrace profile [--steps N] [--out FILE.html] [--url URL]"
 EXAMPLES = """\
@@ -33,15 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from millrace.load.roofline import machine_limits, page, report
 
-    before = _totals(args)
-    wanted = before["num_steps"] + args.steps
-    deadline = time.monotonic() + args.timeout
-    steps = before
-    while steps["num_steps"] < wanted and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-        steps = ask_server(args, "/v1/steps", last=min(4096, args.steps))
-    if not steps["step_no"] or steps["num_steps"] == before["num_steps"]:
-        raise MillraceError(f"No step ran within {args.timeout:g} s; send requests while profiling.")
+    steps = _measured(args)
     stats = ask_server(args, "/v1/stats", window=60, step=5)
     limits = machine_limits(steps)
     if args.out:
@@ -55,6 +48,16 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _totals(args: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = ask_server(args, "/v1/steps", last=1)
-    return found
+def _measured(args: argparse.Namespace) -> dict[str, Any]:
+    """The server's answer when the steps have run, or time is up."""
+    steps: dict[str, Any] = ask_server(args, "/v1/steps", last=1)
+    first = steps["num_steps"]
+    deadline = time.monotonic() + args.timeout
+    with StatusLine() as line:
+        while (num_run := steps["num_steps"] - first) < args.steps and time.monotonic() < deadline:
+            line.show(f"Waiting for {args.steps} steps", num_run, args.steps)
+            time.sleep(POLL_S)
+            steps = ask_server(args, "/v1/steps", last=min(4096, args.steps))
+    if not steps["step_no"] or num_run == 0:
+        raise MillraceError(f"No step ran within {args.timeout:g} s; send requests while profiling.")
+    return steps

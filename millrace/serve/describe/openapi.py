@@ -88,8 +88,8 @@ def openapi_document() -> bytes:
             "title": "Millrace",
             "version": __version__,
             "description": "An LLM serving engine with OpenAI's, Anthropic's and Ollama's APIs. Unknown fields are"
-            " refused, never ignored. null is the same as leaving a field out, unknown ones too. Integers have no"
-            " decimal point: 8.0 is refused.",
+            " refused, never ignored. null is the same as leaving a field out, also for unknown fields."
+            " Integers have no decimal point: 8.0 is refused.",
             "license": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
         },
         "servers": [{"url": "/"}],

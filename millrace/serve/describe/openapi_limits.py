@@ -50,7 +50,7 @@ MESSAGE_LIMITS: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def _has(field: str, *absent: str, min_items: int = 1) -> dict[str, Any]:
-    """The field is sent, neither null nor an empty list; each of `absent` is left out or null."""
+    """The field is sent, neither null nor a list of fewer items; each of `absent` is left out or null."""
     given = {"not": {"type": "null"}, "minItems": min_items}
     return {"required": [field], "properties": {field: given, **{other: {"type": "null"} for other in absent}}}
 
@@ -58,10 +58,7 @@ def _has(field: str, *absent: str, min_items: int = 1) -> dict[str, Any]:
 EITHER_FIELD: dict[str, list[dict[str, Any]]] = {
     "TokenizeRequest": [_has("prompt", "messages"), _has("messages", "prompt")],
     "OllamaShowRequest": [_has("model"), _has("name")],
-    "AssistantMessage": [
-        *(_has("content", min_items=0), _has("refusal")),
-        *(_has("tool_calls"), _has("function_call")),
-    ],
+    "AssistantMessage": [_has("content", min_items=0), _has("refusal"), _has("tool_calls"), _has("function_call")],
     "OllamaMessage": [_has("content"), _has("tool_calls")],
     "OllamaPullRequest": [_has("model"), _has("name")],
     "OllamaDeleteRequest": [_has("model"), _has("name")],

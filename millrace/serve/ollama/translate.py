@@ -83,7 +83,7 @@ def check_sampling(state: FrontState, body: OllamaCommon) -> None:
 
 
 def check_options(state: FrontState, options: OllamaOptions) -> None:
-    """The same where the body has nothing else that concerns sampling."""
+    """Check options that have no effect, those of an embedding, like those of a chat."""
     _check_supported(options)
     try:
         _params(state, options)

@@ -389,7 +389,7 @@ async def count_input_tokens(state: FrontState, data: bytes, owner: str) -> int:
     state = await _state_of(state, body)
     _check(body)
     check_integers(body)
-    sampling_params(state.sampling_defaults, **sampler_options(body))  # For its checks: an answer would refuse these.
+    sampling_params(state.sampling_defaults, **sampler_options(body))  # Refuses what an answer would.
     messages = await _conversation(state, body, input_items(body.input), owner)
     await state.await_engine()
     wish = _wish(body)
