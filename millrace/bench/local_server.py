@@ -123,16 +123,27 @@ class LocalServer(ServerProcess):
 
 def _exit_on_sigterm() -> None:
     """Leave as after an error, through the code that stops the servers, unless somebody handles SIGTERM already."""
+
+    def leave(number: int, _: object) -> None:
+        # `timeout` sends it twice; the second one must not end the code that stops the servers.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(128 + number)
+
     is_main = threading.current_thread() is threading.main_thread()
     if is_main and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+        signal.signal(signal.SIGTERM, leave)
 
 
 def cancel_on_sigterm() -> None:
     """Cancel the current task on SIGTERM, so that its cleanup stops the servers it has started."""
-    task = asyncio.current_task()
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
     assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+    def cancel() -> None:
+        loop.add_signal_handler(signal.SIGTERM, lambda: None)  # See `_exit_on_sigterm`.
+        task.cancel()
+
+    loop.add_signal_handler(signal.SIGTERM, cancel)
 
 
 def _kill_if_orphaned(pid: int, session: int) -> None:

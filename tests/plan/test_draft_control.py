@@ -140,3 +140,24 @@ def test_where_drafters_weigh_their_drafts_only_the_least_probability_follows_fr
     run(200, 0, 0.5)
     assert floor() > 0.3
     assert control.length == 15
+
+
+def test_a_disturbed_start_does_not_end_drafts_for_good() -> None:
+    """Short steps with drafts seem slow at first. No draft is then worth it, so none would ever be measured again."""
+    control, row = DraftControl(1, 15, is_padded=False, is_weighed=True), np.array([0])
+    together = 0.85 ** np.arange(1, 16)
+    lengths = []
+    for step in range(600):
+        ids = np.array([100 + step // 64])
+        decision = control.decide(row, ids)
+        length = int((together[: decision.max_drafts] >= decision.min_probability).sum())
+        is_disturbed = step < 30
+        if is_disturbed:
+            length = min(length, 2)
+        if decision.max_drafts:
+            drafts = np.array([length], np.int32)
+            control.observe_drafts(row, ids, drafts, drafts)
+        seconds = PLAIN_S * (1 + 0.05 * length) * (4 if is_disturbed and length else 1)
+        control.observe_time(1, 1 + length, seconds, has_places=decision.max_drafts > 0)
+        lengths.append(length)
+    assert np.mean(lengths[300:]) > 5

@@ -55,6 +55,9 @@ FLOOR_STEPS = 8
 FREE_SHARE = 0.1
 """Cost of a further token, as a share of the average token's, beyond the longest step measured."""
 MAX_MIN_PROBABILITY = 0.9
+FORGET_EVERY = 128
+"""Measured steps after which sizes that none of them had are forgotten: they may have been measured while the machine
+was disturbed, and a size that seems slow is not used, so it would never be measured again."""
 
 
 class StepCosts:
@@ -65,6 +68,8 @@ class StepCosts:
         """By class of sizes: tokens and seconds, decayed averages."""
         self._curve: tuple[Floats, Floats] | None = None
         """Sizes and times, in order; None if something was measured since."""
+        self._recent: set[int] = set()
+        """Classes measured since `forget_old`."""
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         at = num_tokens if num_tokens <= 16 else 16 + int(8 * math.log2(num_tokens / 16))
@@ -72,6 +77,13 @@ class StepCosts:
         # One disturbed step must not decide.
         taken = min(max(seconds, before / 2), before * 2)
         self._seconds[at] = size + TIME_WEIGHT * (num_tokens - size), before + TIME_WEIGHT * (taken - before)
+        self._recent.add(at)
+        self._curve = None
+
+    def forget_old(self) -> None:
+        """Forget sizes that were not measured since the last call."""
+        self._seconds = {at: self._seconds[at] for at in self._recent}
+        self._recent.clear()
         self._curve = None
 
     def _known(self) -> tuple[Floats, Floats]:
@@ -156,6 +168,8 @@ class DraftControl:
         """Steps that go without drafts to be measured, and steps until the next such time."""
         self._floor, self._floor_rows, self._floor_left = 0.0, 0, 0
         """With weighed drafts: the least probability, for so many rows, and the steps for which it still holds."""
+        self._until_forgotten = FORGET_EVERY
+        """Measured steps."""
         self._num_judged = 0
         """Probing steps that did not make drafts begin again."""
         self.num_probes = self.num_stops = 0
@@ -231,6 +245,10 @@ class DraftControl:
         """A step in which rows only decode took this long. `num_tokens`: those it computed, unused places included
         where they are computed."""
         (self._drafted if has_places else self._plain).observe(num_tokens, seconds)
+        self._until_forgotten -= 1
+        if self._until_forgotten == 0 and not self._is_padded:
+            self._drafted.forget_old()
+            self._until_forgotten = FORGET_EVERY
 
     def step_s(self, num_rows: int, num_tokens: float) -> float | None:
         """Predicted time of a decode step that computes so many tokens; None if nothing was measured."""
