@@ -47,7 +47,8 @@ class MaskSource(Protocol):
         """The masks of these rows and their drafts, in `bits`. Another thread can run meanwhile."""
 
     def forced(self, rows: MaskedRows, masks: Masks) -> list[tuple[int, list[int]]]:
-        """The requests whose next mask, just computed, allows one token only, each with the tokens that must come."""
+        """The requests whose next mask, just computed, allows one token only, each with the tokens that must come.
+        Those tokens are remembered: further masks of such a request take no time."""
 
 
 class Listener(Protocol):
@@ -261,19 +262,19 @@ class Cycle:
             self._launch_next()  # It may begin after forced tokens.
             return
         if launched.plan.draft_places is None:
-            plan = self._draw_ahead(launched)
-        else:
-            # The next step is planned in a thread: computing masks leaves the interpreter to it.
-            planned = self._planner.submit(self._plan_next)
-            try:
-                self._draw(launched)
-            finally:
-                plan = planned.result()
+            self._draw_ahead_and_launch_next(launched)
+            return
+        # The next step is planned in a thread: computing masks leaves the interpreter to it.
+        planned = self._planner.submit(self._plan_next)
+        try:
+            self._draw(launched)
+        finally:
+            plan = planned.result()
         self._launch_planned(plan)
 
-    def _draw_ahead(self, launched: Launched) -> StepPlan | None:
+    def _draw_ahead_and_launch_next(self, launched: Launched) -> None:
         """While this thread computes the masks of a step, another queues its draw, if the device can wait for them, and
-        plans the next step. Returns the plan."""
+        plans the next step."""
         assert self._masks is not None
         rows = self._masked_rows(launched.plan, launched.masked_ids)
         bits = self._runner.mask_memory(rows.num_masks)
@@ -289,7 +290,8 @@ class Cycle:
         if launched.pending is None:
             launched.pending = self._runner.draw(launched.plan, masks)
         self._forced = {}
-        return plan
+        self._launch_planned(plan)
+        self._masks.forced(rows, masks)  # For masks to come. Nothing waits for it here.
 
     def _queue_and_plan(self, launched: Launched, masks: Masks) -> StepPlan | None:
         launched.pending = self._runner.draw_ahead(launched.plan, masks)

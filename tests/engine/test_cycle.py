@@ -193,7 +193,7 @@ def test_masks_that_fail_still_let_the_device_draw() -> None:
     cycle._plan_next = lambda: None
     cycle._planner = ThreadPoolExecutor(1)
     with pytest.raises(ValueError, match="no masks"):
-        cycle._draw_ahead(SimpleNamespace(plan=None, masked_ids=None, pending=None))
+        cycle._draw_ahead_and_launch_next(SimpleNamespace(plan=None, masked_ids=None, pending=None))
     assert runner.ready.is_set()
     assert runner.num_ahead == 1
     cycle._planner.shutdown()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from llguidance import LLMatcher
 
@@ -29,6 +29,8 @@ class CompiledGrammar:
         self._lexers = [Lexer(build())]
         self._max_lexers = max_lexers if time.thread_time() - began < MAX_GROWING_S else 1
         self._grown: Lexer | None = None
+        self.begins_with: Sequence[int] = ()
+        """Tokens with which every answer begins."""
 
     @property
     def first(self) -> LLMatcher:
@@ -37,7 +39,7 @@ class CompiledGrammar:
     def matcher(self) -> Matcher:
         """A matcher at the beginning of an answer, which must be released when the answer ends."""
         lexer = min(self._lexers, key=lambda lexer: len(lexer.matchers))
-        return Matcher(lexer, self._num_words, self._end_token_ids)
+        return Matcher(lexer, self._num_words, self._end_token_ids, self.begins_with)
 
     @property
     def is_crowded(self) -> bool:

@@ -14,7 +14,7 @@ from millrace.sources.resolve import ModelFiles
 from millrace.text.grammar.compiled import CompiledGrammar
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.masks import ALL_TOKENS, MaskBatch, Uint32s
-from millrace.text.grammar.matcher import Matcher
+from millrace.text.grammar.matcher import Matcher, allow_only
 from millrace.text.grammar.problems import sentence_of
 from millrace.text.grammar.translate import guidance_source, limits, starting_after
 from millrace.text.tokenizers.load import load_tokenizer
@@ -64,6 +64,9 @@ class GrammarEnvironment:
         probe = compiled.matcher()
         self._probe(probe, grammar.noun)
         probe.release()
+        beginning = compiled.matcher()
+        compiled.begins_with = beginning.forced_tokens()
+        beginning.release()
         return compiled
 
     def _probe(self, matcher: Matcher, noun: str) -> None:
@@ -86,8 +89,14 @@ class GrammarEnvironment:
         if out.shape[1] != self.num_words or not out.flags.c_contiguous:
             return [ask.fill(out) for ask in batch.asks]
         memory = (out.ctypes.data, out.strides[0], len(out))
-        if batch.plain:
-            self._threads.unsafe_compute_mask_ptr(batch.plain, *memory)
+        known = [ask for ask in batch.plain if ask.matcher.known]
+        if len(known) < len(batch.plain):
+            self._threads.unsafe_compute_mask_ptr(batch.unknown(), *memory)
+        if known:
+            rows = [ask.first for ask in known]
+            only = np.zeros((len(known), self.num_words), np.uint32)
+            allow_only(only, [ask.matcher.known[0] for ask in known])
+            out[rows] = only
         if batch.drafted:
             for ask in batch.asks:
                 ask.rows(out)[1:] = ALL_TOKENS  # Rows after a refused draft are not written.

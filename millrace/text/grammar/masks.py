@@ -48,7 +48,13 @@ class MaskBatch:
         self.num_rows = sum(1 + len(ask.drafts) for ask in asks)
         # Each thread takes a contiguous part: those that share a lexer should not wait for each other.
         in_order = sorted(asks, key=lambda ask: id(ask.matcher.lexer))
-        self.plain: list[tuple[LLMatcher, int]] = [(ask.matcher.inner, ask.first) for ask in in_order if not ask.drafts]
+        self.plain = [ask for ask in in_order if not ask.drafts]
+        self._plain_pairs: list[tuple[LLMatcher, int]] = [(ask.matcher.inner, ask.first) for ask in self.plain]
         self.drafted: list[tuple[LLMatcher, int, list[int]]] = [
             (ask.matcher.inner, ask.first, list(ask.drafts)) for ask in in_order if ask.drafts
         ]
+
+    def unknown(self) -> list[tuple[LLMatcher, int]]:
+        """Those without drafts whose next token is not known: matcher and row of each."""
+        pairs = zip(self.plain, self._plain_pairs, strict=True)
+        return [pair for ask, pair in pairs if not ask.matcher.known]

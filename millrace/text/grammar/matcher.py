@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +15,13 @@ Uint32s = npt.NDArray[np.uint32]
 
 MAX_REPLAYED = 64
 """An answer with as many tokens stays with its lexer."""
+
+
+def allow_only(rows: Uint32s, tokens: npt.ArrayLike) -> None:
+    """Make these masks allow one token each."""
+    allowed = np.asarray(tokens, np.uint32)
+    rows[:] = 0
+    rows[np.arange(len(rows)), allowed // 32] = np.uint32(1) << allowed % np.uint32(32)
 
 
 class Lexer:
@@ -29,9 +37,10 @@ class Lexer:
 class Matcher:
     """Used by one thread at a time. An error is final: every later call raises it again."""
 
-    __slots__ = ("_consumed", "_end_token_ids", "_num_words", "inner", "lexer", "num_consumed")
+    __slots__ = ("_consumed", "_end_token_ids", "_num_words", "inner", "known", "lexer", "num_consumed")
 
-    def __init__(self, lexer: Lexer, num_words: int, end_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, lexer: Lexer, num_words: int, end_token_ids: tuple[int, ...], known: Sequence[int] = ()) -> None:
+        """`known`: tokens with which every answer begins."""
         self.lexer = lexer
         self.inner = lexer.first.deep_copy()
         """For llguidance's calls that take several matchers."""
@@ -40,6 +49,9 @@ class Matcher:
         self._consumed: list[int] = []
         """Tokens so far, as long as they are few."""
         self.num_consumed = 0
+        self.known = deque(known)
+        """Tokens that must come next, as far as `forced_tokens` has found them. Their masks need no computing, which
+        takes the longer the more text is forced: llguidance looks for its end before each token."""
         lexer.matchers.add(self)
 
     def release(self) -> None:
@@ -75,6 +87,8 @@ class Matcher:
     def note(self, token: int) -> None:
         """The token was consumed."""
         self.num_consumed += 1
+        if self.known and self.known.popleft() != token:
+            self.known.clear()
         if len(self._consumed) < MAX_REPLAYED:
             self._consumed.append(token)
 
@@ -83,6 +97,12 @@ class Matcher:
 
         `row` may be wider or narrower than the vocabulary, as the model's logits may be.
         """
+        if self.known and self.known[0] // 32 < len(row):
+            allow_only(row[None], self.known[0])
+        else:
+            self._compute_mask(row)
+
+    def _compute_mask(self, row: Uint32s) -> None:
         num_words, words = self._num_words, row
         if len(row) != num_words or not row.flags.c_contiguous:
             words = np.empty(num_words, np.uint32)
@@ -103,14 +123,16 @@ class Matcher:
             if not self.inner.try_consume_tokens([draft]):
                 break
             num_consumed += 1
-            self.fill_mask(rows[num_consumed])
+            self._compute_mask(rows[num_consumed])
         rows[num_consumed + 1 :] = 0xFFFFFFFF
         if num_consumed:
             self.inner.rollback(num_consumed)
 
     def forced_tokens(self) -> list[int]:
         """The tokens that must come next: before each, the mask has that token alone. May miss some."""
-        return self.inner.compute_ff_tokens()
+        if not self.known:
+            self.known.extend(self.inner.compute_ff_tokens())
+        return list(self.known)
 
     def guided(self, behind: Sequence[int], drafts: Sequence[int], max_drafts: int) -> tuple[list[int], bool]:
         """The first of the drafts, as far as they may follow the answer and the tokens `behind`, which it was not

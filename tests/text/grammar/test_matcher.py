@@ -268,3 +268,60 @@ def test_a_model_without_end_tokens_is_refused() -> None:
     tokenizer.end_token_ids = ()
     with pytest.raises(ModelError, match="no end token"):
         GrammarEnvironment(tokenizer, tokenizer.vocab_size)
+
+
+LONG = {"type": "array", "items": record({}), "minItems": 200}
+"""Its answers are one long text that is forced."""
+
+
+@pytest.mark.parametrize("schema", [*(entry[0] for entry in SCHEMAS.values()), LONG], ids=[*SCHEMAS, "long"])
+@pytest.mark.parametrize("is_looking", [True, False], ids=["ahead", "not"])
+def test_remembered_tokens_change_no_mask(environment: GrammarEnvironment, schema: object, is_looking: bool) -> None:
+    """One matcher remembers what must come, the other one never does."""
+    compiled, rng = environment.compile(of(schema)), np.random.default_rng(0)
+    remembers, plain = compiled.matcher(), compiled.matcher()
+    batch = MaskBatch([MaskAsk(remembers, 0, ()), MaskAsk(plain, 1, ())])
+    masks, alone = np.empty((2, environment.num_words), np.uint32), np.empty(environment.num_words, np.uint32)
+    num_known = 0
+    for _ in range(60):
+        plain.known.clear()
+        assert environment.fill_masks(batch, masks) == [None, None]
+        assert (masks[0] == masks[1]).all()
+        num_known += bool(remembers.known)
+        remembers.fill_mask(alone)
+        assert (alone == masks[1]).all()
+        tokens = np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little"))
+        if len(tokens) == 1 and is_looking:
+            remembers.forced_tokens()
+        token = int(rng.choice(tokens))
+        remembers.consume([token])
+        plain.consume([token])
+        if plain.is_done:
+            break
+    assert num_known > 0 or not compiled.begins_with
+    assert schema is not LONG or num_known > (50 if is_looking else 10)
+
+
+def test_a_token_that_was_not_expected_ends_what_is_remembered(
+    environment: GrammarEnvironment, default_tokenizer: Tokenizer
+) -> None:
+    """Other tokens may spell the same text."""
+    matcher = environment.compile(of(record({"name": {"type": "integer"}}))).matcher()
+    assert len(matcher.known) > 2
+    matcher.consume([default_tokenizer.encode("{", add_special=False)[0]])
+    assert not matcher.known
+    rest = default_tokenizer.encode('"name": 3}', add_special=False)
+    matcher.consume(rest)
+    assert matcher.is_done
+
+
+def test_rows_after_drafts_are_not_taken_from_what_is_remembered(environment: GrammarEnvironment) -> None:
+    compiled = environment.compile(of(record({"name": {"type": "integer"}})))
+    matcher, plain = compiled.matcher(), compiled.matcher()
+    drafts = list(matcher.known)[:3]
+    plain.known.clear()
+    rows = np.empty((2, 1 + len(drafts), environment.num_words), np.uint32)
+    matcher.fill_masks(rows[0], drafts)
+    plain.fill_masks(rows[1], drafts)
+    assert (rows[0] == rows[1]).all()
+    assert list(matcher.known)[:3] == drafts
