@@ -35,6 +35,8 @@ DEPTH = 2
 SLOW_STEP_S = 0.05
 """After a step as long as this, a CPU has one step in flight: the host's work between steps is then a few thousandths
 of the time, and a request that arrives during a step takes part in the next one, not in the one after it."""
+SLOW_MASKS_S = 0.0006
+"""Masks of a step that take longer hold up its draw. Otherwise the forward pass hides them."""
 
 
 class MaskSource(Protocol):
@@ -285,13 +287,15 @@ class Cycle:
             self._masks.masks(rows, bits)
         finally:
             self._runner.masks_ready()
-            self.times.mask_s += self._clock() - began
+            mask_s = self._clock() - began
+            self.times.mask_s += mask_s
             plan = queued.result()
         if launched.pending is None:
             launched.pending = self._runner.draw(launched.plan, masks)
         self._forced = {}
         self._launch_planned(plan)
-        self._masks.forced(rows, masks)  # For masks to come. Nothing waits for it here.
+        if mask_s > SLOW_MASKS_S:
+            self._masks.forced(rows, masks)  # Long forced text may be why: its further masks take no time.
 
     def _queue_and_plan(self, launched: Launched, masks: Masks) -> StepPlan | None:
         launched.pending = self._runner.draw_ahead(launched.plan, masks)

@@ -92,11 +92,8 @@ class GrammarEnvironment:
         known = [ask for ask in batch.plain if ask.matcher.known]
         if len(known) < len(batch.plain):
             self._threads.unsafe_compute_mask_ptr(batch.unknown(), *memory)
-        if known:
-            rows = [ask.first for ask in known]
-            only = np.zeros((len(known), self.num_words), np.uint32)
-            allow_only(only, [ask.matcher.known[0] for ask in known])
-            out[rows] = only
+        for ask in known:
+            allow_only(out[ask.first], ask.matcher.known[0])
         if batch.drafted:
             for ask in batch.asks:
                 ask.rows(out)[1:] = ALL_TOKENS  # Rows after a refused draft are not written.

@@ -17,11 +17,11 @@ MAX_REPLAYED = 64
 """An answer with as many tokens stays with its lexer."""
 
 
-def allow_only(rows: Uint32s, tokens: npt.ArrayLike) -> None:
-    """Make these masks allow one token each."""
-    allowed = np.asarray(tokens, np.uint32)
-    rows[:] = 0
-    rows[np.arange(len(rows)), allowed // 32] = np.uint32(1) << allowed % np.uint32(32)
+def allow_only(row: Uint32s, token: int) -> None:
+    """Let the mask allow this token only. Keeps the interpreter's lock: numpy would give it up to clear so many words,
+    and wait for another thread to get it back."""
+    memoryview(row)[:] = memoryview(bytes(row.nbytes)).cast("I")
+    row[token // 32] = 1 << token % 32
 
 
 class Lexer:
@@ -98,7 +98,7 @@ class Matcher:
         `row` may be wider or narrower than the vocabulary, as the model's logits may be.
         """
         if self.known and self.known[0] // 32 < len(row):
-            allow_only(row[None], self.known[0])
+            allow_only(row, self.known[0])
         else:
             self._compute_mask(row)
 
