@@ -5,7 +5,7 @@ So a simulator can drive the same cycle with priced steps.
 
 A step is launched in two parts. Its forward pass starts at once. If a grammar restricts some of its rows, its draw
 waits until the tokens of the step before are on the host: the masks depend on them, and computing them hides behind the
-forward pass.
+forward pass. Where the device itself can wait for masks, the draw is queued with the forward pass.
 """
 
 from __future__ import annotations
@@ -118,6 +118,12 @@ class Launched:
     """The requests of its masked rows. Rows change hands when a later step is planned, also in another thread."""
     pending: Pending[StepResult] | None = None
     """None until its draw is queued."""
+    awaited: tuple[MaskedRows, Masks] | None = None
+    """What its draw, which is queued, waits for."""
+
+    @property
+    def needs_masks(self) -> bool:
+        return self.pending is None or self.awaited is not None
 
 
 class Cycle:
@@ -175,7 +181,7 @@ class Cycle:
         if self._copying:
             self._copying.acknowledge()
         depth = 1 if self._last_device_s >= self._slow_step_s else self._depth
-        launched = len(self._launched) < depth and not self._has_undrawn and self._launch_next()
+        launched = len(self._launched) < depth and not self._needs_masks and self._launch_next()
         if self._copying and not self._launched:  # only copies can make a step possible
             self._copying.acknowledge(wait=True)
             return True
@@ -200,8 +206,9 @@ class Cycle:
     # -- launch ----------------------------------------------------------------------------------------------------
 
     @property
-    def _has_undrawn(self) -> bool:
-        return bool(self._launched) and self._launched[-1].pending is None
+    def _needs_masks(self) -> bool:
+        """True if the last step launched has no masks yet."""
+        return bool(self._launched) and self._launched[-1].needs_masks
 
     def _launch_next(self) -> bool:
         return self._launch_planned(self._plan_next())
@@ -232,6 +239,8 @@ class Cycle:
         self._runner.forward(plan)
         if plan.masked is None or len(self._launched) == 1:
             self._draw(launched)
+        elif plan.draft_places is None and len(plan.rows) > self._max_jump_rows:
+            self._queue_draw(launched)
         self._listener.on_launched(plan, now)
 
     def _draw(self, launched: Launched) -> None:
@@ -257,14 +266,23 @@ class Cycle:
             drafts = [own.tolist() for own in self._runner.masked_drafts()]
         return MaskedRows(np.flatnonzero(plan.masked[plan.samples]), request_ids, drafts)
 
+    def _queue_draw(self, launched: Launched) -> None:
+        """Queue the draw of a step whose masks are not known yet, if the device can wait for them."""
+        rows = self._masked_rows(launched.plan, launched.masked_ids)
+        masks = rows.masks(self._runner.mask_memory(rows.num_masks))
+        launched.awaited = rows, masks
+        launched.pending = self._runner.draw_ahead(launched.plan, masks)
+        if launched.pending is None:
+            launched.awaited = None
+
     def _draw_and_launch_next(self, launched: Launched) -> None:
-        """Queue the draw of a step, and the step that follows it."""
+        """Compute the masks of a step, queue its draw if that is not queued, and the step that follows it."""
+        if launched.awaited is not None:
+            self._fill_and_launch_next(launched, *launched.awaited)
+            return
         if len(launched.plan.rows) <= self._max_jump_rows:
             self._draw(launched)
             self._launch_next()  # It may begin after forced tokens.
-            return
-        if launched.plan.draft_places is None:
-            self._draw_ahead_and_launch_next(launched)
             return
         # The next step is planned in a thread: computing masks leaves the interpreter to it.
         planned = self._planner.submit(self._plan_next)
@@ -274,32 +292,30 @@ class Cycle:
             plan = planned.result()
         self._launch_planned(plan)
 
-    def _draw_ahead_and_launch_next(self, launched: Launched) -> None:
-        """While this thread computes the masks of a step, another queues its draw, if the device can wait for them, and
-        plans the next step."""
+    def _fill_and_launch_next(self, launched: Launched, rows: MaskedRows, masks: Masks) -> None:
         assert self._masks is not None
-        rows = self._masked_rows(launched.plan, launched.masked_ids)
-        bits = self._runner.mask_memory(rows.num_masks)
-        masks = rows.masks(bits)
-        queued = self._planner.submit(self._queue_and_plan, launched, masks)
         began = self._clock()
         try:
-            self._masks.masks(rows, bits)
+            self._masks.masks(rows, masks.bits)
         finally:
-            self._runner.masks_ready()
-            mask_s = self._clock() - began
-            self.times.mask_s += mask_s
-            plan = queued.result()
-        if launched.pending is None:
-            launched.pending = self._runner.draw(launched.plan, masks)
+            self._let_draw(launched)
+        mask_s = self._clock() - began
+        self.times.mask_s += mask_s
         self._forced = {}
-        self._launch_planned(plan)
+        self._launch_next()
         if mask_s > SLOW_MASKS_S:
             self._masks.forced(rows, masks)  # Long forced text may be why: its further masks take no time.
 
-    def _queue_and_plan(self, launched: Launched, masks: Masks) -> StepPlan | None:
-        launched.pending = self._runner.draw_ahead(launched.plan, masks)
-        return self._plan_next()
+    def _let_draw(self, launched: Launched) -> None:
+        """Whatever has failed: until this, the device waits, and so does everything queued behind the draw."""
+        launched.awaited = None
+        self._runner.masks_ready()
+
+    def close(self) -> None:
+        """No step will be planned any more."""
+        for launched in self._launched:
+            if launched.awaited is not None:
+                self._let_draw(launched)
 
     def _use_forced(self, rows: MaskedRows, forced: list[tuple[int, list[int]]], *, jumps: bool) -> None:
         """Rows continue after the tokens that their grammars force, or have them as drafts in the next step. The step
@@ -355,7 +371,7 @@ class Cycle:
         times.device_s += device_s
         done = Confirmed(oldest.plan, result, outcome, oldest.at, now, device_s)
         try:
-            if self._has_undrawn and len(self._launched) == 1:
+            if self._needs_masks and len(self._launched) == 1:
                 # The device computes its forward pass: queue what follows before sending tokens.
                 self._draw_and_launch_next(self._launched[0])
         finally:
@@ -392,6 +408,7 @@ class Cycle:
         return None
 
     def _discard_launched(self) -> None:
+        self.close()
         while self._launched:
             pending = self._launched.popleft().pending
             try:

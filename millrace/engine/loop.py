@@ -138,6 +138,7 @@ class Engine:
             self._loop()
         finally:
             watchdog.stop()
+            self._cycle.close()
             self._device.close()
             if self._constrained is not None:
                 self._constrained.shut_down()

@@ -278,7 +278,6 @@ class CudaRunner:
         forwarded = self._forwarded()
         if not self._only_replays(forwarded):
             return None
-        torch.cuda.set_device(self._device.torch_device)  # It may be another thread's first call.
         return self._device.launch(lambda: self._draw(plan, forwarded, masks, is_ahead=True), self._copy_to_host)
 
     def _only_replays(self, forwarded: Forwarded) -> bool:

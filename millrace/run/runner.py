@@ -126,8 +126,8 @@ class AnyRunner(Protocol):
         """Queue the draw of the step whose forward pass was queued last."""
 
     def draw_ahead(self, plan: StepPlan, masks: Masks) -> Pending[StepResult] | None:
-        """Queue that draw before its masks are known, from any thread: they will be in `mask_memory`, and `masks_ready`
-        must be called, before or after this, whatever fails. None if this draw cannot wait for them."""
+        """Queue that draw before its masks are known: they will be in `mask_memory`, and `masks_ready` must be called,
+        whatever fails. None if this draw cannot wait for them."""
 
     def masks_ready(self) -> None:
         """The masks of that draw are computed: it may begin."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ pytest.importorskip("llguidance")
 
 from millrace.engine import loop as loop_module
 from millrace.engine.constrained import ConstrainedRequests
-from millrace.engine.cycle import Cycle, Times
+from millrace.engine.cycle import Cycle, Launched, Times
 from millrace.engine.grammars import Grammars
 from millrace.engine.loop import Engine
 from millrace.link.messages import NewRequest, StepTokens, ToEngine, ToFront, pack_tokens, unpack_tokens
@@ -98,16 +98,17 @@ class AheadRunner(Runner):
         self.ready, self.num_ahead = threading.Event(), 0
 
     def mask_memory(self, count: int) -> Uint32s:
-        self.ready.clear()
+        self.ready = threading.Event()
         masks = super().mask_memory(count)
         masks[:] = 0  # Nothing can be drawn before they are ready.
         return masks
 
     def draw_ahead(self, plan: StepPlan, masks: Masks) -> Any:
         self.num_ahead += 1
+        ready = self.ready
 
         def wait() -> StepResult:
-            assert self.ready.wait(10)
+            assert ready.is_set()
             found: StepResult = self.draw(plan, masks).wait()
             return found
 
@@ -182,18 +183,44 @@ def test_masks_that_fail_still_let_the_device_draw() -> None:
     def fail(rows: Any, bits: Any) -> Masks:
         raise ValueError("no masks")
 
-    cycle: Any = Cycle.__new__(Cycle)
-    cycle._runner, cycle._masks, cycle._clock, cycle.times = (
-        runner,
-        SimpleNamespace(masks=fail),
-        time.monotonic,
-        Times(),
-    )
-    cycle._masked_rows = lambda plan, ids: SimpleNamespace(num_masks=1, masks=lambda bits: bits)
-    cycle._plan_next = lambda: None
-    cycle._planner = ThreadPoolExecutor(1)
+    cycle = waiting_cycle(runner, SimpleNamespace(masks=fail))
+    assert cycle._needs_masks
     with pytest.raises(ValueError, match="no masks"):
-        cycle._draw_ahead_and_launch_next(SimpleNamespace(plan=None, masked_ids=None, pending=None))
+        cycle._draw_and_launch_next(cycle._launched[0])
     assert runner.ready.is_set()
-    assert runner.num_ahead == 1
-    cycle._planner.shutdown()
+    assert not cycle._needs_masks
+
+
+def test_a_draw_that_fails_while_it_is_queued_lets_the_device_go_on() -> None:
+    runner = AheadRunner()
+
+    def fail(plan: Any, masks: Any) -> Any:
+        raise ValueError("no draw")
+
+    runner.draw_ahead = fail  # type: ignore[method-assign]
+    cycle: Any = Cycle.__new__(Cycle)
+    with pytest.raises(ValueError, match="no draw"):
+        waiting_cycle(runner, None, cycle)
+    assert not runner.ready.is_set()
+    cycle.close()
+    assert runner.ready.is_set()
+
+
+def test_an_engine_that_ends_lets_the_device_draw() -> None:
+    """Ending waits for the device, which would wait for masks."""
+    runner = AheadRunner()
+    cycle = waiting_cycle(runner, None)
+    assert not runner.ready.is_set()
+    cycle.close()
+    assert runner.ready.is_set()
+
+
+def waiting_cycle(runner: AheadRunner, masks: Any, cycle: Any = None) -> Any:
+    """A cycle in which the draw of one step waits for masks."""
+    cycle = cycle or Cycle.__new__(Cycle)
+    cycle._runner, cycle._masks, cycle._clock, cycle.times = runner, masks, time.monotonic, Times()
+    cycle._masked_rows = lambda plan, ids: SimpleNamespace(num_masks=1, masks=lambda bits: SimpleNamespace(bits=bits))
+    launched = Launched(SimpleNamespace(rows=[0]), 0.0, NONE)  # type: ignore[arg-type]
+    cycle._launched = deque([launched])
+    cycle._queue_draw(launched)
+    return cycle

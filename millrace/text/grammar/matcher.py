@@ -20,7 +20,7 @@ MAX_REPLAYED = 64
 def allow_only(row: Uint32s, token: int) -> None:
     """Let the mask allow this token only. Keeps the interpreter's lock: numpy would give it up to clear so many words,
     and wait for another thread to get it back."""
-    memoryview(row)[:] = memoryview(bytes(row.nbytes)).cast("I")
+    row.data[:] = memoryview(bytes(row.nbytes)).cast("I")
     row[token // 32] = 1 << token % 32
 
 
