@@ -90,6 +90,24 @@ def test_stop_and_errors(browser: Browser) -> None:
         page.wait_for_selector(".error-card:has-text('not valid JSON')")
 
 
+def test_buttons_stay_while_an_answer_streams(browser: Browser) -> None:
+    """A click is lost if its button is replaced between press and release."""
+    with running_front(endless, step_s=0.005) as front, watched_page(browser, front.url) as page:
+        open_page(page, front)
+        page.fill("#input", "Go on")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".message.assistant p:text-matches('[a-z]{20}')")
+        page.keyboard.press("Escape")
+        page.wait_for_selector(".notice:has-text('Stopped.')")
+        page.click("[aria-label='Regenerate as a new branch']")
+        button = page.wait_for_selector("[aria-label='Previous branch']")
+        page.wait_for_selector(".message.assistant p:text-matches('[a-z]{20}')")
+        assert button is not None
+        assert button.evaluate("node => node.isConnected")
+        button.click()
+        page.wait_for_selector("text=1/2")
+
+
 def test_settings_reach_the_engine_and_code_repeats_them(browser: Browser, front: Front) -> None:
     with watched_page(browser, front.url) as page:
         open_page(page, front)

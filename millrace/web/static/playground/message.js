@@ -59,9 +59,9 @@ function assistantMessage(node, place, actions) {
   const text = el("div", { class: "markdown" });
   const calls = el("div", { class: "calls" });
   const notice = el("div");
-  const bar = el("footer", {});
+  const bar = el("footer", {}), stats = el("span", { class: "stats" });
   const root = el("article", { class: "message assistant", "aria-label": "Answer" }, reasoning, text, calls, notice, bar);
-  let mode = node.tokens?.length ? "tokens" : "text", shownMode = null, wasOpened = false;
+  let mode = node.tokens?.length ? "tokens" : "text", shownMode = null, shownButtons = null, wasOpened = false;
 
   function update() {
     root.classList.toggle("running", node.status === "running");
@@ -77,6 +77,11 @@ function assistantMessage(node, place, actions) {
     showText();
     showCalls();
     showNotice();
+    stats.textContent = statsText(node);
+    // Only when they change: a click is lost if its button is replaced between press and release.
+    const buttons = [node.status, mode, Boolean(node.tokens?.length), node.requestId].join();
+    if (buttons === shownButtons) return;
+    shownButtons = buttons;
     bar.replaceChildren(...footer());
   }
 
@@ -113,8 +118,7 @@ function assistantMessage(node, place, actions) {
       if (node.tokens?.length) parts.push(iconButton("tokens", mode === "tokens" ? "Show as text" : "Show token probabilities", () => { mode = mode === "tokens" ? "text" : "tokens"; update(); }, { "aria-pressed": String(mode === "tokens") }));
       if (node.requestId) parts.push(el("a", { class: "ghost", href: `/dashboard#request=${encodeURIComponent(node.requestId)}`, title: "Timeline of this request", "aria-label": "Timeline of this request" }, icon("clock")));
     }
-    parts.push(el("span", { class: "stats" }, statsText(node)));
-    return parts.filter(Boolean);
+    return [...parts, stats].filter(Boolean);
   }
   update();
   return { root, update };
