@@ -9,6 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+
+import msgspec
 
 from millrace.errors import BadRequest
 from millrace.link.messages import Finish, TokenLogprobs
@@ -16,6 +19,8 @@ from millrace.params import MAX_LOGPROBS, BeamParams, SamplingParams
 
 Expand = Callable[[list[list[int]]], Awaitable[list[TokenLogprobs]]]
 """Output tokens of each live beam -> the likeliest tokens that follow each."""
+HasStop = Callable[[Sequence[int]], bool]
+"""Whether the text of these output tokens contains a stop string."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +30,28 @@ class Beam:
     score: float = 0.0
     """Sum of log-probabilities; of a finished beam divided by length ** length_penalty."""
     is_stopped: bool = False
-    """True if it ended with an end token, false if with the length."""
+    """True if it ended with an end token, false if with the length or a stop string."""
+
+    def entries(self, num_top: int) -> list[TokenLogprobs]:
+        """Log-probabilities of the tokens, each with the likeliest `num_top`, as the client asked for them."""
+        return [
+            msgspec.structs.replace(one, top_ids=one.top_ids[:num_top], top_logprobs=one.top_logprobs[:num_top])
+            for one in self.logprobs
+        ]
 
 
 class BeamSearch:
     def __init__(
-        self, params: BeamParams, *, max_tokens: int, end_token_ids: Sequence[int], min_tokens: int = 0
+        self,
+        params: BeamParams,
+        *,
+        max_tokens: int,
+        end_token_ids: Sequence[int],
+        min_tokens: int = 0,
+        has_stop: HasStop | None = None,
     ) -> None:
         self._params, self._max_tokens, self._min_tokens = params, max_tokens, min_tokens
-        self._ends = frozenset(end_token_ids)
+        self._ends, self._has_stop = frozenset(end_token_ids), has_stop
         self.live = [Beam()]
         self.finished: list[Beam] = []
         """The best ones so far, best first."""
@@ -52,11 +70,12 @@ class BeamSearch:
         self._length += 1
         is_last = self._length == self._max_tokens
         # Only the best candidates may end; the others are there so that enough beams go on.
-        ending = [beam for beam in candidates[:num_beams] if is_last or beam.token_ids[-1] in self._ends]
+        ending = [beam for beam in candidates[:num_beams] if is_last or self._ends_with(beam)]
         self.finished = sorted([*self.finished, *map(self._ended, ending)], key=lambda beam: beam.score, reverse=True)[
             :num_beams
         ]
-        self.live = [] if is_last else [one for one in candidates if one.token_ids[-1] not in self._ends][:num_beams]
+        going_on = (beam for beam in candidates if not self._ends_with(beam))
+        self.live = [] if is_last else list(islice(going_on, num_beams))
         self.is_done = not self.live or self._cannot_improve()
 
     def _candidates(self, following: Sequence[TokenLogprobs]) -> list[Beam]:
@@ -70,6 +89,10 @@ class BeamSearch:
                 found.append((beam.score + logprob, beam, own))
         found.sort(key=lambda one: -one[0])
         return [Beam((*beam.token_ids, own.token_id), (*beam.logprobs, own), score) for score, beam, own in found]
+
+    def _ends_with(self, beam: Beam) -> bool:
+        """Whether the last token of a continuation ends it."""
+        return beam.token_ids[-1] in self._ends or (self._has_stop is not None and self._has_stop(beam.token_ids))
 
     def _ended(self, beam: Beam) -> Beam:
         score = beam.score / self._length**self._params.length_penalty
@@ -88,18 +111,25 @@ class BeamSearch:
 
 
 async def search(
-    params: BeamParams, expand: Expand, *, max_tokens: int, ends: Sequence[int], min_tokens: int
+    params: BeamParams,
+    expand: Expand,
+    *,
+    max_tokens: int,
+    ends: Sequence[int],
+    min_tokens: int,
+    has_stop: HasStop | None = None,
 ) -> list[Beam]:
     """The finished beams, best first."""
-    beams = BeamSearch(params, max_tokens=max_tokens, end_token_ids=ends, min_tokens=min_tokens)
+    beams = BeamSearch(params, max_tokens=max_tokens, end_token_ids=ends, min_tokens=min_tokens, has_stop=has_stop)
     while not beams.is_done:
         beams.advance(await expand([list(beam.token_ids) for beam in beams.live]))
     return beams.finished
 
 
-def step_params(params: BeamParams, num_ends: int) -> SamplingParams:
-    """What asks the engine for the tokens that may follow a beam."""
-    return SamplingParams(max_tokens=1, temperature=0.0, logprobs=params.num_beams + num_ends, ignore_eos=True)
+def step_params(params: BeamParams, num_ends: int, logprobs: int | None) -> SamplingParams:
+    """What asks the engine for the tokens that may follow a beam. `logprobs`: as many as the client wants to see."""
+    num_top = max(params.num_beams + num_ends, logprobs or 0)
+    return SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_top, ignore_eos=True)
 
 
 def check_beams(params: BeamParams, sampling: SamplingParams, num_ends: int) -> None:

@@ -18,6 +18,7 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_CHOICES = 128
+MAX_TEMPERATURE = 100.0
 MAX_BREAKERS = 64
 MAX_LOGITS_PROCESSORS = 8
 MAX_GRAMMAR_BYTES = 128 * 1024
@@ -163,7 +164,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _in_range("temperature", self.temperature, 0.0, 100.0)
+        _in_range("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _in_range("seed", self.seed, -(2**63), 2**64 - 1)
         if _numbers_of(self) != _NEUTRAL_NUMBERS:
             self._check_lengths()

@@ -19,7 +19,8 @@ _MARKED = re.compile(r"(<!-- fields of (\w+) -->\n).*?(<!-- end -->)", re.DOTALL
 
 def _kind(schema: dict[str, Any]) -> str:
     if "enum" in schema and "type" not in schema:
-        return "word" if all(isinstance(value, str) for value in schema["enum"]) else "–"
+        kinds = {type(value) for value in schema["enum"]}
+        return "word" if kinds == {str} else "integer" if kinds <= {int, type(None)} and int in kinds else "–"
     if "$ref" in schema:
         return "object"
     if "anyOf" in schema or "oneOf" in schema:

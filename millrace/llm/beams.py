@@ -10,7 +10,7 @@ from millrace.link.client import EngineClient
 from millrace.link.messages import TokenLogprobs
 from millrace.llm.outputs import Choice, Generation
 from millrace.params import BeamParams, SamplingParams
-from millrace.text.text_stream import TextStream
+from millrace.text.text_stream import TextStream, stop_finder
 from millrace.text.tokenizers.tokenizer import Tokenizer
 
 
@@ -21,7 +21,7 @@ async def search_one(
     own = () if params.ignore_eos else tokenizer.end_token_ids
     ends = tuple(dict.fromkeys((*own, *params.stop_token_ids)))
     check_beams(beams, params, len(ends))
-    asked = step_params(beams, len(ends))
+    asked = step_params(beams, len(ends), params.logprobs)
 
     async def expand(live: list[list[int]]) -> list[TokenLogprobs]:
         steps = [OneToken() for _ in live]
@@ -37,7 +37,10 @@ async def search_one(
         return [step.logprobs for step in steps if step.logprobs is not None]
 
     max_tokens = client.output_limit(len(token_ids), params)
-    found = await search(beams, expand, max_tokens=max_tokens, ends=ends, min_tokens=params.min_tokens)
+    has_stop = stop_finder(tokenizer, params)
+    found = await search(
+        beams, expand, max_tokens=max_tokens, ends=ends, min_tokens=params.min_tokens, has_stop=has_stop
+    )
     choices = [_choice(tokenizer, index, beam, params) for index, beam in enumerate(found[: params.n])]
     return Generation(token_ids, choices)
 
@@ -54,5 +57,5 @@ def _choice(tokenizer: Tokenizer, index: int, beam: Beam, params: SamplingParams
         shown,
         "length" if stopped_by is None else "stop",
         stopped_by,
-        list(beam.logprobs[:num_shown]) if params.logprobs is not None else None,
+        beam.entries(params.logprobs)[:num_shown] if params.logprobs is not None else None,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from millrace.params import SamplingParams
 from millrace.text.detokenizer import Detokenizer
@@ -54,3 +54,20 @@ class TextStream:
     def stopped_by(self) -> str | None:
         """The stop string that ended the text, or None."""
         return None if self._stops is None else self._stops.matched
+
+
+def stop_finder(tokenizer: Tokenizer, params: SamplingParams) -> Callable[[Sequence[int]], bool] | None:
+    """Says whether the text of output tokens contains a stop string that their last token completes. None: there are
+    no stop strings."""
+    if not params.stop:
+        return None
+    # Every token that is shown has a byte at least. The further ones let the first character of the window be whole.
+    window = max(len(stop.encode("utf-8", "surrogatepass")) for stop in params.stop) + 8
+
+    def has_stop(token_ids: Sequence[int]) -> bool:
+        text = TextStream(tokenizer, params)
+        for token in token_ids[-window:]:
+            text.push(token)
+        return text.stopped_by is not None
+
+    return has_stop

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+from contextlib import closing
 from typing import Any
 
-from serve.front_under_test import END, MODEL, running_front, saying
+from serve.front_under_test import END, MODEL, endless, running_front, saying
 from serve.wire import Reply, get, post, request
 
 from millrace.link.messages import NewRequest
@@ -52,3 +54,44 @@ def test_a_failure_is_an_event() -> None:
     with running_front(poisoned) as front:
         said = events(post(front.port, RESPONSES, {"input": "hi", "stream": True, "background": True}))
         assert said[-1]["type"] in ("error", "response.failed")
+
+
+def opened(port: int, sent: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse, str]:
+    """A stream whose first events have come, and the id of its response."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request("POST", RESPONSES, body=json.dumps(sent), headers={"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    assert answer.readline().startswith(b"event: ")
+    return connection, answer, json.loads(answer.readline().partition(b"data: ")[2])["response"]["id"]
+
+
+def rest(answer: http.client.HTTPResponse) -> list[dict[str, Any]]:
+    lines = answer.read().decode().split("\n")
+    return [json.loads(line.partition("data: ")[2]) for line in lines if line.startswith("data: ")]
+
+
+def test_the_stream_of_a_cancelled_response_ends_with_an_event() -> None:
+    with running_front(endless, step_s=0.01) as front:
+        sent = {"input": "hi", "stream": True, "background": True, "max_output_tokens": 4000}
+        connection, answer, made = opened(front.port, sent)
+        with closing(connection):
+            assert post(front.port, f"{RESPONSES}/{made}/cancel", {}).json["status"] == "cancelled"
+            last = rest(answer)[-1]
+        assert (last["type"], last["response"]["status"]) == ("response.cancelled", "cancelled")
+        again = events(get(front.port, f"{RESPONSES}/{made}?stream=true"))
+        assert [event["sequence_number"] for event in again] == list(range(len(again)))
+        assert again[-1]["type"] == "response.cancelled"
+        later = events(get(front.port, f"{RESPONSES}/{made}?stream=true&starting_after=1"))
+        assert [event["sequence_number"] for event in later] == list(range(2, 2 + len(later)))
+        assert later[-1]["type"] == "response.cancelled"
+        assert events(get(front.port, f"{RESPONSES}/{made}?stream=true&starting_after=99999")) == []
+
+
+def test_deleting_a_response_ends_its_stream_with_an_error() -> None:
+    with running_front(endless, step_s=0.01) as front:
+        sent = {"input": "hi", "stream": True, "background": True, "max_output_tokens": 4000}
+        connection, answer, made = opened(front.port, sent)
+        with closing(connection):
+            assert request(front.port, "DELETE", f"{RESPONSES}/{made}").status == 200
+            last = rest(answer)[-1]
+        assert (last["type"], last["code"]) == ("error", "not_found")

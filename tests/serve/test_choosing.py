@@ -17,7 +17,7 @@ from millrace.link.messages import NewRequest, TokenLogprobs, unpack_tokens
 from millrace.params import BeamParams, SamplingParams, ThinkingLimit
 from millrace.serve.generate.choices import CollectedChoice
 from millrace.serve.generate.choosing.beam_fields import SelfConsistency
-from millrace.serve.generate.choosing.best import elect
+from millrace.serve.generate.choosing.best import MATCH_S, Ballot, elect
 from millrace.serve.generate.events import Output
 
 COMPLETIONS = "/v1/completions"
@@ -97,6 +97,8 @@ def test_sampler_fields_reach_the_engine_from_every_dialect(front: Front) -> Non
         ({"mirostat": 2, "mirostat_mode": 1}, "mirostat"),
         ({"dynatemp_min": 1.0}, "dynatemp_min"),
         ({"repeat_last_n": -2}, "repeat_last_n"),
+        ({"dry_penalty_last_n": -2}, "dry_penalty_last_n"),
+        ({"dynatemp_min": 0.0, "dynatemp_max": 300.0}, "dynatemp_max"),
         ({"num_beams": 2, "top_p": 0.5}, "top_p"),
         ({"num_beams": 2, "n": 3}, "n"),
         ({"num_beams": 20}, "num_beams"),
@@ -105,6 +107,7 @@ def test_sampler_fields_reach_the_engine_from_every_dialect(front: Front) -> Non
         ({"self_consistency": {"samples": 3}}, "self_consistency"),
         ({"self_consistency": {"samples": 3, "regex": "("}}, "self_consistency.regex"),
         ({"self_consistency": {"samples": 3, "json_path": "a[x]"}}, "self_consistency.json_path"),
+        ({"self_consistency": {"samples": 3, "json_path": "$a[x]"}}, "self_consistency.json_path"),
         ({"self_consistency": {"samples": 3, "regex": "a"}, "n": 2}, "self_consistency"),
     ],
 )
@@ -134,7 +137,9 @@ def test_best_of_on_chat(front: Front) -> None:
 
 
 @pytest.mark.parametrize(
-    "field", [{"json_path": "result.n[0]"}, {"regex": r"\[(\d+)\]"}, {"regex": r"(?:\d)"}], ids=["path", "group", "all"]
+    "field",
+    [{"json_path": "result.n[0]"}, {"json_path": "$.result.n[0]"}, {"regex": r"\[(\d+)\]"}, {"regex": r"(?:\d)"}],
+    ids=["path", "path from $", "group", "all"],
 )
 def test_the_majority_wins(voters: Front, field: dict[str, str]) -> None:
     answer = post(voters.port, CHAT, body(seed=0, self_consistency={"samples": 5, **field})).json
@@ -236,9 +241,52 @@ def test_a_limit_on_reasoning_is_refused_with_beams() -> None:
     assert caught.value.param == "reasoning_effort"
 
 
-def test_an_answer_without_the_field_does_not_win_a_vote_for_empty_fields() -> None:
-    said = [("x=", -1.0), ("x=", -1.0), ("none", 0.0)]
-    outputs = [Output([text], logprobs=[TokenLogprobs(1, logprob, 1, (), ())]) for text, logprob in said]
+def test_a_vote_is_over_the_answers_to_one_prompt(voters: Front) -> None:
+    vote = {"samples": 3, "regex": "7"}
+    reply = post(voters.port, COMPLETIONS, {"model": MODEL, "prompt": ["a", "b"], "self_consistency": vote})
+    assert (reply.status, reply.error["param"]) == (400, "self_consistency")
+
+
+def held(answers: list[tuple[str, float]], vote: SelfConsistency) -> tuple[str, Ballot]:
+    """The text that won among answers of these log-probabilities, and how."""
+    outputs = [Output([text], logprobs=[TokenLogprobs(1, logprob, 1, (), ())]) for text, logprob in answers]
     choices = [SimpleNamespace(output=output) for output in outputs]
-    winner, ballot = elect(cast("list[CollectedChoice]", choices), SelfConsistency(samples=3, regex="x=(.*)"))
-    assert (winner.output.text, ballot.value, ballot.votes) == ("x=", "", 2)
+    winner, ballot = elect(cast("list[CollectedChoice]", choices), vote)
+    return winner.output.text, ballot
+
+
+def test_an_answer_without_the_field_does_not_win_a_vote_for_empty_fields() -> None:
+    text, ballot = held([("x=", -1.0), ("x=", -1.0), ("none", 0.0)], SelfConsistency(samples=3, regex="x=(.*)"))
+    assert (text, ballot.value, ballot.votes) == ("x=", "", 2)
+
+
+def test_values_that_are_equal_in_json_agree() -> None:
+    path = SelfConsistency(samples=4, json_path="$.a")
+    same = [('{"a": 7}', -3.0), ('{"a": 7.0}', -2.0), ('{"a": "7"}', -4.0), ('{"a": 8}', 0.0)]
+    assert held(same, path) == ('{"a": 7.0}', Ballot("7", 3, 4))
+    ordered = [('{"a": {"x": 1, "y": 2}}', -1.0), ('{"a": {"y": 2, "x": 1}}', -2.0), ('{"a": null}', 0.0)]
+    assert held(ordered, path) == (ordered[0][0], Ballot('{"x":1,"y":2}', 2, 3))
+    # Of two equally frequent values, that of the likelier answer.
+    assert held([('{"a": 1}', -2.0), ('{"a": 2}', -1.0)], path) == ('{"a": 2}', Ballot("2", 1, 2))
+
+
+@pytest.mark.parametrize("broken", ["[" * 9000, "[" * 9000 + "]" * 9000, "{", '{"a": 1e999}', '{"b": 1}', "[1]", "7"])
+def test_an_answer_that_is_not_such_json_has_no_vote(broken: str) -> None:
+    text, ballot = held([(broken, 0.0), ('{"a": 1e300}', -9.0)], SelfConsistency(samples=2, json_path="a"))
+    assert (text, ballot.votes) == ('{"a": 1e300}', 1)
+
+
+def test_a_slow_pattern_costs_a_vote_its_time_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def slow(pattern: str, text: str, *, timeout: float) -> list[str]:
+        asked.append(timeout)
+        clock[0] += timeout
+        raise TimeoutError
+
+    clock = [100.0]
+    monkeypatch.setattr("regex.findall", slow)
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    _, ballot = held([("aaa", -1.0)] * 128, SelfConsistency(samples=128, regex="x"))
+    monkeypatch.undo()
+    assert (ballot.votes, sum(asked)) == (0, pytest.approx(MATCH_S))

@@ -50,7 +50,7 @@ async def _generation(state: FrontState, request: ChatRequest, received: float) 
     logprobs = _logprobs(request)
     wanted = format_wanted(request)
     n = 1 if request.n is None else request.n
-    beams = beam_params(request, n, request.best_of)
+    beams = beam_params(request, n, request.best_of, request.self_consistency)
     per_prompt = n if beams is not None else sequences_of(request, n)
     try:
         params = sampling_params(

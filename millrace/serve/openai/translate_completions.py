@@ -40,7 +40,7 @@ async def _generation(state: FrontState, request: CompletionRequest, received: f
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     score_only = echo and max_tokens == 0
     n = 1 if request.n is None else request.n
-    beams = beam_params(request, n, request.best_of)
+    beams = beam_params(request, n, request.best_of, request.self_consistency)
     best_of = n if beams is not None else sequences_of(request, n)
     _check_logprobs(request)
     wanted = format_wanted(request)
@@ -93,7 +93,14 @@ def _prompt_logprobs(request: CompletionRequest, echo: bool) -> int | None:
 
 async def _prompts(state: FrontState, request: CompletionRequest, per_prompt: int, max_tokens: int) -> list[Prompt]:
     texts, token_lists = texts_or_tokens(request.prompt, "prompt", MAX_SEQUENCES)
-    check_num_sequences(max(len(texts), len(token_lists)), per_prompt)
+    num_prompts = max(len(texts), len(token_lists))
+    check_num_sequences(num_prompts, per_prompt)
+    if request.self_consistency is not None and num_prompts > 1:
+        raise BadRequest(
+            f"'self_consistency' is a vote over the answers to one prompt, but there are {num_prompts}; send one"
+            " request for each.",
+            param="self_consistency",
+        )
     if request.suffix:
         _check_suffix(request, texts)
         return await fill_in_prompts(state, texts, request.suffix, max_tokens=max_tokens)

@@ -8,11 +8,13 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
 
+import msgspec
+
 from millrace.errors import BadRequest
 from millrace.serve.http.event_stream import EventStream, TextHolder
 from millrace.serve.http.json_answer import encode, escape_lines
 from millrace.serve.responses.schemas import ResponseAnswer
-from millrace.serve.responses.store import OPEN, is_unstreamed, status_of
+from millrace.serve.responses.store import OPEN, get_response, is_unstreamed, status_of
 from millrace.serve.state import FrontState
 
 WRITE_S = 0.05
@@ -110,6 +112,16 @@ def _after(database: sqlite3.Connection, response_id: str, owner: str, number: i
     return [bytes(row["frames"]) for row in rows], status
 
 
+def _cancelled(database: sqlite3.Connection, response_id: str, owner: str, seen: int) -> bytes:
+    """The last event of a response that was cancelled: it stands behind the stored ones. Else nothing."""
+    [count] = database.execute("SELECT COUNT(*) FROM response_events WHERE response_id = ?", (response_id,)).fetchone()
+    if status_of(database, response_id, owner) != "cancelled" or seen >= count:
+        return b""
+    answer = msgspec.json.decode(get_response(database, response_id, owner), type=ResponseAnswer)
+    event = {"type": "response.cancelled", "sequence_number": count, "response": answer}
+    return b"event: response.cancelled\ndata: %b\n\n" % escape_lines(encode(event))
+
+
 async def follow(state: FrontState, response_id: str, owner: str, starting_after: int) -> AsyncIterator[bytes]:
     """Events after this number until the last one, as they are stored. An event of failure is the last but one."""
     seen, told = starting_after, time.monotonic()
@@ -126,6 +138,7 @@ async def follow(state: FrontState, response_id: str, owner: str, starting_after
             if events[-1].startswith(_TERMINAL):
                 return
         elif status not in OPEN:
+            yield await state.store.run(_cancelled, response_id, owner, seen)
             return
         elif time.monotonic() - told > KEEP_ALIVE_S:
             told = time.monotonic()

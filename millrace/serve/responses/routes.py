@@ -112,8 +112,11 @@ async def _follow(request: web.Request, response_id: str, owner: str, starting_a
     answer = web.StreamResponse(headers=headers | {REQUEST_ID_HEADER: request[REQUEST_ID]})
     await answer.prepare(request)
     await answer.write(first)
-    async for more in events:
-        await answer.write(more)
+    try:
+        async for more in events:
+            await answer.write(more)
+    except MillraceError as error:  # Such as a response that is deleted while it is read.
+        await answer.write(stream_error(error))
     await answer.write_eof()
     return answer
 

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from millrace.errors import BadRequest
 from millrace.params import MAX_CHOICES, MAX_LOGPROBS, BeamParams
+from millrace.serve.generate.checks import name_fields
 from millrace.serve.generate.choosing.sampler_fields import SamplerFields
 from millrace.serve.http.schema import Strict, described
 
@@ -41,25 +42,47 @@ class BeamFields(SamplerFields, kw_only=True):
     ] = None
 
 
-def beam_params(body: BeamFields, n: int, best_of: int | None) -> BeamParams | None:
+def beam_params(body: BeamFields, n: int, best_of: int | None, vote: SelfConsistency | None) -> BeamParams | None:
     """None without beam search."""
+    name, width = _width(body)
+    if body.use_beam_search is False or (body.use_beam_search is None and width in (None, 1)):
+        _refuse_alone(body, name, width)
+        return None
+    if vote is not None:
+        raise BadRequest(
+            "'self_consistency' draws its answers and beam search does not draw; remove one of them.",
+            param="self_consistency",
+        )
+    if width is None:
+        name, width = ("n", n) if best_of is None else ("best_of", best_of)
+    elif best_of not in (None, width):
+        raise BadRequest(
+            f"best_of is {best_of} and {name} is {width}; with beam search they are the same, send one of them.",
+            param="best_of",
+        )
+    try:
+        return BeamParams(
+            width,
+            1.0 if body.length_penalty is None else body.length_penalty,
+            False if body.early_stopping is None else body.early_stopping,
+        )
+    except BadRequest as error:
+        raise name_fields(error, {"num_beams": name}) from None
+
+
+def _width(body: BeamFields) -> tuple[str, int | None]:
+    """The number of beams that was sent, and the field that it was sent in."""
     width, other = body.num_beams, body.beam_width
     if width is not None and other is not None and width != other:
         raise BadRequest(
             f"num_beams is {width} and beam_width is {other}; they are the same, send one of them.", param="num_beams"
         )
-    width = width if width is not None else other
-    if body.use_beam_search is False or (body.use_beam_search is None and (width or 1) == 1):
-        _refuse_alone(body)
-        return None
-    return BeamParams(
-        width if width is not None else best_of or n,
-        1.0 if body.length_penalty is None else body.length_penalty,
-        False if body.early_stopping is None else body.early_stopping,
-    )
+    return ("num_beams", width) if other is None else ("beam_width", other)
 
 
-def _refuse_alone(body: BeamFields) -> None:
+def _refuse_alone(body: BeamFields, name: str, width: int | None) -> None:
+    if width not in (None, 1):
+        raise BadRequest(f"{name} is {width}, but use_beam_search is false; remove one of them.", param=name)
     if body.length_penalty not in (None, 1.0):
         raise BadRequest(
             f"length_penalty is {body.length_penalty}, which needs beam search; set num_beams or use_beam_search.",

@@ -16,6 +16,7 @@ from millrace.serve.generate.job import Job
 from millrace.serve.generate.writer import Writer
 from millrace.serve.http.event_stream import EventStream
 from millrace.serve.state import FrontState
+from millrace.text.text_stream import stop_finder
 
 
 def make_job(
@@ -39,7 +40,8 @@ class BeamJob(Job):
             for prompt in self.generation.prompts:
                 self.state.client.output_limit(len(prompt.token_ids), self.generation.params)
         except BadRequest as error:
-            names = {**self.writer.limit_names, "grammar": self.generation.format_field}
+            asks = "echo" if self.generation.echo else "prompt_logprobs"
+            names = {**self.writer.limit_names, "grammar": self.generation.format_field, "prompt_logprobs": asks}
             raise name_fields(error, names) from None
         self.begin()
         self._steps: set[int] = set()
@@ -77,14 +79,21 @@ class BeamJob(Job):
 
     async def _beams_of(self, prompt: Prompt, beams: BeamParams, ends: tuple[int, ...]) -> list[Beam]:
         params = self.generation.params
-        asked = step_params(beams, len(ends))
+        asked = step_params(beams, len(ends), params.logprobs)
 
         async def expand(live: list[list[int]]) -> list[TokenLogprobs]:
             steps = [self._submit(prompt.token_ids + tokens, asked) for tokens in live]
             return list(await asyncio.gather(*steps))
 
         max_tokens = self.state.client.output_limit(len(prompt.token_ids), params)
-        return await search(beams, expand, max_tokens=max_tokens, ends=ends, min_tokens=params.min_tokens)
+        return await search(
+            beams,
+            expand,
+            max_tokens=max_tokens,
+            ends=ends,
+            min_tokens=params.min_tokens,
+            has_stop=stop_finder(self.state.tokenizer, params),
+        )
 
     async def _submit(self, token_ids: list[int], params: SamplingParams) -> TokenLogprobs:
         generation, step = self.generation, OneToken()

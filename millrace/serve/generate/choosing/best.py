@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,8 @@ from millrace.serve.generate.generation import Generation
 
 MAX_PATTERN_CHARS = 1000
 MATCH_S = 0.2
-"""Longest search for a pattern in one answer. A pattern that needs longer finds nothing."""
+"""Longest search for a pattern in all answers of a vote, since the front waits for it. What is not found by then does
+not count."""
 _STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
 """One step of a JSON path: a key, or an index in brackets."""
 
@@ -62,12 +64,21 @@ def _num_voters(vote: SelfConsistency, best_of: int | None, n: int, stream: bool
     check_range("self_consistency.samples", vote.samples, 2, MAX_CHOICES)
     if vote.regex is not None:
         _check_pattern(vote.regex)
-    if vote.json_path is not None and "".join(one[0] for one in _STEP.finditer(vote.json_path)) != vote.json_path:
+    if vote.json_path is not None and not _is_path(_path(vote.json_path)):
         raise BadRequest(
             f"self_consistency.json_path is {vote.json_path[:80]!r}; write keys and indices, such as a.b[0].c.",
             param="self_consistency.json_path",
         )
     return vote.samples
+
+
+def _path(written: str) -> str:
+    """A JSON path without the `$` that stands for the whole answer: `$.a[0]` and `a[0]` are the same."""
+    return written[1:] if written[:2] in ("$", "$.", "$[") else written
+
+
+def _is_path(path: str) -> bool:
+    return "".join(one[0] for one in _STEP.finditer(path)) == path
 
 
 def _check_pattern(pattern: str) -> None:
@@ -100,7 +111,8 @@ def best(choices: list[CollectedChoice], generation: Generation) -> list[Collect
 
 def elect(choices: list[CollectedChoice], vote: SelfConsistency) -> tuple[CollectedChoice, Ballot]:
     """The likeliest of the answers whose field is the most frequent. Equally frequent ones: the likelier answer."""
-    fields = [extracted(choice.output.text, vote) for choice in choices]
+    until = time.monotonic() + MATCH_S
+    fields = [extracted(choice.output.text, vote, until) for choice in choices]
     counts = Counter(field for field in fields if field is not None)
     most = max(counts.values(), default=0)
     leading = [
@@ -112,23 +124,28 @@ def elect(choices: list[CollectedChoice], vote: SelfConsistency) -> tuple[Collec
     return winner, Ballot(field, most, len(choices))
 
 
-def extracted(text: str, vote: SelfConsistency) -> str | None:
+def extracted(text: str, vote: SelfConsistency, until: float) -> str | None:
+    """The field of an answer, or None. A search for a pattern ends at `until`, on `time.monotonic`."""
     if vote.regex is not None:
-        return _matched(vote.regex, text)
+        return _matched(vote.regex, text, until - time.monotonic())
     try:
         value: Any = msgspec.json.decode(text)
-        for step in _STEP.finditer(vote.json_path or ""):
+        for step in _STEP.finditer(_path(vote.json_path or "")):
             value = value[step[1]] if step[1] is not None else value[int(step[2])]
-    except (msgspec.DecodeError, LookupError, TypeError, ValueError):
+    except (msgspec.DecodeError, LookupError, TypeError, ValueError, RecursionError):
         return None
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # 7.0 and 7 agree.
+    return value if isinstance(value, str) else msgspec.json.encode(value, order="deterministic").decode()
 
 
-def _matched(pattern: str, text: str) -> str | None:
+def _matched(pattern: str, text: str, seconds: float) -> str | None:
     import regex
 
+    if seconds <= 0:
+        return None
     try:
-        found = regex.findall(pattern, text, timeout=MATCH_S)
+        found = regex.findall(pattern, text, timeout=seconds)
     except TimeoutError:
         return None
     if not found:

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from millrace.config import Speculation
 from millrace.errors import BadRequest
-from millrace.params import MAX_BREAKERS, MAX_LOGITS_PROCESSORS
+from millrace.params import MAX_BREAKERS, MAX_LOGITS_PROCESSORS, MAX_TEMPERATURE
+from millrace.serve.generate.checks import check_range
 from millrace.serve.http.schema import Strict, described
 
 _SAME_NAME = (
@@ -15,7 +16,10 @@ _SAME_NAME = (
     "speculate",
 )
 """Fields that are named as in `SamplingParams`."""
-SAMPLER_NAMES = (*_SAME_NAME, "dry_range", "dry_sequence_breakers", "dynatemp_min", "logits_processors")
+SAMPLER_NAMES = (
+    *_SAME_NAME,
+    *("dry_range", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_min", "dynatemp_max", "logits_processors"),
+)
 """Fields that an error may name."""
 
 
@@ -75,7 +79,9 @@ class SamplerFields(Strict, kw_only=True):
     dynatemp_min: Annotated[
         float | None, described("With `dynatemp_max`: the bounds, in place of temperature and range.", minimum=0)
     ] = None
-    dynatemp_max: Annotated[float | None, described("See `dynatemp_min`.", minimum=0)] = None
+    dynatemp_max: Annotated[float | None, described("See `dynatemp_min`.", minimum=0, maximum=int(MAX_TEMPERATURE))] = (
+        None
+    )
     speculate: Annotated[
         Speculation | None,
         described(
@@ -99,6 +105,7 @@ def sampler_options(body: SamplerFields) -> dict[str, Any]:
         options["dry_sequence_breakers"] = tuple(body.dry_sequence_breakers)
     if body.logits_processors is not None:
         options["logits_processors"] = tuple(body.logits_processors)
+    check_range("dry_penalty_last_n", body.dry_penalty_last_n, -1, 2**31 - 1)
     options["dry_range"] = _same("dry_range", body.dry_range or None, "dry_penalty_last_n", body.dry_penalty_last_n)
     if options["dry_range"] == 0:
         options |= {"dry_range": None, "dry_multiplier": 0.0}
@@ -124,4 +131,6 @@ def _bounds(body: SamplerFields) -> dict[str, float]:
             " 'dynatemp_range'; send both.",
             param="dynatemp_min",
         )
+    if high > MAX_TEMPERATURE:
+        raise BadRequest(f"dynatemp_max is {high}; it must be between 0.0 and {MAX_TEMPERATURE}.", param="dynatemp_max")
     return {"temperature": (low + high) / 2, "dynatemp_range": (high - low) / 2}
