@@ -176,7 +176,7 @@ def check_neighbours(llm: LLM) -> None:
     ("arguments", "says"),
     [
         ({"schema": {}, "regex": "a"}, "'schema' and 'regex' both"),
-        ({"schema": re.Pattern}, "describes no JSON"),
+        ({"schema": ThreadPoolExecutor}, "describes no JSON"),
         ({"choice": "yes"}, "choice is of type str; give a list"),
         ({"choice": ["x" * MAX_GRAMMAR_BYTES]}, "list of choices has"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,7 +39,7 @@ class GrammarEnvironment:
             raise ModelError("The model has no end token, so an answer in a grammar could not end.")
         try:
             self._tokens = LLTokenizer(
-                tokenizer.to_json(), n_vocab=num_ids, eos_token=list(ends), slices=LLTokenizer.json_slices()
+                _with_special(tokenizer, ends), n_vocab=num_ids, eos_token=list(ends), slices=LLTokenizer.json_slices()
             )
         except ValueError as error:
             raise ModelError(f"Grammars are not supported with this model's tokenizer: {error}.") from error
@@ -126,6 +127,22 @@ class GrammarEnvironment:
             else:
                 errors[index] = GrammarError(matchers[index].problem)
         return errors
+
+
+def _with_special(tokenizer: Tokenizer, ends: Sequence[int]) -> str:
+    """The tokenizer's JSON, in which end tokens and hidden tokens are special. llguidance takes others for text: an end
+    token inside a string would cut the answer, and a hidden one would be missing in it."""
+    hidden = tokenizer.special_ids.union(ends)
+    text = tokenizer.to_json()
+    fields = json.loads(text)
+    added = {token["id"]: token for token in fields["added_tokens"]}
+    if all(token_id in added and added[token_id]["special"] for token_id in hidden):
+        return text
+    usual = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    for token_id, content in tokenizer.tokens().items():
+        if token_id in hidden:
+            added[token_id] = {"id": token_id, "content": content, **usual, "special": True}
+    return json.dumps({**fields, "added_tokens": [added[token_id] for token_id in sorted(added)]})
 
 
 def load_environment(files: ModelFiles, num_logits: int, num_threads: int) -> GrammarEnvironment:

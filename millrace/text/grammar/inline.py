@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from millrace.text.grammar.compiler import GrammarError
+from millrace.text.grammar.rewrite import rewrite
 
 OPTIONS_KEY = "x-guidance"
 """llguidance's options inside a schema. A client may not set them: some of them ignore parts of the schema."""
@@ -52,7 +53,7 @@ def checked_schema(schema: str) -> dict[str, Any]:
     if OPTIONS_KEY in fields:
         raise GrammarError(f"The schema contains {OPTIONS_KEY!r}, which is not supported; remove it.")
     try:
-        _check(fields)
+        _check(fields, fields)
     except RecursionError:
         raise GrammarError("The schema is nested too deeply; send fewer levels.") from None
     return fields
@@ -118,14 +119,15 @@ def check_inline(lark: str) -> None:
         checked_schema(json.dumps(schema))
 
 
-def _check(schema: dict[str, Any]) -> None:
-    """Check a schema and the schemas in it, and remove keywords that have no effect from all of them."""
+def _check(schema: dict[str, Any], root: dict[str, Any]) -> None:
+    """Check a schema and the schemas in it, and write all of them as llguidance reads them."""
     _remove_neutral(schema)
+    for inner in _inner(schema):
+        _check(inner, root)
+    rewrite(schema, root)
     _complete_reference(schema)
     _check_repeated_names(schema)
     _check_multiple(schema)
-    for inner in _inner(schema):
-        _check(inner)
 
 
 def _inner(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -144,8 +146,6 @@ def _remove_neutral(schema: dict[str, Any]) -> None:
     is_text = "string" in (kind if isinstance(kind, list) else [kind])
     if isinstance(label, str) and (label not in STRING_FORMATS or not is_text):
         del schema["format"]
-    if schema.get("uniqueItems") is False:
-        del schema["uniqueItems"]
     for keyword in ("unevaluatedProperties", "unevaluatedItems", "propertyNames"):
         if schema.get(keyword) is True:
             del schema[keyword]

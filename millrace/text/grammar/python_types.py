@@ -23,7 +23,8 @@ FORMATS = ("schema", "regex", "choice", "grammar")
 def grammar_of(**given: object) -> Grammar | None:
     """At most one of `FORMATS`.
 
-    `schema`: a JSON schema, as a dictionary or as text, or a type: a msgspec Struct, a pydantic model, a dataclass.
+    `schema`: a JSON schema, as a dictionary or as text, or a type: a msgspec Struct, a pydantic model, a dataclass, or
+    one made of these, such as `list[Model]`.
     `regex`: matches the whole answer. `choice`: the answer is one of these texts. `grammar`: in Lark notation, in GBNF,
     or a `Grammar`.
     """
@@ -57,14 +58,28 @@ def _schema_text(schema: object) -> str:
 
 
 def _schema_of_type(described: Any) -> dict[str, Any]:
+    """Pydantic's types may be inside others, such as list[Model], which msgspec does not read."""
     pydantic = sys.modules.get("pydantic")  # Who gives a pydantic model has imported pydantic; Millrace does not.
+    problem: Exception
     try:
-        if pydantic is not None and issubclass(described, pydantic.BaseModel):
-            model: Any = described
-            return dict(model.model_json_schema())
+        if pydantic is not None and isinstance(described, pydantic.TypeAdapter):
+            return dict(described.json_schema())
+        if pydantic is not None and _is_model(described, pydantic):
+            return dict(described.model_json_schema())
         return msgspec.json.schema(described)
-    except TypeError as error:
-        raise BadRequest(
-            f"schema is {described!r}, which describes no JSON: {error}. Give a dictionary, a msgspec Struct, a"
-            " dataclass or a pydantic model."
-        ) from None
+    except (TypeError, RuntimeError) as error:
+        problem = error
+    try:
+        if pydantic is not None:
+            return dict(pydantic.TypeAdapter(described).json_schema())
+    except Exception as error:  # Pydantic's errors are of several classes, and its own.
+        problem = error
+    said = " ".join(str(problem).split())[:200].rstrip(".")
+    raise BadRequest(
+        f"schema is {described!r}, which describes no JSON: {said}. Give a dictionary, a msgspec Struct, a dataclass, a"
+        " pydantic model or a type made of these."
+    )
+
+
+def _is_model(described: Any, pydantic: Any) -> bool:
+    return isinstance(described, type) and issubclass(described, pydantic.BaseModel)

@@ -12,6 +12,7 @@ from millrace.params import Grammar
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.gbnf import lark_of_gbnf
 from millrace.text.grammar.inline import ITEM_SEPARATOR, KEY_SEPARATOR, check_inline, checked_schema
+from millrace.text.grammar.patterns import ascii_classes
 from millrace.text.grammar.problems import sentence_of
 
 MAX_LEXER_STATES = 50_000
@@ -36,7 +37,7 @@ def guidance_source(grammar: Grammar) -> str:
         case "json_schema":
             return _from_schema(grammar.source, grammar)
         case "regex":
-            return LLMatcher.grammar_from_regex(grammar.source)
+            return LLMatcher.grammar_from_regex(ascii_classes(grammar.source, "d"))
         case "choice":
             return LLMatcher.grammar_from_regex(_regex_of_choices(grammar.source))
         case "gbnf":

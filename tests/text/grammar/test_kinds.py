@@ -126,7 +126,9 @@ def test_random_choices(environment: GrammarEnvironment, default_tokenizer: Toke
     [
         (Grammar("regex", "(?=a)b"), "look-around"),
         (Grammar("regex", r"(a)\1"), "backreferences"),
-        (Grammar("regex", r"\bx"), "The regular expression cannot be used"),
+        (Grammar("regex", r"\bx"), "The regular expression uses a word boundary, which is not supported"),
+        (Grammar("regex", "a$b"), "'$' before its end"),
+        (Grammar("regex", "a^b"), "'^' after its start"),
         (Grammar("regex", "(("), "unclosed group"),
         (Grammar("choice", "[]"), "empty"),
         (Grammar("choice", '["a", 1]'), "not a JSON array of strings"),
