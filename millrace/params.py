@@ -223,10 +223,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         _at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIAS)
         for text in self.stop:
             if not text:
-                raise BadRequest("stop contains an empty string, which would stop at once; remove it.", param="stop")
+                raise BadRequest(
+                    "stop has an empty string, which would end every answer at once; remove it.", param="stop"
+                )
             if len(text) > MAX_STOP_STRING_CHARS:
                 raise BadRequest(
-                    f"A stop string has {len(text)} characters; at most {MAX_STOP_STRING_CHARS} are allowed.",
+                    f"stop has a string of {len(text)} characters; at most {MAX_STOP_STRING_CHARS} are allowed.",
                     param="stop",
                 )
 

@@ -28,6 +28,7 @@ CUTS = [
     SamplingParams(top_a=0.3, seed=3),
     SamplingParams(xtc_probability=1.0, xtc_threshold=0.05, seed=4),
     SamplingParams(xtc_probability=0.5, xtc_threshold=0.02, top_k=30, seed=5),
+    SamplingParams(xtc_probability=1.0, xtc_threshold=0.0, top_k=10, seed=5),
     SamplingParams(dynatemp_range=0.6, dynatemp_exponent=1.4, temperature=0.9, top_k=40, seed=6),
     SamplingParams(mirostat=2, mirostat_tau=3.0, seed=7),
     SamplingParams(mirostat=1, mirostat_tau=2.0, seed=8),

@@ -106,6 +106,16 @@ def test_logprobs(front: Front) -> None:
     assert streamed == logprobs
 
 
+def test_parts_of_characters_have_names_of_their_own() -> None:
+    """The bytes of a character are tokens without a text: each is written with its bytes, so that none is lost."""
+    with running_front(saying("é")) as split:
+        logprobs = post(split.port, COMPLETIONS, body(logprobs=3)).json["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"]
+    assert logprobs["text_offset"] == [0, 0]
+    assert [len(top) for top in logprobs["top_logprobs"]] == [3, 3]
+    assert logprobs["top_logprobs"][0]["bytes:\\xc3"] == -0.5
+
+
 def test_zero_logprobs_shows_the_chosen_token(front: Front) -> None:
     logprobs = post(front.port, COMPLETIONS, body(logprobs=0)).json["choices"][0]["logprobs"]
     assert logprobs["top_logprobs"][0] == {" ": -0.5}

@@ -75,7 +75,7 @@ def keep_top_a(logits: Tensor, top_a: Tensor) -> None:
 def exclude_top_choices(logits: Tensor, threshold: Tensor, is_due: Tensor) -> None:
     """XTC: where due, drop every token of at least this probability except the least likely one of them."""
     probs = torch.softmax(logits, dim=-1)
-    is_top = probs >= threshold
+    is_top = (probs >= threshold) & (logits > -torch.inf)  # with a threshold of 0, tokens that are gone count for none
     least = torch.where(is_top, probs, torch.inf).amin(dim=-1, keepdim=True)
     # Of several equally likely ones the last stays.
     is_least = is_top & (probs == least)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -93,5 +94,5 @@ def name_fields(error: BadRequest, names: Mapping[str, str]) -> BadRequest:
         return error
     theirs = names[ours]
     kind = ContextOverflow if isinstance(error, ContextOverflow) else BadRequest
-    message = error.message if ours == "prompt" else error.message.replace(ours, theirs)
+    message = error.message if ours == "prompt" else re.sub(rf"\b{re.escape(ours)}\b", theirs, error.message)
     return kind(message, param=theirs, code=error.code)

@@ -51,7 +51,7 @@ class CompletionLogprobsWriter:
         return columns
 
     def _add(self, columns: CompletionLogprobs, token_id: int, entry: TokenLogprobs | None) -> None:
-        text = self._tokenizer.token_text(token_id)
+        text = self._name(token_id)
         columns.tokens.append(text)
         columns.text_offset.append(self._offset)
         columns.token_logprobs.append(None if entry is None else finite(entry.logprob))
@@ -64,9 +64,18 @@ class CompletionLogprobsWriter:
         """By text; of tokens with the same text the likeliest counts. The chosen token is always included."""
         top: dict[str, float] = {}
         for token_id, logprob in zip(entry.top_ids[: self._num_top], entry.top_logprobs[: self._num_top], strict=True):
-            top.setdefault(self._tokenizer.token_text(token_id), finite(logprob))
+            top.setdefault(self._name(token_id), finite(logprob))
         top.setdefault(own_text, finite(entry.logprob))
         return top
+
+    def _name(self, token_id: int) -> str:
+        """A token's text. A token that is only part of a character has none, so its bytes are written out, as OpenAI
+        does; otherwise all such tokens would have the same name."""
+        text = self._tokenizer.token_text(token_id)
+        if "\ufffd" not in text:
+            return text
+        data = self._tokenizer.token_bytes(token_id)
+        return text if text.encode() == data else "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
