@@ -63,16 +63,17 @@ def _limit_numbers(schema: Schema) -> None:
             if isinstance(bound, bool) or not isinstance(bound, (int, float)) or abs(bound) < _MAX_EXACT:
                 continue
             is_exclusive = name == exclusive or schema.get(exclusive) is True
-            inner = _inward(bound * sign, is_exclusive=is_exclusive)
+            inner: float = _inward(bound * sign, is_exclusive=is_exclusive)
             if inner > MAX_BOUND:
                 raise GrammarError(
                     f"The schema uses {name!r} {str(bound)[:24]}, which is not supported; use a number within 64 bits."
                 )
             schema.pop(name)
-            other = schema.get(keyword)
-            is_set = isinstance(other, (int, float)) and not isinstance(other, bool)
             inner = max(inner, -MAX_BOUND)
-            schema[keyword] = sign * (max(inner, other * sign) if is_set else inner)
+            other = schema.get(keyword)
+            if isinstance(other, (int, float)) and not isinstance(other, bool):
+                inner = max(inner, other * sign)
+            schema[keyword] = inner * sign
             if is_exclusive and schema.get(exclusive) is True:
                 del schema[exclusive]
 
