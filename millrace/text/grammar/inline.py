@@ -166,11 +166,12 @@ def _check_multiple(schema: dict[str, Any]) -> None:
     value = schema.get("multipleOf")
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return
-    digits = f"{value:.12f}".rstrip("0").replace(".", "").lstrip("-0")
+    limited = max(-MAX_MULTIPLE - 1, min(value, MAX_MULTIPLE + 1))  # An integer may be too large for a float.
+    digits = f"{limited:.12f}".rstrip("0").replace(".", "").lstrip("-0")
     if int(digits or "0") > MAX_MULTIPLE:
         raise GrammarError(
-            f"The schema uses 'multipleOf' {value}, which is not supported; at most {MAX_MULTIPLE} without the decimal"
-            " point is."
+            f"The schema uses 'multipleOf' {str(value)[:24]}, which is not supported; at most {MAX_MULTIPLE} without"
+            " the decimal point is."
         )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 
 _PARTS = re.compile(r"\\.|\[\^?|\]|--|~~|[^\\\[\]~-]+|.", re.DOTALL)
-_ASCII = {r"\d": "[0-9]", r"\w": "[0-9A-Za-z_]"}
-_IN_CLASS = {r"\d": "[:digit:]", r"\w": "[:word:]"}
+_ASCII = {r"\d": "[0-9]", r"\w": "[0-9A-Za-z_]", r"\s": r"[ \t\n\r]"}
+_IN_CLASS = {r"\d": "[:digit:]", r"\w": "[:word:]", r"\s": r"\x20\t\n\r"}
 
 
 def ascii_classes(pattern: str, classes: str = "dw") -> str:
-    r"""The pattern in which `\d` and `\w` match ASCII only. It matches no more than before: negated classes, `\D` and
-    `\W` exclude what they excluded. A model that is free to would write digits of other scripts."""
+    r"""The pattern in which `\d` and `\w` match ASCII only, and `\s`, if asked for, the whitespace of JSON. It matches
+    no more than before: negated classes, `\D` and `\W` exclude what they excluded. A model that is free to would write
+    digits of other scripts."""
     if not any(f"\\{one}" in pattern for one in classes):
         return pattern
     out: list[str] = []

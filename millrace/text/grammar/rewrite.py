@@ -22,6 +22,7 @@ MAX_COPIED_CHARS = 16 * 1024
 """Of the schema that all listed names share."""
 _MAX_EXACT = 2**53
 _DIALECT = re.compile(r"https?://json-schema\.org/(draft-0[3467]|draft/20(?:19-09|20-12))/schema#?")
+_COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _ANNOTATIONS = frozenset(("title", "description", "default", "examples", "deprecated", "$comment"))
 _APPLICATORS = frozenset(
     ("allOf", "anyOf", "oneOf", "not", "if", "then", "else", "$ref", "$dynamicRef", "$recursiveRef", "dependentSchemas")
@@ -32,6 +33,10 @@ def rewrite(schema: Schema, root: Schema) -> None:
     """Change the schema itself; those in it are rewritten already. `root` is the one that it is part of."""
     _normalise_dialect(schema)
     _limit_numbers(schema)
+    for keyword in _COUNTS:
+        count = schema.get(keyword)
+        if isinstance(count, float) and count.is_integer():
+            schema[keyword] = int(count)
     _check_values([schema.get("const"), schema.get("enum")])
     _name_properties(schema, root)
     _close_unevaluated(schema)

@@ -63,7 +63,8 @@ def _from_schema(schema: str, grammar: Grammar) -> str:
     try:
         text = json.dumps(fields, allow_nan=False)
         if grammar.whitespace:
-            return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": grammar.whitespace})
+            whitespace = ascii_classes(grammar.whitespace, "s")
+            return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": whitespace})
         return LLMatcher.grammar_from_json_schema(
             text,
             overrides={

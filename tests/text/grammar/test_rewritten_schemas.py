@@ -76,6 +76,7 @@ REWRITTEN: dict[str, tuple[Any, list[Any], list[Any]]] = {
     ),
     "a number's bounds": ({"type": "number", "minimum": -1e30, "maximum": 1e30}, [-2.5], ["a"]),
     "digits": (ASCII_WORD, ["1a", "2-", "3."], ["١a", "1é", "🯸a"]),
+    "counts as floats": ({"type": "array", "items": INTEGER, "minItems": 1.0, "maxItems": 2e0}, [[1]], [[], [1, 2, 3]]),
     "digits in names": ({"type": "object", "patternProperties": {r"^\d$": {}}}, [{"1": 2}], []),
     "an older dialect": (
         {"$schema": "https://json-schema.org/draft-07/schema#", "type": "array", "items": [INTEGER]},
@@ -106,6 +107,7 @@ def test_answers_follow_the_schema_as_sent(
         ({"enum": [1, {"a": [12345678901234567890]}]}, "the value 12345678901234567890"),
         ({"type": "integer", "minimum": 10**400}, "uses 'minimum' 1000"),
         ({"type": "number", "exclusiveMaximum": -1e19}, "uses 'exclusiveMaximum' -1e+19"),
+        ({"type": "integer", "multipleOf": 10**400}, "uses 'multipleOf' 1000"),
         ({"type": "object", "propertyNames": {"format": "uuid"}}, "'propertyNames'"),
         ({"type": "object", "properties": {"a": {}}, "propertyNames": {"enum": ["b"]}}, "'propertyNames'"),
         ({"allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False}, "'unevaluatedProperties'"),
@@ -148,6 +150,13 @@ def test_digits_of_regular_expressions(environment: GrammarEnvironment, default_
     grammar = Grammar("regex", r"^\d\w$")
     assert accepts(environment, grammar, default_tokenizer, "1é")
     assert not accepts(environment, grammar, default_tokenizer, "١a")
+
+
+def test_whitespace_is_that_of_json(environment: GrammarEnvironment, default_tokenizer: Tokenizer) -> None:
+    for pattern in (r"\s?", r"[\s]?"):
+        grammar = Grammar("json_schema", '{"type": "array", "items": {"type": "null"}}', whitespace=pattern)
+        assert accepts(environment, grammar, default_tokenizer, "[\nnull ]")
+        assert not accepts(environment, grammar, default_tokenizer, "[\u2003null]")
 
 
 def _plain_end() -> Tokenizer:
