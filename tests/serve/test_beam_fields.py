@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from serve.front_under_test import MODEL, Front, byte_tokenizer, running_front, saying
-from serve.wire import CHAT, COMPLETIONS, post
+from serve.front_under_test import MODEL, Front, byte_tokenizer, endless, running_front, saying
+from serve.wire import CHAT, COMPLETIONS, get, post, request
 
 from millrace.beams import BeamSearch
 from millrace.link.messages import TokenLogprobs, unpack_tokens
@@ -86,3 +87,17 @@ def test_a_beam_has_as_many_logprobs_as_asked_for(front: Front, wanted: int) -> 
 def test_what_beams_cannot_have_is_named_as_it_was_sent(front: Front, fields: dict[str, Any], param: str) -> None:
     error = post(front.port, COMPLETIONS, completion(**fields)).error
     assert (error["param"], error["message"].startswith((param, f"'{param}'"))) == (param, True), error
+
+
+def test_a_search_can_be_cancelled() -> None:
+    """The engine has nothing to cancel between two steps of a search, so the front ends it."""
+    with running_front(endless, step_s=0.005) as front, ThreadPoolExecutor(1) as other:
+        sent = completion(num_beams=2, max_tokens=4000, ignore_eos=True)
+        answer = other.submit(post, front.port, COMPLETIONS, sent, {"X-Request-Id": "searching"})
+        while not get(front.port, "/v1/requests").json["data"]:
+            pass
+        cancelled = request(front.port, "DELETE", "/v1/requests/searching").json
+        assert (cancelled["cancelled"], cancelled["sequences"]) == (True, 1)
+        reply = answer.result(timeout=30)
+        assert (reply.status, reply.error["code"]) == (499, "request_cancelled")
+        assert get(front.port, "/v1/requests").json["data"] == []

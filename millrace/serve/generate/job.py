@@ -46,6 +46,8 @@ log = logging.getLogger("millrace.serve")
 class Job:
     """Ends exactly once: `done` gets a result when everything is generated (streams: sent), or the error to answer."""
 
+    is_search = False
+
     def __init__(
         self,
         state: FrontState,

@@ -29,6 +29,7 @@ def make_job(
 class BeamJob(Job):
     """The tokens of the best beams are given to the choices when the search has ended, so a stream begins late."""
 
+    is_search = True
     _search: asyncio.Task[None] | None = None
 
     def start(self) -> None:
