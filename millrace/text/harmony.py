@@ -36,11 +36,13 @@ class _Arguments(CallBody):
     def feed(self, char: str) -> bool:
         if self._call is None:
             return char in _SPACE
+        if not self._scanner.depth and char in _SPACE:
+            return True
         shown = self._scanner.escaped(char)
-        if not self._scanner.feed(char):
+        is_object = self._scanner.depth > 0 or char == "{"
+        if not is_object or not self._scanner.feed(char):
             return self._refuse()
-        if self._scanner.depth or shown not in _SPACE:
-            self._add_arguments(shown)
+        self._add_arguments(shown)
         if self._scanner.is_done:
             self._end_call(is_complete=True)
         return True
@@ -113,11 +115,17 @@ class HarmonyParser:
     def _read_head(self, text: str, *, is_whole: bool) -> None:
         assert self._head is not None
         self._head += text
-        if is_whole:
+        if len(self._head) > _MAX_HEAD_CHARS or not _may_be_head(self._head):
+            self._read_as_text(f"{self._head}{_MESSAGE if is_whole else ''}")
+        elif is_whole:
             self._begin_message(self._head)
-        elif not _may_be_head(self._head) or len(self._head) > _MAX_HEAD_CHARS:
-            text, self._head, self._kind = self._head, None, "text"
-            self._held = text + self._held  # No head: an answer without channels.
+
+    def _read_as_text(self, head: str) -> None:
+        """No head: an answer without channels. Its first marker is said at once, or it would begin a head again."""
+        self._head, self._kind = None, "text"
+        first = next((one for one in _ENDS if head.startswith(one)), "")
+        self._say(first)
+        self._held = head.removeprefix(first) + self._held
 
     def _begin_message(self, head: str) -> None:
         channel, recipient = _CHANNEL.search(head), _RECIPIENT.search(head)
@@ -163,9 +171,9 @@ class HarmonyParser:
 
 
 def _may_be_head(text: str) -> bool:
-    """True for the beginning of a head, which starts with a marker."""
+    """True for the beginning of a head, which starts with a marker or, after the role, with a recipient."""
     text = text.lstrip(_SPACE)
-    return any(one.startswith(text) or text.startswith(one) for one in ("<|channel|>", "<|start|>"))
+    return any(one.startswith(text) or text.startswith(one) for one in ("<|channel|>", "<|start|>", "to=functions."))
 
 
 def _num_held(text: str) -> int:

@@ -350,3 +350,23 @@ def test_the_setting_overrides_the_template() -> None:
         [call] = chat(front).json["choices"][0]["message"]["tool_calls"]
         assert call["function"]["arguments"] == PARIS
         assert len(call["id"]) == 9
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES, RESPONSES, OLLAMA])
+def test_half_a_surrogate_pair_in_arguments_does_not_break_the_loop(path: str) -> None:
+    """A model may write it; every dialect answers, and takes it back in the history."""
+    half = r'{"city": "\ud83d!"}'
+    text = f'<tool_call>{{"name": "get_weather", "arguments": {half}}}</tool_call>'
+    tool = TOOL if path in (CHAT, OLLAMA) else {"type": "function", **FUNCTION}
+    if path == MESSAGES:
+        tool = {"name": "get_weather", "input_schema": SCHEMA}
+    body: dict[str, Any] = {"model": MODEL, "tools": [tool], "stream": False}
+    body |= {"input": [USER]} if path == RESPONSES else {"messages": [USER]}
+    with running_front(saying(text)) as front:
+        reply = post(front.port, path, body | ({"max_tokens": 900} if path == MESSAGES else {}))
+        assert reply.status == 200
+        assert "\ufffd!" in json.dumps(reply.json, ensure_ascii=False).replace("\\\\ufffd", "\ufffd")
+        past = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": half}}
+        history = [USER, {"role": "assistant", "tool_calls": [past]}, {"role": "tool", "tool_call_id": "c1"}]
+        history[-1]["content"] = "cold"
+        assert post(front.port, CHAT, {"model": MODEL, "messages": history, "tools": [TOOL]}).status == 200

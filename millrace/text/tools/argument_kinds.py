@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from millrace.text.tools.json_scanner import json_text
+
 STRING, NULL = "string", "null"
 ALL_KINDS = frozenset((STRING, NULL, "boolean", "integer", "number", "array", "object"))
 _MAX_DEPTH = 20
@@ -79,22 +81,16 @@ def value_of(text: str, kinds: frozenset[str]) -> str:
     kind = STRING if found is None else _kind(found[0])
     is_one = kind in kinds or (kind == "integer" and "number" in kinds) or STRING not in kinds
     is_string = found is None or kind == STRING or not is_one
-    return json.dumps(text if is_string else found[0], ensure_ascii=False)  # type: ignore[index]
+    return json_text(text if is_string else found[0])  # type: ignore[index]
 
 
 def _literal(text: str) -> tuple[Any] | None:
-    """The value that JSON, or else Python, reads; None if neither does."""
-    try:
-        return (json.loads(text, parse_constant=_refuse_constant),)
-    except (ValueError, RecursionError):
-        pass
-    try:
-        value = ast.literal_eval(text)
-        json.dumps(value, allow_nan=False)
-        return (value,)
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
-        return None
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(name)
+    """The value that JSON, or else Python, reads; None if neither does, or if JSON cannot hold it."""
+    for read in (json.loads, ast.literal_eval):
+        try:
+            value = read(text)
+            json_text(value)
+            return (value,)
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            pass
+    return None

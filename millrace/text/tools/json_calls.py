@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from millrace.text.tools.call_body import CallBody
-from millrace.text.tools.json_scanner import JsonScanner
+from millrace.text.tools.json_scanner import JsonScanner, json_text
 
 ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
 _CALL_KEYS = frozenset((*ARGUMENT_KEYS, "name", "function", "type", "id", "tool_name", "tool_call_id"))
@@ -133,7 +133,8 @@ class JsonCalls(CallBody):
         super().cut()
 
     def _is_known(self, name: str | None) -> bool:
-        return name is not None and name != "" and (self._names is None or name in self._names)
+        is_name = name is not None and name != "" and name.isprintable()
+        return is_name and (self._names is None or name in self._names)
 
 
 class NamedCalls(JsonCalls):
@@ -190,11 +191,9 @@ def call_in(value: Any, name_key: str = "name") -> tuple[str, str] | None:
     if not isinstance(name, str) or not name:
         return None
     arguments: Any = next((value[key] for key in ARGUMENT_KEYS if key in value), {})
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return None
-    if arguments is None:
-        arguments = {}
-    return (name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        shown = json_text({} if arguments is None else arguments)
+    except (ValueError, RecursionError):
+        return None
+    return (name, shown) if shown.startswith("{") else None

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import re
 from enum import Enum, auto
+from typing import Any
 
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 _SPACE = " \t\n\r"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_HIGH_HALF = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}")
+_HALF_OR_PAIR = re.compile(rf"{_HIGH_HALF.pattern}\\u[dD][c-fC-F][0-9a-fA-F]{{2}}|\\u[dD][89a-fA-F][0-9a-fA-F]{{2}}")
+_NUM_ESCAPE_CHARS = 6
 _LITERALS = {"t": "true", "f": "false", "n": "null"}
 MAX_DEPTH = 200
 
@@ -26,7 +31,7 @@ class JsonScanner:
     """One JSON value. Raw control characters in strings are accepted, since models write line breaks so; the reader
     must escape them (`escaped`)."""
 
-    __slots__ = ("_escape", "_expect", "_is_key", "_number", "_string", "_word", "key", "stack", "string")
+    __slots__ = ("_escape", "_expect", "_held", "_is_key", "_number", "_string", "_word", "key", "stack", "string")
 
     def __init__(self) -> None:
         self.stack: list[str] = []
@@ -40,6 +45,8 @@ class JsonScanner:
         self._is_key = False
         self._escape = 0
         """Characters of an escape sequence that are still to come; 5 after its backslash."""
+        self._held = ""
+        """An escape sequence that `escaped` has not passed on yet."""
         self._number = ""
         self._word = ""
         """The rest of a literal."""
@@ -74,8 +81,24 @@ class JsonScanner:
         return char in _SPACE or self._feed_token(char)
 
     def escaped(self, char: str) -> str:
-        """The character as valid JSON has it, before it is fed."""
-        return json.dumps(char)[1:-1] if self._string is not None and char < " " else char
+        """What valid JSON has for this character, which is fed next. Escape sequences come out whole; one of half a
+        surrogate pair, which many clients cannot read, comes out as U+FFFD."""
+        if self._string is None:
+            return char
+        if self._escape or char == "\\":
+            self._held += char
+            is_whole = self._escape == 1 or (self._escape == 5 and char != "u")
+            return self._passed_on() if is_whole else ""
+        shown = json.dumps(char)[1:-1] if char < " " else char
+        return self._passed_on(is_last=True) + shown if self._held else shown
+
+    def _passed_on(self, *, is_last: bool = False) -> str:
+        """Escape sequences of which no more follows. `is_last`: another character follows them."""
+        ready = self._held
+        if not is_last and _HIGH_HALF.fullmatch(ready[-_NUM_ESCAPE_CHARS:]):
+            ready = ready[:-_NUM_ESCAPE_CHARS]
+        self._held = self._held[len(ready) :]
+        return _HALF_OR_PAIR.sub(lambda found: found[0] if len(found[0]) > _NUM_ESCAPE_CHARS else r"\ufffd", ready)
 
     def _feed_token(self, char: str) -> bool:
         expect = self._expect
@@ -149,6 +172,14 @@ class JsonScanner:
         else:
             self.string = text
         return True
+
+
+def json_text(value: Any) -> str:
+    """The value as JSON; half of a surrogate pair becomes U+FFFD. Raises ValueError for NaN and infinity."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if _SURROGATE.search(text):
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def close_partial(text: str) -> str:

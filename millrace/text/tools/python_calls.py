@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from millrace.text.tools.call_body import CallBody
+from millrace.text.tools.json_scanner import json_text
 
 _SPACE = " \t\n\r"
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
@@ -139,7 +139,7 @@ class PythonCalls(CallBody):
                 if keyword.arg is None or keyword.arg in arguments:
                     return None
                 arguments[keyword.arg] = _value(keyword.value)
-            return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+            return name, json_text(arguments)
         except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
             return None
 

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from millrace.text.tools.call_body import CallBody
+from millrace.text.tools.json_scanner import json_text
 from millrace.text.tools.shapes import QuotedShape
 
 _SPACE = " \t\n\r"
@@ -88,7 +89,7 @@ class QuotedCalls(CallBody):
         try:
             arguments = _Reader(self._text, self._quote).value(0)
             if self._name and isinstance(arguments, dict):
-                self._whole_call(self._name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+                self._whole_call(self._name, json_text(arguments))
         except ValueError:
             pass
         self.is_over = True

@@ -297,7 +297,18 @@ HARMONY: list[tuple[str, list[object]]] = [
         "<|channel|>commentary to=functions.now<|message|>{x}<|call|>",
         [("now", "{", "cut"), "x}"],
     ),
+    (
+        '<|channel|>commentary to=functions.now<|message|>"a b"<|call|>',
+        [("now", "", "cut"), '"a b"'],
+    ),
+    (
+        f" to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>{PARIS}<|call|>",
+        [("get_weather", PARIS)],
+    ),
     ("No channel < at all", ["No channel < at all"]),
+    ("No head<|message|>but text", ["No head<|message|>but text"]),
+    ("to=all of you", ["to=all of you"]),
+    (f"<|start|>{'x' * 1100}<|message|>y", [f"<|start|>{'x' * 1100}<|message|>y"]),
     ("<|channel|>fin", []),
     ("", []),
 ]
@@ -411,6 +422,46 @@ def test_the_token_limit_leaves_no_part_of_a_call_as_text(name: str, is_forced: 
 )
 def test_an_answer_cut_by_the_token_limit(name: str, text: str, expected: list[object]) -> None:
     assert parsed(AnswerForm(FORMATS[name], FUNCTIONS), [text], is_cut=True) == expected
+
+
+HALF, PAIR = r"\ud83d", r"\ud83d\ude00"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", f'<tool_call>{{"name": "now", "arguments": {{"a": "{HALF}x{PAIR}"}}}}'),
+        ("hermes", f'<tool_call>{{"arguments": {{"a": "{HALF}x{PAIR}"}}, "name": "now"}}'),
+        ("mistral", f'[TOOL_CALLS]now[ARGS]{{"a": "{HALF}x{PAIR}"}}'),
+        ("kimi_k2", '<|tool_calls_section_begin|><|tool_call_begin|>now:0<|tool_call_argument_begin|>{"a":"%sx%s"}'),
+        ("pythonic", f'[now(a="{HALF}x{PAIR}")]'),
+        ("gemma4", f'<|tool_call>call:now{{a:"{HALF}x{PAIR}"}}<tool_call|>'),
+        ("harmony", f'<|channel|>commentary to=functions.now<|message|>{{"a": "{HALF}x{PAIR}"}}<|call|>'),
+        ("qwen3_coder", '<tool_call><function=now><parameter=a>["%sx%s"]</parameter></function></tool_call>'),
+    ],
+)
+def test_half_a_surrogate_pair_is_replaced(name: str, text: str) -> None:
+    """Clients cannot read an escape of half a pair; a whole pair is one character in every format."""
+    text = text % (HALF, PAIR) if "%s" in text else text
+    [(_, arguments)] = parsed(AnswerForm(FORMATS[name], FUNCTIONS), list(text))  # type: ignore[misc]
+    assert json.loads(arguments.encode())["a"] in ("\ufffdx\U0001f600", ["\ufffdx\U0001f600"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("hermes", f'<tool_call>{{"name": "no{HALF}w", "arguments": {{}}}}', None),
+        ("hermes", '<tool_call>{"arguments": {"a": 1e999}, "name": "now"}', None),
+        ("hermes", '<tool_call>{"name": "now", "arguments": "{\\"a\\": NaN}"}', None),
+        (
+            "qwen3_coder",
+            "<tool_call><function=now><parameter=a>1e999</parameter></function></tool_call>",
+            [("now", '{"a": "1e999"}')],
+        ),
+    ],
+)
+def test_what_json_cannot_hold_is_no_value(name: str, text: str, expected: list[object] | None) -> None:
+    assert parsed(AnswerForm(FORMATS[name], FUNCTIONS), list(text)) == (expected or [text])
 
 
 # ── reasoning ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -10,9 +10,11 @@ from typing import Any, Literal
 
 from millrace.errors import BadRequest
 from millrace.text.tools.formats import Function
+from millrace.text.tools.json_scanner import json_text
 
 MAX_TOOLS = 512
 NAME_PATTERN = "^[A-Za-z0-9_.-]{1,128}$"
+_HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 _NAME = re.compile(NAME_PATTERN, re.ASCII)
 
 
@@ -62,9 +64,12 @@ def function_of(
 
 
 def arguments_of(text: str) -> dict[str, Any] | str:
-    """The arguments of an earlier call: the object, or the text itself if it is none, as after a call that was cut."""
+    """The arguments of an earlier call: the object, or the text itself if it is none, as after a call that was cut.
+    An escape of half a surrogate pair, which a model may have written, becomes U+FFFD."""
     try:
         value = json.loads(text) if text.strip() else {}
+        if _HALF_PAIR.search(text):
+            value = json.loads(json_text(value))
     except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text
