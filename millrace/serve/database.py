@@ -64,6 +64,8 @@ CREATE INDEX IF NOT EXISTS items_of_conversations ON conversation_items (convers
 CREATE TABLE IF NOT EXISTS response_events (
     response_id TEXT NOT NULL, number INTEGER NOT NULL, frames BLOB NOT NULL, PRIMARY KEY (response_id, number)
 ) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS response_items (id TEXT PRIMARY KEY, response_id TEXT NOT NULL) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS items_of_responses ON response_items (response_id);
 CREATE TABLE IF NOT EXISTS chat_completions (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL,
     created_at INTEGER NOT NULL, metadata BLOB NOT NULL, messages BLOB NOT NULL, body BLOB NOT NULL
@@ -120,7 +122,8 @@ class Store:
         now = int(time.time())
         for table in ("responses", "chat_completions"):
             connection.execute(f"DELETE FROM {table} WHERE created_at < ?", (now - RESPONSE_DAYS * 86400,))
-        connection.execute("DELETE FROM response_events WHERE response_id NOT IN (SELECT id FROM responses)")
+        for table in ("response_events", "response_items"):
+            connection.execute(f"DELETE FROM {table} WHERE response_id NOT IN (SELECT id FROM responses)")
         for row in connection.execute("SELECT id FROM files WHERE expires_at <= ?", (now,)).fetchall():
             (self.files / row["id"]).unlink(missing_ok=True)
             connection.execute("DELETE FROM files WHERE id = ?", (row["id"],))

@@ -94,3 +94,26 @@ def test_tokenizer_info(front: Front) -> None:
     assert info["model_max_length"] == 4096
     allow = request(front.port, "DELETE", "/v1/responses/input_tokens")
     assert (allow.status, allow.headers["allow"]) == (405, "POST")
+
+
+def test_an_item_of_a_stored_response_can_be_named(front: Front) -> None:
+    answer = post(front.port, RESPONSES, {"input": "one?"}).json
+    named = {"type": "item_reference", "id": answer["output"][0]["id"]}
+    body = {"input": [said("one?"), named, said("two?")]}
+    reply = post(front.port, RESPONSES, body)
+    assert reply.status == 200
+    assert prompt_of(front) == "[user]one?\n[assistant]yes\n[user]two?\n[assistant]"
+    shown = get(front.port, f"{RESPONSES}/{reply.json['id']}/input_items?order=asc").json["data"]
+    assert [item["content"][0]["text"] for item in shown] == ["one?", "yes", "two?"]
+    assert post(front.port, f"{RESPONSES}/input_tokens", body).json["input_tokens"] > 0
+    assert post(front.port, RESPONSES, {**body, "background": True}).status == 200
+    request(front.port, "DELETE", f"{RESPONSES}/{answer['id']}")
+    gone = post(front.port, RESPONSES, body)
+    assert (gone.status, gone.json["error"]["param"]) == (404, "input")
+    assert "Send the item itself" in gone.json["error"]["message"]
+
+
+@pytest.mark.parametrize("item", [{"type": "item_reference"}, {"type": "item_reference", "id": 5}])
+def test_a_reference_needs_an_id(front: Front, item: dict[str, Any]) -> None:
+    reply = post(front.port, RESPONSES, {"input": [said("item_reference"), item]})
+    assert (reply.status, reply.json["error"]["param"]) == (400, "input[1].id")

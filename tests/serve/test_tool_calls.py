@@ -370,3 +370,22 @@ def test_half_a_surrogate_pair_in_arguments_does_not_break_the_loop(path: str) -
         history = [USER, {"role": "assistant", "tool_calls": [past]}, {"role": "tool", "tool_call_id": "c1"}]
         history[-1]["content"] = "cold"
         assert post(front.port, CHAT, {"model": MODEL, "messages": history, "tools": [TOOL]}).status == 200
+
+
+def test_a_message_of_litellm_is_taken_back(front: Front) -> None:
+    more = {"provider_specific_fields": {"refusal": None}}
+    past = {"id": "c1", "type": "function", "function": {"name": "get_weather", "arguments": PARIS, **more}, **more}
+    answer = {"role": "assistant", "content": None, "tool_calls": [past], "thinking_blocks": [{}], **more}
+    result = {"role": "tool", "tool_call_id": "c1", "name": "get_weather", "content": "cold"}
+    assert chat(front, messages=[USER, answer, result]).status == 200
+
+
+def test_ids_that_a_model_repeats_are_made_unique() -> None:
+    call = "<|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>%s<|tool_call_end|>"
+    text = f"<|tool_calls_section_begin|>{call % PARIS}{call % ROME}<|tool_calls_section_end|>"
+    config = replace(Config(), server__port=0, model__tool_format="kimi_k2")
+    with running_front(saying(text), config=config) as front:
+        calls = chat(front).json["choices"][0]["message"]["tool_calls"]
+    assert functions(calls) == [("get_weather", PARIS), ("get_weather", ROME)]
+    assert calls[0]["id"] == "functions.get_weather:0"
+    assert calls[1]["id"] != calls[0]["id"]

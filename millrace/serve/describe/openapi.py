@@ -36,6 +36,7 @@ _TYPES = (
     *(schemas_responses.ResponseEvent, schemas_responses.ResponseDeleted, schemas_responses.InputItemList),
     *(response_items.InputItem, schemas_responses.InputTokensAnswer, schemas_responses.ResponseInputMessage),
     *(response_items.ResponseInputCall, response_items.ResponseInputResult, response_items.ResponseInputReasoning),
+    response_items.ResponseItemReference,
     *(schemas_responses.ConversationRequest, schemas_responses.ConversationUpdate),
     *(schemas_responses.ConversationItemsRequest, schemas_responses.ConversationAnswer),
     schemas_responses.ConversationDeleted,

@@ -103,6 +103,7 @@ class OllamaMessage(Strict, kw_only=True):
     images: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
     tool_calls: Annotated[list[OllamaCall] | None, described("Calls that the answer made.")] = None
     tool_name: Annotated[str | None, described("Of a tool message: the function that was called.")] = None
+    name: Annotated[str | None, described("The older name of `tool_name`.")] = None
     tool_call_id: Annotated[str | None, described("Of a tool message: the call that it answers.")] = None
 
 

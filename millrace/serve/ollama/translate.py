@@ -224,7 +224,7 @@ def _message(message: OllamaMessage, at: str, call_prefix: str) -> Message:
     return Message(
         message.role,
         message.content or "",
-        message.tool_name,
+        message.tool_name or message.name,
         calls,
         message.tool_call_id,
         message.thinking or None,

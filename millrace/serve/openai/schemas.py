@@ -23,6 +23,7 @@ from millrace.serve.openai.schemas_tools import (
     FunctionName,
     FunctionSpec,
     MessageCall,
+    OfLitellm,
     ToolChoice,
     ToolSpec,
 )
@@ -109,6 +110,9 @@ class AssistantMessage(Strict, kw_only=True, tag_field="role", tag="assistant"):
     reasoning: Annotated[str | None, described("Another name of `reasoning_content`.")] = None
     parsed: Annotated[Raw | UnsetType, described("Accepted, without effect: `openai` adds it.")] = UNSET
     annotations: Annotated[Raw | UnsetType, described("Accepted, without effect: labels of the content.")] = UNSET
+    provider_specific_fields: OfLitellm = UNSET
+    thinking_blocks: OfLitellm = UNSET
+    reasoning_details: Annotated[Raw | UnsetType, described("Accepted, without effect: routers add it.")] = UNSET
 
 
 class ToolMessage(Strict, kw_only=True, tag_field="role", tag="tool"):

@@ -9,6 +9,8 @@ from msgspec import UNSET, Raw, UnsetType
 
 from millrace.serve.http.schema import Strict, described
 
+OfLitellm = Annotated[Raw | UnsetType, described("Accepted, without effect: `litellm` adds it.")]
+
 
 # ── requests ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 class FunctionSpec(Strict, kw_only=True):
@@ -62,6 +64,7 @@ class CalledFunction(Strict, kw_only=True):
     name: str
     arguments: Annotated[str | dict[str, Any], described("JSON text, or the object itself.")] = ""
     parsed_arguments: Annotated[Raw | UnsetType, described("Accepted, without effect: `openai` adds it.")] = UNSET
+    provider_specific_fields: OfLitellm = UNSET
 
 
 class MessageCall(Strict, kw_only=True):
@@ -71,6 +74,7 @@ class MessageCall(Strict, kw_only=True):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
+    provider_specific_fields: OfLitellm = UNSET
 
 
 # ── answers ───────────────────────────────────────────────────────────────────────────────────────────────────────────

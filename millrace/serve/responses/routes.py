@@ -15,6 +15,7 @@ from millrace.serve.http.ids import REQUEST_ID_HEADER
 from millrace.serve.http.json_answer import encode, json_answer
 from millrace.serve.http.queries import check_query, page_of
 from millrace.serve.responses.event_log import follow
+from millrace.serve.responses.references import with_items
 from millrace.serve.responses.schemas import (
     ENCRYPTED_REASONING,
     LOGPROBS,
@@ -69,7 +70,8 @@ async def _queue(
     state: FrontState, data: bytes, body: ResponsesRequest, owner: str, response_id: str
 ) -> ResponseAnswer:
     queued = msgspec.structs.replace(opening_answer(state, body, response_id), status="queued")
-    await state.store.run(add_response, queued, owner, read_input(body.input), data)
+    items = read_input(await with_items(state, body.input, owner))
+    await state.store.run(add_response, queued, owner, items, data)
     return queued
 
 

@@ -99,6 +99,13 @@ class ResponseInputReasoning(Strict, kw_only=True):
     status: Status = None
 
 
+class ResponseItemReference(Strict, kw_only=True):
+    """An item that a stored response put out."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
 # ── output, and items as they are stored ──────────────────────────────────────────────────────────────────────────────
 class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_text"):
     text: str
@@ -158,7 +165,8 @@ InputItem = InputMessage | FunctionCallItem | FunctionResultItem | ReasoningItem
 
 
 def schema_of_input() -> dict[str, Any]:
-    names = ("ResponseInputMessage", "ResponseInputCall", "ResponseInputResult", "ResponseInputReasoning")
+    names = ["ResponseInputMessage", "ResponseInputCall", "ResponseInputResult", "ResponseInputReasoning"]
+    names.append("ResponseItemReference")
     items = [{"$ref": f"#/components/schemas/{name}"} for name in names]
     return {
         "oneOf": [

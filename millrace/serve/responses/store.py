@@ -11,6 +11,7 @@ from millrace.errors import BadRequest, Conflict, NotFound
 from millrace.serve.generate.messages import Message
 from millrace.serve.http.queries import Page
 from millrace.serve.responses.items import messages_of
+from millrace.serve.responses.references import forget_ids, keep_ids
 from millrace.serve.responses.schemas import InputItemList, ResponseAnswer
 from millrace.serve.responses.schemas_items import InputItem, OutputItem
 
@@ -36,14 +37,17 @@ def add_response(
             *(msgspec.json.encode(answer.output), request),
         ),
     )
+    keep_ids(database, answer.id, answer.output)
 
 
 def end_response(database: sqlite3.Connection, answer: ResponseAnswer) -> None:
     """Store the end of a background response; no effect if it was deleted meanwhile."""
-    database.execute(
+    ended = database.execute(
         "UPDATE responses SET status = ?, body = ?, output = ?, request = NULL WHERE id = ? AND request IS NOT NULL",
         (answer.status, msgspec.json.encode(answer), msgspec.json.encode(answer.output), answer.id),
     )
+    if ended.rowcount:
+        keep_ids(database, answer.id, answer.output)
 
 
 def _row(database: sqlite3.Connection, response_id: str, owner: str, param: str = "response_id") -> sqlite3.Row:
@@ -78,6 +82,7 @@ def delete_response(database: sqlite3.Connection, response_id: str, owner: str) 
     _row(database, response_id, owner)
     database.execute("DELETE FROM responses WHERE id = ?", (response_id,))
     database.execute("DELETE FROM response_events WHERE response_id = ?", (response_id,))
+    forget_ids(database, response_id)
 
 
 def cancel_response(database: sqlite3.Connection, response_id: str, owner: str) -> bytes:

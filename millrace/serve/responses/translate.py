@@ -34,6 +34,7 @@ from millrace.serve.http.body import BodyDecoder
 from millrace.serve.http.ids import new_id
 from millrace.serve.responses import conversations
 from millrace.serve.responses.items import messages_of
+from millrace.serve.responses.references import errors_at, with_items
 from millrace.serve.responses.schemas import (
     ENCRYPTED_REASONING,
     LOGPROBS,
@@ -125,12 +126,8 @@ def _item(data: bytes, at: str) -> InputItem:
             param=f"{at}.type",
             code="unsupported_parameter",
         )
-    try:
+    with errors_at(at):
         given = decoder.decode(data)
-    except BadRequest as error:
-        field = f"{at}.{error.param}" if error.param else at
-        text = error.message.replace(f"'{error.param}'", f"'{field}'")
-        raise BadRequest(text, param=field, code=error.code) from None
     if isinstance(given, ResponseInputCall):
         return FunctionCallItem(
             id=new_id("fc_"),
@@ -219,7 +216,7 @@ async def prepare_response(
     state = await _state_of(state, body)
     _check(body)
     num_top = _logprobs(body)
-    items = input_items(body.input)
+    items = input_items(await with_items(state, body.input, owner))
     await state.await_engine()
     opening = queued or opening_answer(state, body, new_id("resp_"))
     try:
@@ -390,7 +387,7 @@ async def count_input_tokens(state: FrontState, data: bytes, owner: str) -> int:
     _check(body)
     check_integers(body)
     sampling_params(state.sampling_defaults, **sampler_options(body))  # Refuses what an answer would.
-    messages = await _conversation(state, body, input_items(body.input), owner)
+    messages = await _conversation(state, body, input_items(await with_items(state, body.input, owner)), owner)
     await state.await_engine()
     wish = _wish(body)
     check_wish(state, wish)

@@ -259,7 +259,7 @@ FORMATS: dict[str, ToolFormat] = {
             "quoted",
             shape=QuotedShape("<escape>"),
         ),
-        ToolFormat("llama3", ("<|python_tag|>",), bare="{", arguments_key="parameters"),
+        ToolFormat("llama3", ("<|python_tag|>",), bare="{[", arguments_key="parameters"),
         ToolFormat("llama4", ("<|python_start|>",), "<|python_end|>", body="python", bare="[", is_list=True),
         ToolFormat("lfm2", ("<|tool_call_start|>",), "<|tool_call_end|>", body="python", is_list=True),
         ToolFormat("olmo3", ("<function_calls>",), "</function_calls>", body="python"),

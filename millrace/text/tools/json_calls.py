@@ -51,7 +51,7 @@ class JsonCalls(CallBody):
         elif char == "[" and not self._is_list and self._num_calls == 0:
             self._is_list = True
             self._hold(char)
-        elif (char == "," and self._needs_comma) or (char == ";" and self._num_calls and not self._is_list):
+        elif (char == "," and self._needs_comma) or (char in ",;" and self._num_calls and not self._is_list):
             self._needs_comma = False
             self.pending = char
         elif char == "]" and self._is_list and self._num_calls:
@@ -63,7 +63,7 @@ class JsonCalls(CallBody):
 
     def _hold(self, char: str) -> None:
         """Space between calls means nothing; before the first call it may turn out to be text."""
-        if self._num_calls == 0:
+        if self._num_calls == 0 or self.pending:
             self.pending += char
 
     # -- inside a call -------------------------------------------------------------------------------------------------
@@ -127,8 +127,16 @@ class JsonCalls(CallBody):
         self._needs_comma = self._is_list
         return True
 
+    def break_off(self) -> None:
+        """The brackets around whole arguments may be missing: models forget the last one."""
+        if self.is_writing and self._arguments_done:
+            self._end_call(is_complete=True)
+        super().break_off()
+
     def cut(self) -> None:
-        if self._scanner is not None and not self.is_writing and self._name is not None and self._is_known(self._name):
+        if self.is_writing:
+            self._end_call(is_complete=False)
+        elif self._scanner is not None and self._name is not None and self._is_known(self._name):
             self._cut_call(self._name)
         super().cut()
 
@@ -192,8 +200,8 @@ def call_in(value: Any, name_key: str = "name") -> tuple[str, str] | None:
         return None
     arguments: Any = next((value[key] for key in ARGUMENT_KEYS if key in value), {})
     try:
-        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        shown = json_text({} if arguments is None else arguments)
+        arguments = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        shown = json_text({} if arguments in (None, []) else arguments)
     except (ValueError, RecursionError):
         return None
     return (name, shown) if shown.startswith("{") else None

@@ -15,6 +15,8 @@ from millrace.text.tools.shapes import HeadedShape, QuotedShape, TaggedShape
 from millrace.text.tools.tagged_calls import TaggedCalls
 
 _SPACE = " \t\n\r"
+_STRAY = "]}"
+"""Brackets too many that models write between JSON calls and their closing marker."""
 
 
 class ToolParser:
@@ -168,7 +170,7 @@ class ToolParser:
         """The closing marker, after space; if something else follows, it is text."""
         for place, char in enumerate(text):
             self._closing += char
-            marker = self._closing.lstrip(_SPACE)
+            marker = self._closing.lstrip(_SPACE if self._format.body != "json" else _SPACE + _STRAY)
             if marker == self._format.close:
                 self._awaits_close = False
                 return text[place + 1 :]

@@ -160,10 +160,10 @@ def _value(node: ast.expr) -> Any:
         return [_value(item) for item in node.elts]
     if isinstance(node, ast.Dict):
         return {_key(key): _value(item) for key, item in zip(node.keys, node.values, strict=True)}
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.USub, ast.UAdd)):
         number = _value(node.operand)
         if type(number) in (int, float):
-            return -number
+            return -number if isinstance(node.op, ast.USub) else number
     raise ValueError("not a literal")
 
 

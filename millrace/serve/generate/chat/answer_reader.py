@@ -41,7 +41,8 @@ class AnswerReader:
     def _keep(self, events: list[AnswerEvent]) -> list[AnswerEvent]:
         for place, event in enumerate(events):
             if isinstance(event, CallStart):
-                event.call.index, event.call.id = len(self.calls), event.call.id or self._new_id()
+                is_new = bool(event.call.id) and all(call.id != event.call.id for call in self.calls)
+                event.call.index, event.call.id = len(self.calls), event.call.id if is_new else self._new_id()
                 self.calls.append(event.call)
             elif isinstance(event, CallEnd) and len(self.calls) == self._form.max_calls:
                 self.is_full = True
