@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from millrace.text.grammar.apart import are_apart
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.rewrite import rewrite
 
@@ -72,7 +73,7 @@ def tightened_schema(schema: str) -> str:
     every answer also conforms to the schema as it was sent. Text that is no schema is returned, to be refused later."""
     try:
         loaded = json.loads(schema)
-        if not isinstance(loaded, dict) or not _can_be_closed(loaded):
+        if not isinstance(loaded, dict) or not _can_be_closed(loaded, loaded):
             return schema
         _close(loaded)
         return json.dumps(loaded, ensure_ascii=False, allow_nan=False)
@@ -87,14 +88,17 @@ def _close(schema: dict[str, Any]) -> None:
         schema.setdefault("additionalProperties", False)
 
 
-def _can_be_closed(schema: dict[str, Any]) -> bool:
-    """False if properties of one object are named in several places, or more are required than are named."""
+def _can_be_closed(schema: dict[str, Any], root: dict[str, Any]) -> bool:
+    """False if properties of one object are named in several places, if more are required than are named, or if the
+    alternatives of a `oneOf` may overlap."""
     if "properties" in schema and not _NOT_ALONE.isdisjoint(schema):
         return False
     properties, required = schema.get("properties"), schema.get("required")
     if isinstance(properties, dict) and isinstance(required, list) and not set(map(str, required)) <= set(properties):
         return False
-    return _merges_no_objects(schema) and all(_can_be_closed(inner) for inner in _inner(schema))
+    if "oneOf" in schema and not are_apart(schema["oneOf"], root):
+        return False
+    return _merges_no_objects(schema) and all(_can_be_closed(inner, root) for inner in _inner(schema))
 
 
 def _merges_no_objects(schema: dict[str, Any]) -> bool:

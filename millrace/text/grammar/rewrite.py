@@ -11,6 +11,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
+from millrace.text.grammar.apart import followed
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.patterns import ascii_classes
 
@@ -38,8 +39,8 @@ def rewrite(schema: Schema, root: Schema) -> None:
         if isinstance(count, float) and count.is_integer():
             schema[keyword] = int(count)
     _check_values([schema.get("const"), schema.get("enum")])
-    _name_properties(schema, root)
     _close_unevaluated(schema)
+    _name_properties(schema, root)
     if schema.get("uniqueItems") is False or schema.get("maxItems") in (0, 1):
         schema.pop("uniqueItems", None)
     if isinstance(schema.get("pattern"), str):
@@ -121,7 +122,7 @@ def _name_properties(schema: Schema, root: Schema) -> None:
     names = schema.get("propertyNames")
     if not isinstance(names, dict):
         return
-    rules = _rules(_followed(names, root))
+    rules = _rules(followed(names, root) if set(names) - _ANNOTATIONS == {"$ref"} else names)
     if not rules:
         del schema["propertyNames"]
         return
@@ -138,17 +139,6 @@ def _name_properties(schema: Schema, root: Schema) -> None:
         return
     schema["additionalProperties"] = False
     del schema["propertyNames"]
-
-
-def _followed(names: Schema, root: Schema) -> Schema:
-    """What a reference to a definition leads to."""
-    target = names.get("$ref")
-    found = re.fullmatch(r"#/(\$defs|definitions)/([^/~%]+)", target) if isinstance(target, str) else None
-    if found is None or set(names) - _ANNOTATIONS != {"$ref"}:
-        return names
-    definitions = root.get(found[1])
-    definition = definitions.get(found[2]) if isinstance(definitions, dict) else None
-    return definition if isinstance(definition, dict) else names
 
 
 def _rules(names: Schema) -> Schema:

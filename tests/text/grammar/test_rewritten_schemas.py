@@ -61,6 +61,11 @@ REWRITTEN: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [[1, "a"]],
         [[1, 2]],
     ),
+    "names and unevaluated properties": (
+        {"type": "object", "propertyNames": {"pattern": "^a"}, "unevaluatedProperties": INTEGER},
+        [{"a": 1}],
+        [{"a": "x"}, {"b": 1}],
+    ),
     "one unique item": ({"type": "array", "items": INTEGER, "uniqueItems": True, "maxItems": 1}, [[1]], [[1, 1]]),
     "all 64-bit integers": (
         {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
