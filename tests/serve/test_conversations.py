@@ -53,6 +53,18 @@ def test_a_conversation_grows_with_each_response(front: Front) -> None:
     assert (reply.status, reply.json["error"]["param"]) == (404, "conversation")
 
 
+def test_what_items_cannot_include_is_refused(front: Front) -> None:
+    at = f"{CONVERSATIONS}/{post(front.port, CONVERSATIONS, {'items': [said('a')]}).json['id']}/items"
+    item = get(front.port, at).json["data"][0]["id"]
+    for reply in (
+        get(front.port, f"{at}?include=web_search_call.results"),
+        get(front.port, f"{at}/{item}?include[]=web_search_call.results"),
+        post(front.port, f"{at}?include=web_search_call.results", {"items": [said("b")]}),
+    ):
+        assert (reply.status, reply.error["param"]) == (400, "include")
+    assert len(get(front.port, f"{at}?include=message.output_text.logprobs").json["data"]) == 1
+
+
 def test_a_conversation_can_be_empty_at_first(front: Front) -> None:
     made = request(front.port, "POST", CONVERSATIONS).json
     assert get(front.port, f"{CONVERSATIONS}/{made['id']}/items").json["data"] == []

@@ -15,10 +15,9 @@ from millrace.serve.http.ids import REQUEST_ID_HEADER
 from millrace.serve.http.json_answer import encode, json_answer
 from millrace.serve.http.queries import check_query, page_of
 from millrace.serve.responses.event_log import follow
+from millrace.serve.responses.included import check_include
 from millrace.serve.responses.references import with_items
 from millrace.serve.responses.schemas import (
-    ENCRYPTED_REASONING,
-    LOGPROBS,
     InputTokensAnswer,
     ResponseAnswer,
     ResponseDeleted,
@@ -83,7 +82,7 @@ async def retrieve(request: web.Request) -> web.StreamResponse:
             param="include_obfuscation",
             code="unsupported_parameter",
         )
-    _check_include(request)
+    check_include(request)
     response_id, owner = request.match_info["response_id"], owner_of(request)
     if _is_streamed(request):
         return await _follow(request, response_id, owner, _starting_after(request))
@@ -123,16 +122,6 @@ async def _follow(request: web.Request, response_id: str, owner: str, starting_a
     return answer
 
 
-def _check_include(request: web.Request) -> None:
-    for name in (*request.query.getall("include", ()), *request.query.getall("include[]", ())):
-        if name not in (LOGPROBS, ENCRYPTED_REASONING):
-            raise BadRequest(
-                f"include is {name[:80]!r}, which is not supported yet; remove it.",
-                param="include",
-                code="unsupported_parameter",
-            )
-
-
 async def delete(request: web.Request) -> web.Response:
     response_id, owner = request.match_info["response_id"], owner_of(request)
     await request.app[STATE].store.run(delete_response, response_id, owner)
@@ -149,7 +138,7 @@ async def cancel(request: web.Request) -> web.Response:
 
 async def list_input_items(request: web.Request) -> web.Response:
     check_query(request, ("limit", "order", "after", "include"))
-    _check_include(request)
+    check_include(request)
     page = page_of(request, most=100, usual=20)
     response_id, owner = request.match_info["response_id"], owner_of(request)
     return json_answer(request, await request.app[STATE].store.run(input_items, response_id, owner, page))

@@ -11,6 +11,7 @@ from millrace.serve.http.body import BodyDecoder, read_body
 from millrace.serve.http.json_answer import json_answer
 from millrace.serve.http.queries import check_query, page_of
 from millrace.serve.responses import conversations as store
+from millrace.serve.responses.included import check_include
 from millrace.serve.responses.schemas import (
     ConversationDeleted,
     ConversationItemsRequest,
@@ -66,6 +67,7 @@ async def delete(request: web.Request) -> web.Response:
 
 async def list_items(request: web.Request) -> web.Response:
     check_query(request, ("limit", "order", "after", "include"))
+    check_include(request)
     page = page_of(request, most=100, usual=20)
     conversation_id, owner = request.match_info["conversation_id"], owner_of(request)
     return json_answer(request, await request.app[STATE].store.run(store.list_items, conversation_id, owner, page))
@@ -73,6 +75,7 @@ async def list_items(request: web.Request) -> web.Response:
 
 async def add_items(request: web.Request) -> web.Response:
     check_query(request, ("include",))
+    check_include(request)
     state = request.app[STATE]
     items = input_items(_items.decode(await read_body(request, state.body_limit_bytes)).items, "items")
     _check_count(len(items))
@@ -82,6 +85,7 @@ async def add_items(request: web.Request) -> web.Response:
 
 async def retrieve_item(request: web.Request) -> web.Response:
     check_query(request, ("include",))
+    check_include(request)
     names, owner = request.match_info, owner_of(request)
     found = await request.app[STATE].store.run(store.get_item, names["conversation_id"], owner, names["item_id"])
     return json_answer(request, found)
