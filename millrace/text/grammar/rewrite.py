@@ -9,7 +9,7 @@ import json
 import math
 import re
 from decimal import Decimal
-from typing import Any
+from typing import Any, TypeGuard
 
 from millrace.text.grammar.apart import followed
 from millrace.text.grammar.compiler import GrammarError
@@ -34,6 +34,7 @@ def rewrite(schema: Schema, root: Schema) -> None:
     """Change the schema itself; those in it are rewritten already. `root` is the one that it is part of."""
     _normalise_dialect(schema)
     _limit_numbers(schema)
+    _leave_whole_numbers(schema)
     for keyword in _COUNTS:
         count = schema.get(keyword)
         if isinstance(count, float) and count.is_integer():
@@ -95,6 +96,28 @@ def _inward(bound: float, *, is_exclusive: bool) -> int:
     while rounded < bound or (is_exclusive and rounded <= bound):
         rounded = math.nextafter(rounded, math.inf)
     return math.ceil(rounded)
+
+
+def _leave_whole_numbers(schema: Schema) -> None:
+    """Between a whole number that is excluded and the next one, llguidance allows the excluded one, written without a
+    point. Begin a little beside it."""
+    for lower, upper, sign in (("inimum", "aximum", 1), ("aximum", "inimum", -1)):
+        excluded = schema.get(f"exclusiveM{lower}")
+        ends = [sign * end for end in (schema.get(f"m{upper}"), schema.get(f"exclusiveM{upper}")) if _is_number(end)]
+        if schema.get("type") == "integer" or not ends or not _is_number(excluded) or excluded != int(excluded):
+            continue
+        start, end = sign * excluded, min(ends)
+        if start < 0 or not start < end < start + 1:
+            continue
+        inner = start + 10.0 ** (math.floor(math.log10(end - start)) - 6)
+        if start < inner < end:
+            del schema[f"exclusiveM{lower}"]
+            given = schema.get(f"m{lower}")
+            schema[f"m{lower}"] = sign * (max(inner, sign * given) if _is_number(given) else inner)
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _check_values(values: Any) -> None:

@@ -79,6 +79,9 @@ REWRITTEN: dict[str, tuple[Any, list[Any], list[Any]]] = {
         [2**53 + 4],
         [2**53, 2**53 + 8],
     ),
+    "above zero": ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.1}, [0.1, 0.001], [0, 0.0, 0.2]),
+    "above one": ({"exclusiveMinimum": 1, "exclusiveMaximum": 1.5, "type": "number"}, [1.25, 1.001], [1, 1.5]),
+    "below zero": ({"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}, [-0.25], [-0.0, 0, -1]),
     "a number's bounds": ({"type": "number", "minimum": -1e30, "maximum": 1e30}, [-2.5], ["a"]),
     "digits": (ASCII_WORD, ["1a", "2-", "3."], ["١a", "1é", "🯸a"]),
     "counts as floats": ({"type": "array", "items": INTEGER, "minItems": 1.0, "maxItems": 2e0}, [[1]], [[], [1, 2, 3]]),
@@ -103,6 +106,12 @@ def test_answers_follow_the_schema_as_sent(
         assert accepts(environment, of(schema), default_tokenizer, spelled(value)), value
     for value in bad:
         assert not accepts(environment, of(schema), default_tokenizer, spelled(value)), value
+
+
+def test_minus_zero_is_not_below_zero(environment: GrammarEnvironment, default_tokenizer: Tokenizer) -> None:
+    schema = {"type": "number", "minimum": -0.5, "exclusiveMaximum": 0}
+    assert accepts(environment, of(schema), default_tokenizer, "-0.5")
+    assert not accepts(environment, of(schema), default_tokenizer, "-0")
 
 
 @pytest.mark.parametrize(
