@@ -121,9 +121,9 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], int, str | None, str]] = [
     (CHAT, chat(response_format={"type": "xml"}), 400, "response_format.type", "text, json_object, json_schema"),
     (
         CHAT,
-        chat(response_format={"type": "json_object", "schema": {}}),
+        chat(response_format={"type": "json_object", "scheme": {}}),
         400,
-        "response_format.schema",
+        "response_format.scheme",
         "not a parameter",
     ),
     (CHAT, chat(reasoning_effort="low"), 400, "reasoning_effort", "does not reason"),

@@ -45,6 +45,9 @@ def ask(front: Front, path: str, fields: dict[str, Any]) -> Reply:
 
 SHARED: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"response_format": OPENAI_SCHEMA}, AS_SCHEMA),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA}}, AS_SCHEMA),
+    ({"response_format": {"type": "json_object", "schema": {}}}, AS_OBJECT),
+    ({"response_format": {"type": "json_object", "schema": None}}, AS_OBJECT),
     ({"structured_outputs": {"json": SCHEMA}}, AS_SCHEMA),
     ({"structured_outputs": {"json": TEXT}}, AS_SCHEMA),
     ({"structured_outputs": {"json_object": True, "regex": None}}, AS_OBJECT),

@@ -27,7 +27,9 @@ class TextFormat(Strict, kw_only=True, tag_field="type", tag="text"):
 
 
 class JsonObjectFormat(Strict, kw_only=True, tag_field="type", tag="json_object"):
-    """Any JSON object."""
+    """Any JSON object, or one that a schema allows."""
+
+    schema: Annotated[Raw | UnsetType, described("A schema, as llama.cpp's clients send it.", type=["object", "null"])] = UNSET
 
 
 class JsonSchema(Strict, kw_only=True):
@@ -108,6 +110,8 @@ def format_wanted(body: Formatted) -> Format | None:
 
 def _response_format(wanted: ResponseFormat | None) -> Format | None:
     match wanted:
+        case JsonObjectFormat(schema=Raw() as schema) if bytes(schema) not in (b"null", b"{}"):
+            return schema_format("response_format", schema)
         case JsonObjectFormat():
             return format_of("response_format", "json_object")
         case JsonSchemaFormat():
