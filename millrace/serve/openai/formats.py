@@ -29,7 +29,9 @@ class TextFormat(Strict, kw_only=True, tag_field="type", tag="text"):
 class JsonObjectFormat(Strict, kw_only=True, tag_field="type", tag="json_object"):
     """Any JSON object, or one that a schema allows."""
 
-    schema: Annotated[Raw | UnsetType, described("A schema, as llama.cpp's clients send it.", type=["object", "null"])] = UNSET
+    schema: Annotated[
+        Raw | UnsetType, described("A schema, as llama.cpp's clients send it.", type=["object", "null"])
+    ] = UNSET
 
 
 class JsonSchema(Strict, kw_only=True):
