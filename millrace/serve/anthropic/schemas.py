@@ -51,9 +51,10 @@ class AnthropicMetadata(Strict, kw_only=True):
     user_id: Annotated[str | None, described("A label; no effect on generation.")] = None
 
 
-class JsonSchemaFormat(Strict, kw_only=True, tag_field="type", tag="json_schema"):
+class JsonSchemaFormat(Strict, kw_only=True):
     """JSON that a schema allows."""
 
+    type: Literal["json_schema"]
     schema: Annotated[
         Raw,
         described("The schema. Properties are written in its order, separated by `, ` and `: `.", type="object"),

@@ -61,12 +61,21 @@ class DocumentBlock(Strict, kw_only=True, tag_field="type", tag="document"):
     cache_control: CacheControl = UNSET
 
 
+class ResultText(Strict, kw_only=True):
+    """A piece of the text of a search result."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl = UNSET
+    citations: Annotated[Raw | UnsetType, described("Accepted, without effect: labels of the text.")] = UNSET
+
+
 class SearchResultBlock(Strict, kw_only=True, tag_field="type", tag="search_result"):
     """A search result; the model sees its title, its source and its text."""
 
     source: Annotated[str, described("Where it is from, such as a URL.")]
     title: str
-    content: list[TextBlock]
+    content: list[ResultText]
     citations: Citations | None = None
     cache_control: CacheControl = UNSET
 

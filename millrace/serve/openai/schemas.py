@@ -133,10 +133,19 @@ class FunctionMessage(Strict, kw_only=True, tag_field="role", tag="function"):
 Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage
 
 
-class Prediction(Strict, kw_only=True, tag_field="type", tag="content"):
+class PredictedText(Strict, kw_only=True):
+    """A piece of text."""
+
+    type: Literal["text"]
+    text: str
+    prompt_cache_breakpoint: CacheBreakpoint = UNSET
+
+
+class Prediction(Strict, kw_only=True):
     """What the answer will probably contain."""
 
-    content: str | list[TextPart]
+    type: Literal["content"]
+    content: str | list[PredictedText]
 
 
 class StreamOptions(Strict, kw_only=True):
