@@ -148,7 +148,7 @@ def check_beams(params: BeamParams, sampling: SamplingParams, num_ends: int) -> 
         *("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias"),
         *("typical_p", "top_a", "xtc_probability", "dry_multiplier", "mirostat", "dynatemp_range", "grammar"),
         "prompt_logprobs",
-        "logits_processors",
+        *("logits_processors", "bad_words", "allowed_token_ids"),
     ):
         if getattr(sampling, name) != getattr(neutral, name):
             raise BadRequest(

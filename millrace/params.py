@@ -21,6 +21,9 @@ MAX_CHOICES = 128
 MAX_TEMPERATURE = 100.0
 MAX_BREAKERS = 64
 MAX_LOGITS_PROCESSORS = 8
+MAX_BAD_WORDS = 512
+MAX_BAD_WORD_CHARS = 128
+MAX_ALLOWED_TOKENS = 16384
 MAX_GRAMMAR_BYTES = 128 * 1024
 
 CLASS_NAMES = ("interactive", "standard", "batch")
@@ -155,6 +158,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     dynatemp_exponent: float = 1.0
     logits_processors: tuple[str, ...] = ()
     """Dotted names of functions that the operator allows (`--allow-logits-processors`), applied in this order."""
+    bad_words: tuple[str, ...] = ()
+    """Strings that the answer must not contain."""
+    bad_word_ids: tuple[tuple[int, ...], ...] | None = None
+    """Their token sequences. None: whoever has the tokenizer fills them in (`text.bad_words`)."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these tokens are drawn; None: all. Without an end token among them the answer ends at its length."""
     thinking: ThinkingLimit | None = None
 
     @property
@@ -188,7 +197,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     def needs_tokens(self) -> bool:
         """True if what is drawn depends on where earlier tokens are, not only on how many."""
         return (
-            self.dry_multiplier > 0 or (self.repeat_last_n > 0 and self.uses_penalties) or bool(self.logits_processors)
+            self.dry_multiplier > 0
+            or (self.repeat_last_n > 0 and self.uses_penalties)
+            or bool(self.logits_processors)
+            or bool(self.bad_words)
         )
 
     @property
@@ -240,6 +252,17 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
             raise BadRequest("typical_p is 0, which keeps no token; 1 turns it off.", param="typical_p")
         _at_most("dry_sequence_breakers", len(self.dry_sequence_breakers), MAX_BREAKERS)
         _at_most("logits_processors", len(self.logits_processors), MAX_LOGITS_PROCESSORS)
+        _at_most("bad_words", len(self.bad_words), MAX_BAD_WORDS)
+        for word in self.bad_words:
+            _check_bad_word(word)
+        if self.allowed_token_ids is not None:
+            _check_allowed(self.allowed_token_ids)
+            if self.is_constrained:
+                raise BadRequest(
+                    "allowed_token_ids cannot be combined with a grammar (of an output format or of tools) or a limit"
+                    " on reasoning, which need tokens of their own; remove one of them.",
+                    param="allowed_token_ids",
+                )
 
     def _check_numbers(self) -> None:
         _in_range("top_k", self.top_k, 0, 2**31 - 1)
@@ -273,7 +296,7 @@ _SHAPE_RANGES: dict[str, tuple[float, float]] = {
     "dynatemp_range": (0.0, 100.0),
     "dynatemp_exponent": (0.0, 100.0),
 }
-_SHAPE = (*_SHAPE_RANGES, "dry_sequence_breakers", "logits_processors")
+_SHAPE = (*_SHAPE_RANGES, "dry_sequence_breakers", "logits_processors", "bad_words", "allowed_token_ids")
 _shape_of = attrgetter(*_SHAPE)
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
 _NEUTRAL_SHAPE = tuple(_DEFAULTS[name] for name in _SHAPE)
@@ -334,6 +357,24 @@ def _in_range(name: str, value: float | None, low: float, high: float) -> None:
 def _at_most(name: str, count: int, limit: int) -> None:
     if count > limit:
         raise BadRequest(f"{name} has {count} entries; at most {limit} are allowed.", param=name)
+
+
+def _check_bad_word(word: str) -> None:
+    if not word or len(word) > MAX_BAD_WORD_CHARS:
+        raise BadRequest(
+            f"bad_words has a string of {len(word)} characters; each has 1 to {MAX_BAD_WORD_CHARS}.", param="bad_words"
+        )
+
+
+def _check_allowed(token_ids: tuple[int, ...]) -> None:
+    if not token_ids:
+        raise BadRequest(
+            "allowed_token_ids is empty, so that nothing could be drawn; name tokens or leave it out.",
+            param="allowed_token_ids",
+        )
+    _at_most("allowed_token_ids", len(token_ids), MAX_ALLOWED_TOKENS)
+    for token_id in (min(token_ids), max(token_ids)):
+        _in_range("allowed_token_ids", token_id, 0, 2**31 - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -441,6 +441,7 @@ def _can_draft(params: SamplingParams, *, is_gpu: bool) -> bool:
 
 
 def _can_verify(params: SamplingParams, *, is_gpu: bool) -> bool:
-    if params.needs_tokens or params.has_further_cuts or params.prompt_logprobs is not None:
+    is_drawn_apart = params.needs_tokens or params.allowed_token_ids is not None or params.has_further_cuts
+    if is_drawn_apart or params.prompt_logprobs is not None:
         return False
     return not (is_gpu and (params.uses_penalties or params.logprobs is not None))

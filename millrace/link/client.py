@@ -22,7 +22,7 @@ import msgspec
 
 from millrace.errors import EngineUnavailable, Overloaded
 from millrace.link.channel import FrontChannel, NoEngine
-from millrace.link.limits import check_named_ids, checked_ids, overflow
+from millrace.link.limits import check_allowed_ends, check_named_ids, checked_ids, overflow
 from millrace.link.messages import (
     FRONT_SHIFT,
     Abort,
@@ -240,6 +240,8 @@ class EngineClient:
         params = self._complete(len(token_ids), params, ready)
         if params.ignore_eos and params.grammar is None:
             end_token_ids = ()
+        end_token_ids = tuple(dict.fromkeys((*end_token_ids, *params.stop_token_ids)))
+        check_allowed_ends(params, end_token_ids)
         request_id = self._next_id
         self._next_id += 1
         if not self._sinks:
@@ -249,7 +251,7 @@ class EngineClient:
             id=request_id,
             prompt=pack_tokens(token_ids),
             params=params,
-            end_token_ids=tuple(dict.fromkeys((*end_token_ids, *params.stop_token_ids))),
+            end_token_ids=end_token_ids,
             priority=priority,
             deadline=deadline,
             arrival=time.monotonic(),
@@ -335,7 +337,7 @@ class EngineClient:
 
     def _complete(self, num_prompt: int, params: SamplingParams, ready: EngineReady) -> SamplingParams:
         """Check the request against the engine's limits, and fill in `max_tokens` and the seed."""
-        if params.logit_bias or params.stop_token_ids:
+        if params.logit_bias or params.stop_token_ids or params.allowed_token_ids:
             check_named_ids(params, ready.vocab_size)
         room = min(ready.max_context, ready.kv_tokens)
         max_tokens = params.max_tokens if params.max_tokens is not None else max(room - num_prompt, 1)

@@ -37,12 +37,23 @@ def check_named_ids(params: SamplingParams, vocab_size: int) -> None:
     for name, token_ids in (
         ("logit_bias", [token_id for token_id, _ in params.logit_bias]),
         ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", [max(params.allowed_token_ids)] if params.allowed_token_ids else []),
     ):
         for token_id in token_ids:
             if token_id >= vocab_size:
                 raise BadRequest(
                     f"{name} names token id {token_id}; the vocabulary has ids 0 to {vocab_size - 1}.", param=name
                 )
+
+
+def check_allowed_ends(params: SamplingParams, end_token_ids: Sequence[int]) -> None:
+    """Refuse a minimum length that no allowed token could fill."""
+    if params.min_tokens and params.allowed_token_ids and set(params.allowed_token_ids) <= set(end_token_ids):
+        raise BadRequest(
+            "allowed_token_ids has nothing but tokens that end the answer, which min_tokens forbids; add others or"
+            " remove min_tokens.",
+            param="allowed_token_ids",
+        )
 
 
 def overflow(num_prompt: int, max_tokens: int, is_explicit: bool, ready: EngineReady) -> ContextOverflow:

@@ -73,8 +73,8 @@ def _read_sampling(
 
 
 def _plain(name: str, value: object) -> object:
-    """A single stop string, lists and dictionaries in the form that `SamplingParams` stores."""
-    if name == "stop" and isinstance(value, str):
+    """A single stop string or bad word, lists and dictionaries in the form that `SamplingParams` stores."""
+    if name in ("stop", "bad_words") and isinstance(value, str):
         return (value,)
     if isinstance(value, Mapping):
         return tuple((int(key), bias) for key, bias in value.items())

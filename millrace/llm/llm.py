@@ -30,6 +30,7 @@ from millrace.params import NEUTRAL_DEFAULTS, BeamParams, Pooling, SamplingParam
 from millrace.sources.resolve import resolve_model
 from millrace.sources.sampling_defaults import sampling_defaults
 from millrace.supervise.engine_process import EngineThread
+from millrace.text.bad_words import with_bad_word_ids
 from millrace.text.breakers import with_breaker_ids
 from millrace.text.chat.template import ChatTemplate, load_chat_template
 from millrace.text.tokenizers.load import load_tokenizer
@@ -216,7 +217,7 @@ class LLM:
 
     async def _submit(self, token_ids: list[int], params: SamplingParams, on_part: OnPart | None) -> list[Collector]:
         collectors: list[Collector] = []
-        params = with_breaker_ids(params, self.tokenizer)
+        params = with_bad_word_ids(with_breaker_ids(params, self.tokenizer), self.tokenizer)
         check_drafter(params, self.ready.drafters)
         for index in range(params.n):
             choice_params = params

@@ -89,6 +89,16 @@ def test_batches_and_background_responses_are_billed(tmp_path: Path) -> None:
     assert bill.usd == bill.output_tokens == sum(record["output_tokens"] for record in made) > 0
 
 
+def test_lines_with_bad_words_and_allowed_tokens(front: Front, client: openai.OpenAI) -> None:
+    lines = [chat_line(1, bad_words=["ab"], allowed_token_ids=[97, END]), chat_line(2, allowed_token_ids=[300])]
+    batch = ended(client, begin(client, lines))
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+    assert any(one.params.bad_word_ids == ((97, 98),) for one in front.engine.received)
+    [wrong] = lines_of(client, batch.error_file_id)
+    assert wrong["response"]["status_code"] == 400
+    assert wrong["response"]["body"]["error"]["param"] == "allowed_token_ids"
+
+
 # ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_files(client: openai.OpenAI) -> None:
     data = b"\x00\xff" * 300_000

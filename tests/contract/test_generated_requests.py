@@ -120,6 +120,7 @@ class Draw:
         return self.some(
             {
                 "logit_bias": lambda: {str(self.random.randrange(VOCAB)): pick((-100, 3.5, 100))},
+                "bad_words": lambda: pick((None, [], ["e"], ["the", self.text()])),
                 "n": lambda: pick((1, 2, 3, None)),
                 "return_token_ids": lambda: pick((True, False)),
                 "truncate_prompt_tokens": lambda: pick((None, -1, 1, 5)),

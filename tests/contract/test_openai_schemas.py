@@ -44,6 +44,8 @@ SHARED = {
     "n": st.integers(1, 4) | nullable(),
     "stop": st.sampled_from([None, "no", "zz", ["time", "one"], [], ["時"], ["\u2028"]]),
     "stop_token_ids": st.lists(st.integers(0, 299), max_size=3),
+    "bad_words": st.lists(st.sampled_from(["no", " time", "時", "\n"]), max_size=3) | nullable(),
+    "allowed_token_ids": st.lists(st.integers(0, 298), min_size=4, max_size=6, unique=True) | nullable(),
     "include_stop_str_in_output": st.booleans(),
     "skip_special_tokens": st.booleans() | nullable(),
     "ignore_eos": st.just(False),

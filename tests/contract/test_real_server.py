@@ -199,6 +199,21 @@ def test_logit_bias(server: RealServer) -> None:
     assert answer["choices"][0]["token_ids"] == [token] * 3
 
 
+def test_bad_words_and_allowed_tokens(server: RealServer) -> None:
+    plain = post(server.port, COMPLETIONS, text(max_tokens=16)).json["choices"][0]["text"]
+    word = plain.split()[2]
+    asked = text(max_tokens=16, bad_words=[word])
+    without = post(server.port, COMPLETIONS, asked).json["choices"][0]["text"]
+    assert word not in without.split()
+    assert without.split()[:2] == plain.split()[:2]
+    assert completion_text(stream(server.port, COMPLETIONS, asked)) == without
+    ids = post(server.port, "/tokenize", {"prompt": " yes no", "add_special_tokens": False}).json["tokens"]
+    only = chat(allowed_token_ids=ids, max_tokens=4, temperature=1.0, return_token_ids=True)
+    choice = post(server.port, CHAT, only).json["choices"][0]
+    assert choice["finish_reason"] == "length"  # no end token is allowed
+    assert set(choice["token_ids"]) <= set(ids)
+
+
 def test_prompts_of_every_form(server: RealServer) -> None:
     ids = post(server.port, "/tokenize", {"prompt": "The sea is"}).json["tokens"]
     alone = post(server.port, COMPLETIONS, text()).json["choices"][0]["text"]

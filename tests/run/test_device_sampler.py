@@ -376,15 +376,20 @@ def test_shaped_rows_are_drawn_from_the_adjusted_logits() -> None:
         SamplingParams(mirostat=2, mirostat_tau=2.0, min_tokens=50, seed=2),
         SamplingParams(typical_p=0.7, xtc_probability=0.5, logprobs=1, seed=3),
         SamplingParams(temperature=0, repetition_penalty=1.5, frequency_penalty=0.5, repeat_last_n=4),
+        SamplingParams(bad_words=("x",), bad_word_ids=((4,), (7,), (1, 2)), allowed_token_ids=(1, 2, 4, 7), seed=4),
+        SamplingParams(temperature=0, allowed_token_ids=(3, 90), min_tokens=3, logit_bias=((5, 50.0),)),
     ]
     both.admit(*(admission(row, params, tokens=(5, 6, 5, 6), ends=(7,)) for row, params in enumerate(kinds)))
     rows = list(range(len(kinds)))
     rng = np.random.default_rng(4)
     for step in range(12):
-        logits, positions = torch.from_numpy(rng.normal(0, 2, (4, vocab))).float(), [4 + step] * 4
+        logits = torch.from_numpy(rng.normal(0, 2, (len(rows), vocab))).float()
+        positions = [4 + step] * len(rows)
         wanted = both.expect(logits, rows, positions)
         both.draw(logits, rows, positions)
         drawn = both.ours.draw_shaped(np.array(rows, np.int32), np.array(positions, np.int32))
         assert drawn.tolist() == wanted
-        assert both.device_table.last_tokens[:4].tolist() == wanted
+        assert both.device_table.last_tokens[: len(rows)].tolist() == wanted
+        assert wanted[4] in (1, 2, 7)
+        assert wanted[5] in (3, 90)
         assert both.left[2].tolist() == logits[2].tolist()  # log-probabilities are those of the raw logits

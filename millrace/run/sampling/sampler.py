@@ -124,8 +124,8 @@ class Sampler:
 
     def _add_bias(self, logits: Tensor, index: int, row_params: RowParams) -> None:
         token_ids, biases = zip(*row_params.params.logit_bias, strict=True)
-        device = logits.device
-        logits[index].index_add_(0, torch.tensor(token_ids, device=device), torch.tensor(biases, device=device))
+        added = torch.tensor(biases, dtype=logits.dtype, device=logits.device)
+        logits[index].index_add_(0, torch.tensor(token_ids, device=logits.device), added)
 
     def choose(self, logits: Tensor, rows: Int32s, positions: Int32s) -> Tensor:
         """Temperature, cuts and the draw: int64, a token for each row of the logits, which may be overwritten. They may

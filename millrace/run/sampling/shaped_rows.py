@@ -1,9 +1,9 @@
 """Draws for rows with options beyond temperature, top-k, min-p, top-p and penalties over the whole context.
 
 One implementation for both devices: torch ops that never wait for the device. Logits come with mask, bias and minimum
-length applied. Order: penalties, DRY, logits processors, temperature, top-k, min-p, top-p, typical-p, top-a, XTC,
-dynamic temperature, mirostat, draw (docs/samplers.md). A draw depends on the row's tokens, its seed and its position,
-and with mirostat on `mu`, which is kept by position and survives preemption.
+length applied. Order: penalties, DRY, logits processors, allowed tokens, bad words, temperature, top-k, min-p, top-p,
+typical-p, top-a, XTC, dynamic temperature, mirostat, draw (docs/samplers.md). A draw depends on the row's tokens, its
+seed and its position, and with mirostat on `mu`, which is kept by position and survives preemption.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from millrace.run.sampling.noise import uniforms
 from millrace.run.sampling.processors import Processor, load_processor
 from millrace.run.sampling.repetition import penalise_recent, penalise_repeats
 from millrace.run.sampling.row_params import RowParamTable
+from millrace.run.sampling.token_limits import BadWords, bad_words_of, forbidden_tokens
 
 MU_RING = 8
 """Values of mu kept per row, by position: a preempted row may draw again at a position that it has drawn before."""
@@ -52,6 +53,9 @@ class _Row:
     is_breaker: Tensor | None
     """bool [vocab], with DRY."""
     processors: tuple[Processor, ...]
+    forbidden: Tensor | None
+    """bool [vocab], with `allowed_token_ids`."""
+    bad_words: BadWords | None
 
 
 class ShapedRows:
@@ -93,6 +97,8 @@ class ShapedRows:
             self._room_for(admission) if params.needs_tokens or params.uses_penalties else None,
             self._breakers(params) if params.dry_multiplier > 0 else None,
             tuple(load_processor(name) for name in params.logits_processors),
+            forbidden_tokens(admission.row_params, self._device, self._vocab_size),
+            bad_words_of(admission.row_params, self._device, self._vocab_size),
         )
 
     def _room_for(self, admission: Admission) -> Tensor:
@@ -114,6 +120,10 @@ class ShapedRows:
         for index, (record, place) in enumerate(zip(records, places, strict=True)):
             if record.tokens is not None:
                 self._penalise(logits[index], record, record.tokens[:place])
+            if record.forbidden is not None:
+                logits[index].masked_fill_(record.forbidden, -torch.inf)
+            if record.bad_words is not None and record.tokens is not None:
+                record.bad_words.forbid(logits[index], record.tokens[record.num_prompt : place])
         tokens = self._choose(logits, rows, positions, [record.params for record in records])
         for index, (record, place) in enumerate(zip(records, places, strict=True)):
             if record.tokens is not None:

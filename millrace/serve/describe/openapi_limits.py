@@ -29,6 +29,7 @@ FIELD_LIMITS: dict[str, dict[str, Any]] = {
     "stop_sequences": _STOP,
     "stop_token_ids": {"items": _TOKEN_ID},
     "tokens": {"items": _TOKEN_ID},
+    "allowed_token_ids": {"items": _TOKEN_ID},
     "logit_bias": {
         "propertyNames": {"pattern": "^[0-9]{1,10}$"},
         "additionalProperties": {"minimum": -100, "maximum": 100},

@@ -10,7 +10,9 @@ from millrace.errors import BadRequest
 from millrace.params import MAX_LOGIT_BIAS, SamplingDefaults, SamplingParams, check_drafter
 from millrace.serve.generate.prompts import LONG_TEXT_CHARS, off_loop
 from millrace.serve.state import FrontState
+from millrace.text.bad_words import with_bad_word_ids
 from millrace.text.breakers import with_breaker_ids
+from millrace.text.tokenizers.tokenizer import Tokenizer
 
 MAX_SALT_CHARS = 1024
 
@@ -36,8 +38,8 @@ def sampling_params(
 
 
 async def complete(state: FrontState, params: SamplingParams) -> SamplingParams:
-    """The parameters with what the tokenizer knows: DRY's breakers as token ids. Refuses processors that the operator
-    does not allow and drafters that the engine does not have."""
+    """The parameters with what the tokenizer knows: DRY's breakers and bad words as token ids. Refuses processors
+    that the operator does not allow and drafters that the engine does not have."""
     allowed = allowed_processors(state.config) if params.logits_processors else ()
     for name in params.logits_processors:
         if name not in allowed:
@@ -48,9 +50,13 @@ async def complete(state: FrontState, params: SamplingParams) -> SamplingParams:
                 code="unsupported_parameter",
             )
     check_drafter(params, state.require_engine().drafters if params.speculate != "auto" else ())
-    if params.dry_multiplier == 0:
+    if params.dry_multiplier == 0 and not params.bad_words:
         return params
-    return await off_loop(state, LONG_TEXT_CHARS + 1, lambda: with_breaker_ids(params, state.tokenizer))
+    return await off_loop(state, LONG_TEXT_CHARS + 1, lambda: _with_token_ids(params, state.tokenizer))
+
+
+def _with_token_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    return with_bad_word_ids(with_breaker_ids(params, tokenizer), tokenizer)
 
 
 def _logit_bias(biases: dict[str, float] | None) -> tuple[tuple[int, float], ...]:

@@ -6,7 +6,14 @@ from typing import Annotated, Any, Literal
 
 from millrace.config import Speculation
 from millrace.errors import BadRequest
-from millrace.params import MAX_BREAKERS, MAX_LOGITS_PROCESSORS, MAX_TEMPERATURE
+from millrace.params import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_BREAKERS,
+    MAX_LOGITS_PROCESSORS,
+    MAX_TEMPERATURE,
+)
 from millrace.serve.generate.checks import check_range
 from millrace.serve.http.schema import Strict, described
 
@@ -16,9 +23,11 @@ _SAME_NAME = (
     "speculate",
 )
 """Fields that are named as in `SamplingParams`."""
+_LISTS = ("dry_sequence_breakers", "logits_processors", "bad_words", "allowed_token_ids")
+"""Lists that are named as in `SamplingParams`."""
 SAMPLER_NAMES = (
-    *_SAME_NAME,
-    *("dry_range", "dry_penalty_last_n", "dry_sequence_breakers", "dynatemp_min", "dynatemp_max", "logits_processors"),
+    *(*_SAME_NAME, *_LISTS),
+    *("dry_range", "dry_penalty_last_n", "dynatemp_min", "dynatemp_max"),
 )
 """Fields that an error may name."""
 
@@ -96,15 +105,33 @@ class SamplerFields(Strict, kw_only=True):
             maxItems=MAX_LOGITS_PROCESSORS,
         ),
     ] = None
+    bad_words: Annotated[
+        list[str] | None,
+        described(
+            "Strings that the answer must not contain: the token that would complete one, as it is tokenised with and"
+            " without a space before it, is not drawn. Tokens that end the answer are never forbidden.",
+            maxItems=MAX_BAD_WORDS,
+            items={"type": "string", "minLength": 1, "maxLength": MAX_BAD_WORD_CHARS},
+        ),
+    ] = None
+    allowed_token_ids: Annotated[
+        list[int] | None,
+        described(
+            "Only these tokens are drawn. Without an end token among them the answer ends at its length or at a stop"
+            " string. Not with a grammar.",
+            minItems=1,
+            maxItems=MAX_ALLOWED_TOKENS,
+        ),
+    ] = None
 
 
 def sampler_options(body: SamplerFields) -> dict[str, Any]:
     """Keyword arguments for `sampling_params`. With dynatemp_min and dynatemp_max, `temperature` too."""
     options: dict[str, Any] = {name: getattr(body, name) for name in _SAME_NAME}
-    if body.dry_sequence_breakers is not None:
-        options["dry_sequence_breakers"] = tuple(body.dry_sequence_breakers)
-    if body.logits_processors is not None:
-        options["logits_processors"] = tuple(body.logits_processors)
+    for name in _LISTS:
+        values = getattr(body, name)
+        if values is not None:
+            options[name] = tuple(values)
     check_range("dry_penalty_last_n", body.dry_penalty_last_n, -1, 2**31 - 1)
     options["dry_range"] = _same("dry_range", body.dry_range or None, "dry_penalty_last_n", body.dry_penalty_last_n)
     if options["dry_range"] == 0:
