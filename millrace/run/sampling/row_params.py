@@ -49,9 +49,7 @@ def row_values(admission: Admission, vocab_size: int) -> RowValues:
     params = admission.row_params.params
     temperature = 0.0 if params.temperature < GREEDY_BELOW else params.temperature
     is_shaped = (
-        params.needs_tokens
-        or params.allowed_token_ids is not None
-        or (temperature > 0 and params.has_further_cuts)
+        params.needs_tokens or params.allowed_token_ids is not None or (temperature > 0 and params.has_further_cuts)
     )
     has_ends = params.min_tokens > 0 and bool(admission.row_params.end_token_ids)
     return RowValues(
