@@ -10,7 +10,9 @@ import pytest
 from helpers.tiny_models import config_of, make_reference
 
 from millrace import LLM, SamplingParams
+from millrace.engine.loop import _to_request
 from millrace.errors import BadRequest
+from millrace.link.messages import NewRequest, pack_tokens
 from millrace.params import Grammar
 
 PROMPT = "abcabcabcabc"
@@ -75,3 +77,15 @@ def test_a_grammar_comes_before_bad_words(llm: LLM) -> None:
     assert forced.text in ("ab", "cd")  # the second letter is forced
     (chosen,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=9, grammar=either, bad_words=("a",)))
     assert chosen.text == "cd"
+
+
+@pytest.mark.parametrize("is_gpu", [False, True])
+@pytest.mark.parametrize(
+    ("fields", "can_draft"),
+    [({}, True), ({"bad_words": ("a",)}, False), ({"allowed_token_ids": (1,), "temperature": 0.0}, False)],
+    ids=["plain", "bad words", "allowed"],
+)
+def test_such_rows_verify_no_drafts(is_gpu: bool, fields: dict[str, Any], can_draft: bool) -> None:
+    params = SamplingParams(max_tokens=4, **fields)
+    request = _to_request(NewRequest(id=1, prompt=pack_tokens([1, 2]), params=params), is_gpu=is_gpu)
+    assert request.can_draft == can_draft

@@ -26,7 +26,11 @@ class BadWords:
             line[self._depth - len(sequence) + 1 :] = sequence[:-1]
         self._prefixes = device.upload(prefixes)
         self._is_any = self._prefixes == _ANY
-        self._last = device.upload(np.array([sequence[-1] for sequence in sequences], np.int64))
+        last, places = np.unique([sequence[-1] for sequence in sequences], return_inverse=True)
+        self._last = device.upload(last.astype(np.int64))
+        """The last tokens of all sequences, each once."""
+        self._places = device.upload(places.astype(np.int64))
+        """Of each sequence: where its last token is among them."""
 
     def forbid(self, logits: Tensor, output: Tensor) -> None:
         """Forbid, in logits [vocab], the last token of each sequence whose other tokens end the output. Where that
@@ -34,9 +38,11 @@ class BadWords:
         recent = output[max(0, len(output) - self._depth) :]
         recent = torch.nn.functional.pad(recent, (self._depth - len(recent), 0), value=_NONE)
         is_due = ((self._prefixes == recent) | self._is_any).all(dim=1)
-        count = torch.zeros_like(logits).index_add_(0, self._last, is_due.to(logits.dtype))
-        left = logits.masked_fill(count > 0, -torch.inf)
-        logits.copy_(torch.where((left > -torch.inf).any(), left, logits))
+        before = logits[self._last]
+        count = torch.zeros_like(before).index_add_(0, self._places, is_due.to(before.dtype))
+        after = before.masked_fill(count > 0, -torch.inf)
+        logits[self._last] = after
+        logits[self._last] = torch.where(logits.max() > -torch.inf, after, before)
 
 
 def bad_words_of(row_params: RowParams, device: Device, vocab_size: int) -> BadWords | None:
