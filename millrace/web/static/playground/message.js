@@ -79,7 +79,7 @@ function assistantMessage(node, place, actions) {
     showNotice();
     stats.textContent = statsText(node);
     // Only when they change: a click is lost if its button is replaced between press and release.
-    const buttons = [node.status, mode, Boolean(node.tokens?.length), node.requestId].join();
+    const buttons = node.status === "running" ? "running" : [node.status, mode, Boolean(node.tokens?.length), node.requestId].join();
     if (buttons === shownButtons) return;
     shownButtons = buttons;
     bar.replaceChildren(...footer());
