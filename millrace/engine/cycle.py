@@ -37,6 +37,8 @@ SLOW_STEP_S = 0.05
 of the time, and a request that arrives during a step takes part in the next one, not in the one after it."""
 SLOW_MASKS_S = 0.0006
 """Masks of a step that take longer hold up its draw. Otherwise the forward pass hides them."""
+LOOK_EVERY = 16
+"""Steps between two searches for long forced text, which take about 0.3 ms: masks may be slow for another reason."""
 
 
 class MaskSource(Protocol):
@@ -156,6 +158,8 @@ class Cycle:
         self._forced: dict[int, list[int]] = {}
         """By request: the tokens that its grammar forces after the step that drew masked rows last."""
         self._last_device_s = 0.0
+        self._looked_at = 0
+        """The step after whose masks forced text was searched for last."""
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan")
         """Plans a step while this thread waits for masks. It starts with the first such step."""
         self.num_jumped = 0
@@ -303,7 +307,9 @@ class Cycle:
         self.times.mask_s += mask_s
         self._forced = {}
         self._launch_next()
-        if mask_s > SLOW_MASKS_S:
+        step_no = launched.plan.step_no
+        if mask_s > SLOW_MASKS_S and step_no >= self._looked_at + LOOK_EVERY:
+            self._looked_at = step_no
             self._masks.forced(rows, masks)  # Long forced text may be why: its further masks take no time.
 
     def _let_draw(self, launched: Launched) -> None:

