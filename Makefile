@@ -14,8 +14,10 @@ TESTS ?=
 WORKERS ?= 2
 CLIENTS_PORT ?= 8765
 NODE_PACKAGES := ai@6.0.326 zod@4.6.7 @ai-sdk/openai@3.0.139 @ai-sdk/openai-compatible@2.0.87 @ai-sdk/anthropic@3.0.138
-# How much `make fuzz` sends.
+# How much `make fuzz` sends, and the seed of its cases (new in each run unless given).
 SIZE ?= 100
+SEED := $(or $(SEED),$(shell date +%s))
+FUZZED := tests/contract tests/plan tests/engine/test_cycle_properties.py tests/text tests/sources
 
 .PHONY: help serve chat test test-clients test-gpu test-models fuzz lint format bench bench-peers setup setup-dev fetch clean
 
@@ -33,9 +35,7 @@ chat: setup ## Talk to the default model in this terminal
 	@$(BIN)/millrace chat $(ARGS)
 
 test: lint fetch ## Check style, types, architecture, and run the tests with the real default model
-	@echo "── tests"
-	@OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --reruns 1 -raR $(TESTS)
-	@echo "All checks passed. Next: make serve"
+	@tools/run_tests $(WORKERS) $(TESTS)
 
 test-gpu: setup-dev ## Run the tests that need a GPU: kernels, whole models, graphs, determinism
 	@$(BIN)/python -m pytest -m gpu -n auto --maxprocesses 12 --dist loadfile $(TESTS)
@@ -57,9 +57,12 @@ test-models: setup-dev ## Fetch the further real models (about 2 GB) and hold th
 	@OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m real_models $(TESTS)
 	@echo "The real models agree. Next: make serve ARGS=qwen2.5-coder-1.5b"
 
-fuzz: setup-dev ## Fresh random cases: SIZE requests to each endpoint, 100 × SIZE to the real engine, property tests
-	@MILLRACE_FUZZ=$(SIZE) MILLRACE_REQUESTS=$(SIZE)00 OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest \
-		--timeout=0 tests/contract tests/plan tests/text tests/sources
+fuzz: setup-dev ## Fresh random cases from SEED: SIZE requests to each endpoint, 100 × SIZE to the real engine, property tests
+	@echo "── fuzz: repeat this run with make fuzz SEED=$(SEED) SIZE=$(SIZE) TESTS=\"$(or $(TESTS),$(FUZZED))\""
+	@MILLRACE_FUZZ=$(SIZE) MILLRACE_REQUESTS=$(SIZE)00 MILLRACE_SEED=$(SEED) PYTHONHASHSEED=$$(($(SEED) % 4294967296)) \
+		OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --timeout=0 --hypothesis-seed=$(SEED) \
+		$(or $(TESTS),$(FUZZED)) || { echo "Repeat one test with make fuzz SEED=$(SEED) SIZE=$(SIZE) TESTS=NAME." \
+		"Keep the case: an @example or a line in the file's list of found cases."; exit 1; }
 
 lint: setup-dev ## Check style, types and architecture only
 	@echo "── style"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 
 import pytest
+from helpers.suite import FUZZ, SEED, LiveGuard, Outcomes, seed_generators
 from hypothesis import HealthCheck, settings
 
 # Set before torch is imported: OpenMP threads of two test workers must not spin on the same cores.
@@ -17,10 +19,31 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 settings.register_profile(
     "millrace",
     deadline=None,
-    derandomize="MILLRACE_FUZZ" not in os.environ,
+    derandomize=not FUZZ,
+    print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("millrace")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--outcomes", type=Path, help="write counts and the ends of failed tests' logs to this file")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(LiveGuard())
+    if not hasattr(config, "workerinput"):  # The controller sees the reports of every worker.
+        config.pluginmanager.register(Outcomes(config.getoption("--outcomes")))
+
+
+def pytest_report_header() -> str:
+    hash_seed = os.environ.get("PYTHONHASHSEED", "random")
+    return f"seed {SEED} (MILLRACE_SEED), hash seed {hash_seed}, generated cases {'new' if FUZZ else 'fixed'}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    seed_generators()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,0 +1,77 @@
+"""The rules that the test run itself holds: see helpers/suite.py and tools/run_tests."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest_plugins = ["pytester"]
+pytestmark = pytest.mark.live
+
+CONFTEST = """
+from helpers.suite import LiveGuard, Outcomes
+from pathlib import Path
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "live: may start processes")
+    config.pluginmanager.register(LiveGuard())
+    config.pluginmanager.register(Outcomes(Path("outcomes")))
+"""
+
+
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest):
+    monkeypatch.setenv("PYTHONPATH", str(request.config.rootpath / "tests"))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    pytester.makeconftest(CONFTEST)
+
+    def run(source: str, *options: str) -> tuple[pytest.RunResult, str]:
+        pytester.makepyfile(source)
+        return pytester.runpytest_subprocess(*options), (pytester.path / "outcomes").read_text()
+
+    return run
+
+
+def test_a_process_or_a_listening_socket_needs_the_marker(run) -> None:
+    result, outcomes = run(
+        """
+        import pytest, socket, subprocess
+
+        def test_process(): subprocess.run(["true"])
+        def test_socket(): socket.create_server(("127.0.0.1", 0)).close()
+        def test_compiler(): subprocess.run(["cc", "--version"], check=False)
+        @pytest.mark.live
+        def test_live(): subprocess.run(["true"])
+        """
+    )
+    result.assert_outcomes(passed=2, failed=2)
+    assert "This test started true. Mark it" in outcomes
+    assert "This test bound a socket to ('127.0.0.1', 0)" in outcomes
+
+
+def test_the_summary_has_counts_and_the_ends_of_logs(run) -> None:
+    result, outcomes = run(
+        """
+        import pytest
+        from pathlib import Path
+
+        def test_wrong():
+            print("last words")
+            assert 1 == 2
+
+        def test_second_try():
+            if not Path("tried").exists():
+                Path("tried").touch()
+                raise AssertionError("the first failure")
+
+        def test_right(): pass
+        def test_skipped(): pytest.skip("no device")
+        """,
+        *("-p", "pytest_rerunfailures", "--reruns", "1"),
+    )
+    assert outcomes.splitlines()[0] == "2 1 1 1"
+    assert "FAILED test_the_summary_has_counts_and_the_ends_of_logs.py::test_wrong" in outcomes
+    assert "last words" in outcomes
+    assert "RERUN test_the_summary_has_counts_and_the_ends_of_logs.py::test_second_try" in outcomes
+    assert "the first failure" in outcomes
+    result.stdout.fnmatch_lines(["*1 passed on the second try*"])
