@@ -1,17 +1,11 @@
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-for folder in (Path(__file__).parent, Path(__file__).parents[1] / "real_models"):
-    sys.path.insert(0, str(folder))
 
 
 @pytest.fixture(scope="session")
 def oracle():
-    from greedy_oracle import GreedyOracle
+    from helpers.greedy_oracle import GreedyOracle
 
     from millrace.sources.resolve import resolve_model
 
@@ -21,7 +15,7 @@ def oracle():
 @pytest.fixture(scope="session")
 def lone_answers(oracle):
     """Token ids and greedy answer of each prompt, computed one at a time and checked against transformers."""
-    from held_prompts import CHATS, CODE, EMOJI, SCRIPTS, SHORT, long_texts
+    from helpers.held_prompts import CHATS, CODE, EMOJI, SCRIPTS, SHORT, long_texts
 
     from millrace import LLM, SamplingParams
 

@@ -11,12 +11,12 @@ import logging
 import random
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.toy_device import ToyDevice, allowed_tokens, digest, lone_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -31,9 +31,6 @@ from millrace.plan.shapes.table import ShapeFacts
 from millrace.plan.step import BlockCopies, CapturePlan, Ended, StepOutcome, StepPlan, StepShape
 from millrace.run.runner import StepResult
 from millrace.run.sampling.masks import MaskedRows, Masks
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "plan"))
-from toy_device import ToyDevice, allowed_tokens, digest, lone_run
 
 VOCAB = 11
 

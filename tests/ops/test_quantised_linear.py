@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -155,7 +156,6 @@ def test_without_avx512_results_equal_dequantised_weights(tmp_path: Path) -> Non
 import sys
 from pathlib import Path
 import millrace.ops.cpp.native as module
-sys.path.insert(0, "tests")
 module.FLAGS = ("-march=x86-64-v3", *(flag for flag in module.FLAGS if flag not in ("-march=native", "-O2")), "-O1")
 library = module.Native(module.build(Path(sys.argv[1])))
 module._native_or_reason = lambda: library
@@ -178,5 +178,5 @@ for kind in FORMATS:
     flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     if "avx2" not in flags:
         pytest.skip("this machine has no AVX2")
-    root = Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=240, cwd=root)
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=240, env={**os.environ, **paths})

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from helpers.toy_device import ToyDevice, lone_run
 
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.host_index import HostIndex
@@ -14,9 +12,6 @@ from millrace.plan.kv.host_tier import PATIENCE_S, HostTier, HostTierSettings
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import BlockCopies
-
-sys.path.insert(0, str(Path(__file__).parent))
-from toy_device import ToyDevice, lone_run
 
 VOCAB, BLOCK, NUM_BLOCKS, PROMPT = 11, 4, 30, 40
 

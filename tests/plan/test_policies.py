@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from helpers.toy_device import ToyDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,9 +12,6 @@ from millrace.plan.queue.policy import make_policy
 from millrace.plan.queue.predict import OutputLengthPredictor
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
-
-sys.path.insert(0, str(Path(__file__).parent))
-from toy_device import ToyDevice
 
 POLICIES = ("fcfs", "shortest", "feedback", "deadline")
 

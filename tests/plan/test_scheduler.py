@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
+from helpers.toy_device import ToyDevice
 
 from millrace.plan.queue.kv_peak import kv_peak
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
-
-sys.path.insert(0, str(Path(__file__).parent))
-from toy_device import ToyDevice
 
 
 def make(num_blocks: int = 64, block_size: int = 4, max_running: int = 8, **more: int) -> Scheduler:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import math
 import os
 import random
-import sys
 from collections import deque
-from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.toy_device import ToyDevice, lone_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -28,9 +27,6 @@ from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import BlockCopies, StepPlan
 from millrace.plan.step_time import StepRates
-
-sys.path.insert(0, str(Path(__file__).parent))
-from toy_device import ToyDevice, lone_run
 
 VOCAB = 11
 FUZZ = "MILLRACE_FUZZ" in os.environ

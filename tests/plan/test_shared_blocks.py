@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import random
-import sys
-from pathlib import Path
 
 import numpy as np
+from helpers.toy_device import ToyDevice
 
 from millrace.plan.budget import MANY_PREFILLS
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
-
-sys.path.insert(0, str(Path(__file__).parent))
-from toy_device import ToyDevice
 
 
 def request(request_id: int, prompt: list[int], max_tokens: int) -> Request:

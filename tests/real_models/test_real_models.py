@@ -25,7 +25,8 @@ from millrace.text.tokenizers.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.real_models, pytest.mark.timeout(1800)]
 
-HERE = Path(__file__).parent
+ENGINE_RUN = Path(__file__).with_name("engine_run.py")
+ORACLE = Path(__file__).parents[1] / "helpers" / "transformers_oracle.py"
 NUM_TOKENS = 24
 
 TEXTS = (
@@ -155,15 +156,15 @@ def oracle(
     """transformers' answers to the prompts and its tokens of the texts."""
     prompts = [tokenizer.encode(prompt) for prompt in MODELS[name].prompts]
     request = {"path": str(files.path), "num_tokens": NUM_TOKENS, "prompts": prompts, "texts": TEXTS}
-    return {"prompts": prompts, **run_program("transformers_oracle.py", request, tmp_path_factory.mktemp(name))}
+    return {"prompts": prompts, **run_program(ORACLE, request, tmp_path_factory.mktemp(name))}
 
 
-def run_program(script: str, request: dict[str, Any], folder: Path) -> Any:
+def run_program(script: Path, request: dict[str, Any], folder: Path) -> Any:
     """One process per copy of the model, one after the other: two copies need not fit in memory."""
-    asked, answered = folder / f"{script}.request", folder / f"{script}.answer"
+    asked, answered = folder / f"{script.stem}.request", folder / f"{script.stem}.answer"
     asked.write_text(json.dumps(request))
     done = subprocess.run(
-        [sys.executable, str(HERE / script), str(asked), str(answered)],
+        [sys.executable, str(script), str(asked), str(answered)],
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))},
         capture_output=True,
@@ -222,6 +223,6 @@ def test_the_bos_token_is_added_if_the_model_requires_it(name: str, tokenizer: T
 
 def test_greedy_answers_equal_transformers_token_for_token(name: str, oracle: dict[str, Any], tmp_path: Path) -> None:
     request = {"model": name, "num_tokens": NUM_TOKENS, "prompts": oracle["prompts"]}
-    ours = run_program("engine_run.py", request, tmp_path)
+    ours = run_program(ENGINE_RUN, request, tmp_path)
     assert ours["alone"] == oracle["outputs"]
     assert ours["batched"] == oracle["outputs"]

@@ -8,9 +8,9 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers.sampling_reference import dried, kept, penalised
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run.sampling_reference import dried, kept, penalised
 from run.test_sampler import SamplerUnderTest
 
 from millrace.errors import ConfigError

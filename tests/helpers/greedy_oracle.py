@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers_oracle import load_model
+from helpers.transformers_oracle import load_model
 
 
 class GreedyOracle:
