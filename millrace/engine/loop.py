@@ -131,7 +131,7 @@ class Engine:
 
     def run(self) -> None:
         """Run until a `Stop` message arrives."""
-        watchdog = Watchdog(lambda: self._cycle.oldest, on_hang=self.on_hang)
+        watchdog = Watchdog(lambda: self._cycle.oldest, on_hang=self.on_hang, clock=self._clock)
         watchdog.start()
         request_short_slices()
         try:

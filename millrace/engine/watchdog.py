@@ -34,11 +34,12 @@ class Watchdog:
         check_every_s: float = CHECK_EVERY_S,
         hang_s: float = HANG_S,
         on_hang: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._oldest = oldest
         self._stall_s = stall_s
         self._hang_s, self._on_hang = hang_s, on_hang
-        self._check_every_s = check_every_s
+        self._check_every_s, self._clock = check_every_s, clock
         self._stopped = threading.Event()
         self._last_logged = -1
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -59,7 +60,7 @@ class Watchdog:
                 self._check(*found)
 
     def _check(self, plan: StepPlan, launched_at: float) -> None:
-        running_s = time.monotonic() - launched_at
+        running_s = self._clock() - launched_at
         if running_s >= self._hang_s and self._on_hang is not None:
             log.error("step %d has not completed after %.0f s; the engine exits", plan.step_no, running_s)
             self._on_hang()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
+from helpers.fake_clock import FakeClock
+from helpers.fake_runner import FakeRunner
 
 from millrace.engine.copies import MAX_WAIT_S, BlockCopying
 from millrace.plan.step import BlockCopies
@@ -25,48 +25,32 @@ class FakeScheduler:
         self.ended.append((copies.copies_no, failed, seconds))
 
 
-class FakePending:
-    def __init__(self, number: int) -> None:
-        self.number, self.is_done = number, False
-
-    def done(self) -> bool:
-        return self.is_done
-
-    def wait(self) -> float:
-        assert self.is_done, "nothing waits without a bound"
-        if self.number == 1:
-            raise RuntimeError("a copy failed")
-        return 0.5
-
-
-class FakeRunner:
-    def __init__(self) -> None:
-        self.started: dict[int, FakePending] = {}
-
-    def copy(self, copies: BlockCopies) -> FakePending:
-        if copies.copies_no == 3:
-            raise RuntimeError("a copy could not be started")
-        self.started[copies.copies_no] = FakePending(copies.copies_no)
-        return self.started[copies.copies_no]
-
-
 def test_copies_are_acknowledged_when_done() -> None:
     scheduler, runner = FakeScheduler(4), FakeRunner()
-    copying = BlockCopying(scheduler, runner, time.monotonic)  # type: ignore[arg-type]
+    runner.refused_copies = {3}
+    copying = BlockCopying(scheduler, runner, FakeClock())  # type: ignore[arg-type]
     copying.start()
     assert scheduler.ended == [(3, True, 0.0)]
     copying.acknowledge()
     assert len(copying) == 3
-    runner.started[0].is_done = runner.started[1].is_done = True
+    runner.copies[0].is_done = runner.copies[1].is_done = True
+    runner.copies[1].error = RuntimeError("a copy failed")
     copying.acknowledge()
     assert scheduler.ended[1:] == [(0, False, 0.5), (1, True, 0.0)]
     assert len(copying) == 1
 
 
 def test_a_copy_that_never_ends_is_waited_for_briefly() -> None:
-    copying = BlockCopying(FakeScheduler(1), FakeRunner(), time.monotonic)  # type: ignore[arg-type]
+    looks = 0
+
+    def clock() -> float:
+        """A tenth of the longest wait passes between two looks."""
+        nonlocal looks
+        looks += 1
+        return looks * MAX_WAIT_S / 10
+
+    copying = BlockCopying(FakeScheduler(1), FakeRunner(), clock)  # type: ignore[arg-type]
     copying.start()
-    began = time.monotonic()
     copying.acknowledge(wait=True)
-    assert MAX_WAIT_S <= time.monotonic() - began < 5.0
+    assert 10 <= looks <= 12
     assert len(copying) == 1

@@ -3,119 +3,33 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections import deque
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from helpers.fake_channel import FakeChannel
+from helpers.fake_clock import FakeClock
+from helpers.fake_runner import FakeDevice, FakeRunner, run_engine
 
 pytest.importorskip("llguidance")
 
 from millrace.engine import loop as loop_module
 from millrace.engine.constrained import ConstrainedRequests
-from millrace.engine.cycle import Cycle, Launched, Times
-from millrace.engine.grammars import Grammars
+from millrace.engine.cycle import Confirmed, Cycle
+from millrace.engine.grammars import ALL_TOKENS, Grammars
 from millrace.engine.loop import Engine
-from millrace.link.messages import NewRequest, StepTokens, ToEngine, ToFront, pack_tokens, unpack_tokens
+from millrace.link.messages import NewRequest, pack_tokens
 from millrace.params import Grammar, SamplingParams
+from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
-from millrace.plan.step import StepPlan
-from millrace.run.runner import StepResult
-from millrace.run.sampling.masks import Masks, Uint32s, allowed_tokens, new_masks
+from millrace.plan.step import Ended, StepOutcome, StepPlan
+from millrace.run.sampling.masks import MaskedRows, Masks, Uint32s
 from millrace.text.grammar.environment import GrammarEnvironment
 from millrace.text.tokenizers.stand_in import build_stand_in
 
 END, VOCAB = 299, 300
 SCHEMA = Grammar("json_schema", '{"type": "array", "items": {"enum": ["left", "right", "none"]}, "minItems": 2}')
 NUM_REQUESTS = 40
-NONE = np.zeros(0, np.int64)
-
-
-class Channel:
-    num_fronts = 1
-
-    def __init__(self) -> None:
-        self.tokens: dict[int, list[int]] = {}
-
-    def receive(self, timeout_s: float | None, poll_s: float = 0.0) -> list[ToEngine]:
-        return []
-
-    def send(self, front_index: int, message: ToFront) -> None:
-        if isinstance(message, StepTokens):
-            ids = np.frombuffer(message.ids, np.int64).tolist()
-            for request_id, token in zip(ids, unpack_tokens(message.tokens).tolist(), strict=True):
-                self.tokens.setdefault(request_id, []).append(token)
-
-    def send_all(self, message: ToFront) -> None:
-        self.send(0, message)
-
-    def close(self) -> None: ...
-
-
-class Runner:
-    """Draws an allowed token that depends on the row's position."""
-
-    is_warm, num_cold, padded_tokens = True, 0, 0
-
-    def __init__(self) -> None:
-        self.order: list[str] = []
-
-    def forward(self, plan: StepPlan) -> None:
-        self.order.append("forward")
-
-    def guide_drafts(self, guide: Any) -> None: ...
-
-    def mask_memory(self, count: int) -> Uint32s:
-        return new_masks(count, VOCAB)
-
-    def draw(self, plan: StepPlan, masks: Masks | None) -> Any:
-        self.order.append("draw")
-        positions = (plan.starts + plan.counts)[plan.samples]
-        drawn = positions % 7
-        if masks is not None:
-            for index, allowed in zip(masks.index.tolist(), allowed_tokens(masks, VOCAB), strict=True):
-                choices = np.flatnonzero(allowed)
-                drawn[index] = choices[int(positions[index]) * 5 % len(choices)]
-        result = StepResult(plan.step_no, torch.from_numpy(drawn), None, NONE, NONE.astype(np.int32), ())
-        return SimpleNamespace(wait=lambda: result)
-
-    def draw_ahead(self, plan: StepPlan, masks: Masks) -> Any:
-        return None
-
-    def masks_ready(self) -> None:
-        pass
-
-
-class AheadRunner(Runner):
-    """Its draws are queued before their masks are known."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ready, self.num_ahead = threading.Event(), 0
-
-    def mask_memory(self, count: int) -> Uint32s:
-        self.ready = threading.Event()
-        masks = super().mask_memory(count)
-        masks[:] = 0  # Nothing can be drawn before they are ready.
-        return masks
-
-    def draw_ahead(self, plan: StepPlan, masks: Masks) -> Any:
-        self.num_ahead += 1
-        ready = self.ready
-
-        def wait() -> StepResult:
-            assert ready.is_set()
-            found: StepResult = self.draw(plan, masks).wait()
-            return found
-
-        return SimpleNamespace(wait=wait)
-
-    def masks_ready(self) -> None:
-        self.ready.set()
 
 
 class SeenScheduler(Scheduler):
@@ -126,48 +40,39 @@ class SeenScheduler(Scheduler):
         return super().plan(*args, **options)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end
+def new_request(request_id: int, prompt_tokens: int, max_tokens: int, grammar: Grammar | None) -> NewRequest:
+    params = SamplingParams(max_tokens=max_tokens, grammar=grammar)
+    prompt = pack_tokens(range(request_id, request_id + prompt_tokens))
+    return NewRequest(id=request_id, prompt=prompt, params=params, end_token_ids=(END,), arrival=1.0)
 
 
-def answers(threads: set[str], runner: Any = None) -> dict[int, list[int]]:
+def answers(threads: set[str], runner: FakeRunner) -> dict[int, list[int]]:
     """Half of the requests have a grammar."""
-    runner = runner or Runner()
     scheduler = SeenScheduler(num_blocks=1024, block_size=4, max_running=NUM_REQUESTS, token_budget=2048)
     scheduler.threads = threads
     tokenizer = build_stand_in({"vocab_size": VOCAB, "eos_token_id": END})
-    grammars = Grammars(lambda: GrammarEnvironment(tokenizer, VOCAB, 4))
-    constrained, channel = ConstrainedRequests(grammars), Channel()
-    device: Any = SimpleNamespace(kind="cuda", poll_s=0.0, probe=lambda: None)
-    engine = Engine(scheduler, runner, device, channel, constrained=constrained)
-    for number in range(NUM_REQUESTS):
-        params = SamplingParams(max_tokens=40, grammar=SCHEMA if number % 2 else None)
-        prompt = pack_tokens(range(number, number + 5 + number))
-        engine._handle(NewRequest(id=number, prompt=prompt, params=params, end_token_ids=(END,), arrival=1.0))
-    until(lambda: len(grammars._compiled) == NUM_REQUESTS // 2)
-    for request in constrained.take_ready(0.0):
-        scheduler.submit(request)
-    while engine._cycle.advance():
-        grammars.take_ready(0.0)
-    assert grammars.take_failed() == []
-    constrained.shut_down()
-    assert runner.order.count("draw") == runner.order.count("forward")
-    return channel.tokens
+    constrained = ConstrainedRequests(Grammars(lambda: GrammarEnvironment(tokenizer, VOCAB, 4)))
+    requests = [new_request(number, 5 + number, 40, SCHEMA if number % 2 else None) for number in range(NUM_REQUESTS)]
+    # The first request has the grammar compiled: the others start together.
+    channel = FakeChannel([new_request(NUM_REQUESTS, 5, 1, SCHEMA)], requests)
+    run_engine(Engine(scheduler, runner, FakeDevice("cuda"), channel, constrained=constrained))
+    assert runner.order.count("forward") * 2 == len(runner.order)
+    assert not any(finish.message for _, message in channel.sent for finish in message.finished)
+    tokens = channel.tokens
+    assert len(tokens.pop(NUM_REQUESTS)) == 1
+    return tokens
 
 
 def test_planning_beside_masks_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     beside, before = set[str](), set[str]()
     monkeypatch.setattr(loop_module, "CUDA_MAX_JUMP_ROWS", 0)
-    found = answers(beside)
+    found = answers(beside, FakeRunner(VOCAB))
+    ahead = FakeRunner(VOCAB, draws_ahead=True)
+    assert found == answers(set(), ahead)
+    assert ahead.order.count("draw ahead") > 20
     monkeypatch.setattr(loop_module, "CUDA_MAX_JUMP_ROWS", 1000)
     monkeypatch.setattr(loop_module, "CUDA_MIN_JUMP", 1000)
-    assert found == answers(before)
-    monkeypatch.setattr(loop_module, "CUDA_MAX_JUMP_ROWS", 0)
-    ahead = AheadRunner()
-    assert found == answers(set(), ahead)
-    assert ahead.num_ahead > 20
+    assert found == answers(before, FakeRunner(VOCAB))
     assert any(name.startswith("plan") for name in beside)
     assert not any(name.startswith("plan") for name in before)
     assert len(found) == NUM_REQUESTS
@@ -176,51 +81,86 @@ def test_planning_beside_masks_changes_no_answer(monkeypatch: pytest.MonkeyPatch
         assert text.startswith('["'), text
 
 
+class FakeMasks:
+    """Every token is allowed. The masks of step `fail_at` cannot be computed."""
+
+    def __init__(self, fail_at: int = 0) -> None:
+        self.fail_at, self.num_calls = fail_at, 0
+
+    def consume(self, outcome: StepOutcome) -> None: ...
+
+    def masks(self, rows: MaskedRows, bits: Uint32s) -> Masks:
+        self.num_calls += 1
+        if self.num_calls == self.fail_at:
+            raise ValueError("no masks")
+        bits[:] = ALL_TOKENS
+        return rows.masks(bits)
+
+    def forced(self, rows: MaskedRows, masks: Masks) -> list[tuple[int, list[int]]]:
+        return []
+
+
+class Recorder:
+    """The listener of a cycle."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def on_launched(self, plan: StepPlan, now: float) -> None: ...
+
+    def on_tokens(self, done: Confirmed) -> None:
+        self.tokens += done.outcome.tokens.tolist()
+
+    def on_step_done(self, done: Confirmed) -> None: ...
+
+    def on_ended(self, ended: tuple[Ended, ...], now: float) -> None: ...
+
+
+def waiting_cycle(runner: FakeRunner, masks: FakeMasks) -> tuple[Cycle, Recorder]:
+    """A cycle after the launch of its first step. The next step's draw is queued before its masks are known."""
+    scheduler, recorder = Scheduler(num_blocks=64, block_size=4, max_running=2, token_budget=64), Recorder()
+    scheduler.submit(Request(id=1, prompt=np.arange(5, dtype=np.int32), max_tokens=6, constrained=True))
+    cycle = Cycle(scheduler, runner, recorder, clock=FakeClock(), probe=lambda: None, masks=masks, max_jump_rows=0)
+    assert cycle.advance()
+    assert runner.order == ["forward", "draw"]
+    return cycle, recorder
+
+
 def test_masks_that_fail_still_let_the_device_draw() -> None:
     """What is queued behind them would wait for ever."""
-    runner = AheadRunner()
+    runner = FakeRunner(VOCAB, draws_ahead=True)
+    cycle, recorder = waiting_cycle(runner, FakeMasks(fail_at=2))
+    with pytest.raises(ValueError, match="no masks") as failure:
+        cycle.advance()
+    assert runner.order[2:] == ["forward", "draw ahead"]
+    assert runner.has_masks.is_set()
+    assert cycle.recover(failure.value) is None
+    while cycle.advance():
+        pass
+    assert len(recorder.tokens) == 6
 
-    def fail(rows: Any, bits: Any) -> Masks:
-        raise ValueError("no masks")
 
-    cycle = waiting_cycle(runner, SimpleNamespace(masks=fail))
-    assert cycle._needs_masks
-    with pytest.raises(ValueError, match="no masks"):
-        cycle._draw_and_launch_next(cycle._launched[0])
-    assert runner.ready.is_set()
-    assert not cycle._needs_masks
+def test_a_draw_that_fails_while_it_is_queued_lets_the_device_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = FakeRunner(VOCAB, draws_ahead=True)
+    cycle, _ = waiting_cycle(runner, FakeMasks())
 
-
-def test_a_draw_that_fails_while_it_is_queued_lets_the_device_go_on() -> None:
-    runner = AheadRunner()
-
-    def fail(plan: Any, masks: Any) -> Any:
+    def fail(plan: StepPlan, masks: Masks) -> None:
         raise ValueError("no draw")
 
-    runner.draw_ahead = fail  # type: ignore[method-assign]
-    cycle: Any = Cycle.__new__(Cycle)
+    monkeypatch.setattr(runner, "draw_ahead", fail)
     with pytest.raises(ValueError, match="no draw"):
-        waiting_cycle(runner, None, cycle)
-    assert not runner.ready.is_set()
+        cycle.advance()
+    assert not runner.has_masks.is_set()
     cycle.close()
-    assert runner.ready.is_set()
+    assert runner.has_masks.is_set()
 
 
 def test_an_engine_that_ends_lets_the_device_draw() -> None:
     """Ending waits for the device, which would wait for masks."""
-    runner = AheadRunner()
-    cycle = waiting_cycle(runner, None)
-    assert not runner.ready.is_set()
+    runner = FakeRunner(VOCAB, draws_ahead=True)
+    cycle, _ = waiting_cycle(runner, FakeMasks())
+    assert cycle.advance()
+    assert runner.order[2:] == ["forward", "draw ahead"] * 2
+    assert not runner.has_masks.is_set(), "those of the last step are not computed yet"
     cycle.close()
-    assert runner.ready.is_set()
-
-
-def waiting_cycle(runner: AheadRunner, masks: Any, cycle: Any = None) -> Any:
-    """A cycle in which the draw of one step waits for masks."""
-    cycle = cycle or Cycle.__new__(Cycle)
-    cycle._runner, cycle._masks, cycle._clock, cycle.times = runner, masks, time.monotonic, Times()
-    cycle._masked_rows = lambda plan, ids: SimpleNamespace(num_masks=1, masks=lambda bits: SimpleNamespace(bits=bits))
-    launched = Launched(SimpleNamespace(rows=[0]), 0.0, NONE)  # type: ignore[arg-type]
-    cycle._launched = deque([launched])
-    cycle._queue_draw(launched)
-    return cycle
+    assert runner.has_masks.is_set()

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from helpers.fake_runner import FakeRunner, step_result
 from helpers.toy_device import ToyDevice, allowed_tokens, digest, lone_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -88,12 +88,11 @@ def _state(tokens: list[int]) -> int:
     return state
 
 
-class ToyRunner:
+class ToyRunner(FakeRunner):
     """Runs steps on the toy device when somebody waits for them, in order."""
 
-    is_built = True
-
     def __init__(self, device: ToyDevice, rng: random.Random, shapes: ShapeFacts | None) -> None:
+        super().__init__(VOCAB)
         self.device, self.rng, self.shapes = device, rng, shapes
         self.forwarded: StepPlan | None = None
         self.drafts: dict[int, list[int]] = {}
@@ -111,9 +110,6 @@ class ToyRunner:
         self.drafts = self.device.propose(plan)
         masked = [] if plan.masked is None else np.flatnonzero(plan.masked).tolist()
         return [np.array(self.drafts.get(index, []), np.int32) for index in masked]
-
-    def mask_memory(self, count: int) -> np.ndarray:
-        return np.empty((count, 1), np.uint32)
 
     def forward(self, plan: StepPlan) -> None:
         assert self.forwarded is None, "the draw of the step before is missing"
@@ -147,16 +143,9 @@ class ToyRunner:
         """Of every other step. It runs when somebody waits for it, after `masks_ready`."""
         return self.draw(plan, masks) if plan.step_no % 2 else None
 
-    def masks_ready(self) -> None: ...
-
     def copy(self, copies: BlockCopies) -> ToyCopy:
         self.device.begin_copies(copies)
         return ToyCopy(self.device, copies, self.rng.randrange(self.max_polls), self.rng.random() < self.failures)
-
-    def build_next(self) -> None: ...
-
-    def take_missed(self) -> list[Any]:
-        return []
 
     def capture(self, plan: CapturePlan) -> bool:
         assert plan.shape not in self.captured
@@ -184,10 +173,7 @@ class ToyStep:
         while self.result is None:
             self.runner.queued.pop(0).run()
         tokens, counts = self.result
-        none = np.zeros(0, np.int64)
-        return StepResult(
-            self.plan.step_no, torch.from_numpy(tokens), None, none, none.astype(np.int32), (), counts=counts
-        )
+        return step_result(self.plan, tokens, counts=counts)
 
     def done(self) -> bool:
         return self.result is not None

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.fake_channel import FakeChannel
 from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
 
 from millrace.engine.ledger import Ledger
 from millrace.engine.outbox import Outbox
-from millrace.link.messages import NewRequest, StepTokens, pack_tokens, unpack_ids
+from millrace.link.messages import NewRequest, pack_tokens, unpack_ids
 from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
 from millrace.params import RowParams, SamplingParams
@@ -24,16 +25,6 @@ from millrace.run.runner import Runner
 
 BLOCK, ROWS, BUDGET, CONTEXT = 4, 6, 10, 96
 POOLINGS = ("last", "mean", "", "mean", "last", "", "last", "mean")
-
-
-class Channel:
-    num_fronts = 1
-
-    def __init__(self) -> None:
-        self.sent: list[StepTokens] = []
-
-    def send(self, front: int, message: StepTokens) -> None:
-        self.sent.append(message)
 
 
 def reference_vector(model: Any, prompt: np.ndarray, pooling: str) -> np.ndarray:
@@ -65,8 +56,8 @@ def test_vectors_are_those_of_transformers(case: str, speculate: Any) -> None:
     runner = Runner(decoder, CpuDevice(1), **sizes, max_rows=ROWS, max_context=CONTEXT, speculate=speculate)
     drafts = DraftSettings(3) if speculate != "off" else DraftSettings()
     scheduler = Scheduler(**sizes, max_running=ROWS, token_budget=BUDGET, groups=groups, drafts=drafts)
-    channel, ledger = Channel(), Ledger()
-    outbox: Any = Outbox(channel, ledger)  # type: ignore[arg-type]
+    channel, ledger = FakeChannel(), Ledger()
+    outbox = Outbox(channel, ledger)
     for round_no in range(2):  # The second finds the prefixes of the first.
         for index, (prompt, pooling) in enumerate(zip(prompts(), POOLINGS, strict=True)):
             max_tokens = 1 if pooling else 8
@@ -89,8 +80,8 @@ def test_vectors_are_those_of_transformers(case: str, speculate: Any) -> None:
             assert result.counts is not None or len(result.drawn()) == plan.samples.sum()
             outcome = scheduler.apply(plan.step_no, result.drawn(), result.counts)
             outbox.send_step(outcome, result, 0.0)
-    finished = {finish.id: finish for message in channel.sent for finish in message.finished}
-    token_ids = np.concatenate([unpack_ids(message.ids) for message in channel.sent])
+    finished = {finish.id: finish for _, message in channel.sent for finish in message.finished}
+    token_ids = np.concatenate([unpack_ids(message.ids) for _, message in channel.sent])
     assert len(finished) == 2 * len(POOLINGS)
     assert any(finish.cached_tokens for finish in finished.values() if POOLINGS[finish.id % 10] == "last")
     for request_id, finish in finished.items():
