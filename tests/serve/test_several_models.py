@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -25,6 +25,8 @@ from millrace.serve.served_models import ServedModel
 from millrace.serve.state import FrontState, ModelText
 from millrace.text.chat.template import ChatTemplate
 
+pytestmark = pytest.mark.live
+
 OTHER = "other-model"
 
 
@@ -34,12 +36,21 @@ class Control:
 
     front: Front
     orders: list[tuple[str, Any]] = field(default_factory=list)
+    holds: bool = False
+    """True: a load goes on until the test ends it."""
+    engine: NullEngine | None = None
 
     def start(self, client: EngineClient) -> None:
         self.orders.append(("load", OTHER))
         engine = NullEngine(saying("I am the other"), vocab_size=byte_tokenizer().vocab_size, is_ready=False)
         client.reconnect(engine)
-        self.front.loop.call_later(0.1, engine.become_ready)
+        self.engine = engine
+        if not self.holds:
+            self.front.loop.call_soon(engine.become_ready)
+
+    def end_load(self) -> None:
+        assert self.engine is not None
+        self.engine.become_ready()
 
     async def load(self, name: str) -> None: ...
 
@@ -79,12 +90,24 @@ def served() -> Iterator[tuple[Front, Control, list[int]]]:
 
 
 def ask(front: Front, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-    with closing(http.client.HTTPConnection("127.0.0.1", front.port, timeout=30)) as connection:
+    with closing(http.client.HTTPConnection("127.0.0.1", front.port, timeout=60)) as connection:
         data = json.dumps(body) if body is not None else None
         connection.request(method, path, data, {"Content-Type": "application/json"})
         answer = connection.getresponse()
         text = answer.read().decode()
         return answer.status, json.loads(text) if text.startswith("{") else text
+
+
+def ask_and_load(front: Front, path: str, body: dict[str, Any], end_load: Callable[[], None]) -> str:
+    """The frames of a stream whose model is loading until the first comment has come."""
+    with closing(http.client.HTTPConnection("127.0.0.1", front.port, timeout=60)) as connection:
+        sent = json.dumps({"model": OTHER, "stream": True, **body})
+        connection.request("POST", path, sent, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.status == 200
+        comment = answer.readline()
+        front.call(end_load)
+        return (comment + answer.read()).decode()
 
 
 def complete(front: Front, model: str) -> tuple[int, Any]:
@@ -276,12 +299,13 @@ def test_a_stream_tells_that_its_model_is_being_loaded(
     body: dict[str, Any],
     end: str,
 ) -> None:
-    front, _, _ = served
+    front, control, _ = served
     complete(front, OTHER)
     loaded = ask(front, "POST", path, {"model": OTHER, "stream": True, **body})[1]
     monkeypatch.setattr(early_stream, "COMMENT_EVERY_S", 0.03)
+    monkeypatch.setattr(control, "holds", True)
     ask(front, "POST", f"/v1/models/{OTHER}/unload")
-    waited = ask(front, "POST", path, {"model": OTHER, "stream": True, **body})[1]
+    waited = ask_and_load(front, path, body, control.end_load)
     assert waited.startswith(f": The model {OTHER!r} is still loading")
     shown = "\n\n".join(frame for frame in waited.split("\n\n") if not frame.startswith(":"))
     assert end in shown
@@ -296,12 +320,14 @@ def test_a_stream_whose_model_fails_to_load_ends_with_the_error(
     monkeypatch.setattr(early_stream, "COMMENT_EVERY_S", 0.02)
     ask(front, "POST", f"/v1/models/{OTHER}/unload")
     client = front.state.models.find(OTHER).client
-    monkeypatch.setattr(client, "on_wanted", lambda: front.loop.call_later(0.6, client.give_up, "It does not fit."))
-    status, text = ask(front, "POST", path, {"model": OTHER, "stream": True, **body})
-    assert status == 200
+    loads: list[str] = []
+    monkeypatch.setattr(client, "on_wanted", lambda: loads.append(OTHER))
+    text = ask_and_load(front, path, body, lambda: client.give_up("It does not fit."))
+    assert loads == [OTHER], "a load that failed is not repeated for the same request"
     assert text.startswith(": The model")
     assert "It does not fit." in text.rpartition("data: {")[2]
     before = front.state.metrics.counts.errors
+    monkeypatch.setattr(client, "on_wanted", lambda: client.give_up("It does not fit."))
     assert ask(front, "POST", path, {"model": OTHER, **body})[0] == 503, "without a stream: a plain error"
     assert front.state.metrics.counts.errors == before + 1
 

@@ -58,8 +58,10 @@ async def begin_while_loading(request: web.Request, data: bytes, write_error: Wr
         left_s = deadline - time.monotonic()
         with contextlib.suppress(EngineUnavailable):
             await client.wait_ready(max(0.0, min(COMMENT_EVERY_S, left_s)))
-        if client.ready is not None or client.failure is not None:
+        if client.ready is not None:
             break
+        if client.failure is not None:  # Going on would ask for the engine again.
+            return await _given_up(request, early, EngineUnavailable(client.failure))
         text = loading_state(model.name, client)
         early = early or EarlyStream(_stream(request, state), write_error)
         if left_s <= COMMENT_EVERY_S:  # Not the clock: timers of the loop fire up to a millisecond early.
@@ -68,8 +70,8 @@ async def begin_while_loading(request: web.Request, data: bytes, write_error: Wr
     return early
 
 
-async def _given_up(request: web.Request, early: EarlyStream, error: MillraceError) -> EarlyStream:
-    if not early.out.started:
+async def _given_up(request: web.Request, early: EarlyStream | None, error: MillraceError) -> EarlyStream:
+    if early is None or not early.out.started:
         raise error
     await early.end_with(request, error)
     return early
