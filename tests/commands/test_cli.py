@@ -26,6 +26,7 @@ def millrace(*arguments: str, **more: object) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("arguments", [["--help"], ["config"], ["--version"], ["serve", "--help"], ["nonsense"]])
 def test_light_commands_import_nothing_heavy_and_are_instant(arguments: list[str]) -> None:
     """`config` checks sampling defaults, which are a msgspec struct."""
@@ -186,6 +187,7 @@ def test_debug_may_come_before_the_command(capsys: pytest.CaptureFixture[str]) -
     assert "Traceback" in capsys.readouterr().err
 
 
+@pytest.mark.live
 def test_unknown_model_is_a_sentence_and_exit_code_1() -> None:
     done = millrace("generate", "x", "--model", "smolm2-135m-instruct")
     assert done.returncode == 1
@@ -193,12 +195,14 @@ def test_unknown_model_is_a_sentence_and_exit_code_1() -> None:
     assert "smollm2-135m-instruct" in done.stderr
 
 
+@pytest.mark.live
 def test_no_arguments_shows_help_and_fails() -> None:
     done = millrace()
     assert done.returncode == 2
     assert done.stdout.startswith("usage: millrace COMMAND")
 
 
+@pytest.mark.live
 def test_closed_pipe_gives_no_traceback() -> None:
     line = f"{sys.executable} -m millrace config | head -1"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60, check=False)
@@ -221,6 +225,7 @@ def test_models_lists_the_default_one(capsys: pytest.CaptureFixture[str]) -> Non
     assert "SmolLM2-135M-Instruct" in capsys.readouterr().out
 
 
+@pytest.mark.live
 def test_models_shows_which_are_downloaded(tmp_path: Path) -> None:
     done = millrace("models", "--json", env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)})
     assert all(json.loads(line)["cached"] is False for line in done.stdout.splitlines())
@@ -303,6 +308,7 @@ def test_formats_of_every_model_are_checked_at_start(tmp_path: Path, capsys: pyt
     assert "tool format 'nonsense'" in capsys.readouterr().err
 
 
+@pytest.mark.live
 def test_doctor_finds_a_taken_port_and_a_missing_file(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -316,6 +322,7 @@ def test_doctor_finds_a_taken_port_and_a_missing_file(capsys: pytest.CaptureFixt
     assert found["torch"]["status"] == found["model"]["status"] == found["template"]["status"] == "ok"
 
 
+@pytest.mark.live
 def test_completion_scripts_complete(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "bash"]) == 0
     script = tmp_path / "millrace.bash"
@@ -329,6 +336,7 @@ def test_completion_scripts_complete(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert "millrace" in capsys.readouterr().out
 
 
+@pytest.mark.live
 @pytest.mark.parametrize("arguments", [["models"], ["config", "--json"], ["completion", "bash"], ["serve", "--help"]])
 def test_closed_pipes_and_exit_code(arguments: list[str]) -> None:
     line = f"{sys.executable} -m millrace {' '.join(arguments)} | true; echo ${{PIPESTATUS[0]}}"
@@ -386,6 +394,7 @@ def test_reload_previews_the_settings_of_each_model(
     ]
 
 
+@pytest.mark.live
 def test_generate_streams_to_stdout_only(capsys: pytest.CaptureFixture[str]) -> None:
     with running(FakeServer()) as server:
         assert main(["generate", "one two", "--url", server.url, "--max-tokens", "3"]) == 0
@@ -399,6 +408,7 @@ def test_generate_streams_to_stdout_only(capsys: pytest.CaptureFixture[str]) -> 
     assert server.requests[-1]["seed"] == 5
 
 
+@pytest.mark.live
 def test_generate_reads_standard_input() -> None:
     with running(FakeServer()) as server:
         done = millrace("generate", "-", "--url", server.url, "--max-tokens", "1", input="from a pipe")

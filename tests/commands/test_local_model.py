@@ -9,6 +9,8 @@ from helpers.terminal import on_terminal
 
 from millrace.cli import main
 
+pytestmark = pytest.mark.live
+
 QUICK = ["--dtype", "float32", "--kv-tokens", "4096", "--threads", "1"]
 
 

@@ -21,6 +21,8 @@ import pytest
 
 from millrace.bench.local_server import descendants
 
+pytestmark = pytest.mark.live
+
 QUICK = ("--dtype", "float32", "--kv-tokens", "4096", "--threads", "1")
 
 

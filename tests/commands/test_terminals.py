@@ -26,6 +26,8 @@ from millrace.cli import EXIT_CLOSED_PIPE, main
 from millrace.config import Config, replace
 from millrace.serve.describe.sampler import take_sample
 
+pytestmark = pytest.mark.live
+
 COLUMNS = 80
 ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 

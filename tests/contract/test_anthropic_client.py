@@ -12,6 +12,8 @@ from serve.wire import post
 
 from millrace.link.messages import unpack_tokens
 
+pytestmark = pytest.mark.live
+
 TEXT = 'Grüße, "world" 🌍\nbye'
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 MESSAGES = "/v1/messages"

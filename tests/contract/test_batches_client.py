@@ -19,6 +19,8 @@ from millrace.link.messages import NewRequest, unpack_tokens
 from millrace.observe.audit import AuditLog
 from millrace.observe.cost.billing import Prices, bills
 
+pytestmark = pytest.mark.live
+
 TEXT = "fine"
 CHAT = "/v1/chat/completions"
 

@@ -17,6 +17,8 @@ from serve.wire import post
 from millrace.sources.resolve import resolve_model
 from millrace.text.tokenizers.load import load_tokenizer
 
+pytestmark = pytest.mark.live
+
 MODEL = "smollm2-135m-instruct"
 OPTIONS = ("--dtype", "float32", "--kv-tokens", "4096", "--max-context", "512")
 TEXTS = ["The cat sits on the mat.", "A cat is sitting on a mat.", "Interest rates rose by a quarter of a point."]

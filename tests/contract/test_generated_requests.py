@@ -19,6 +19,8 @@ from contract.real_server import RealServer, real_server
 from contract.schema_check import problems
 from serve.wire import CHAT, COMPLETIONS, Reply, chat_text, completion_text, events, get, post
 
+pytestmark = pytest.mark.live
+
 SIZE = int(os.environ.get("MILLRACE_REQUESTS", "1000"))
 MODEL = "tiny"
 VOCAB = 300

@@ -15,6 +15,8 @@ from serve.wire import post
 from millrace.link.messages import unpack_tokens
 from millrace.text.chat.template import ChatTemplate
 
+pytestmark = pytest.mark.live
+
 TEXT = 'Grüße, "world" 🌍\nbye'
 HI = [{"role": "user", "content": "hi"}]
 

@@ -12,6 +12,8 @@ import pydantic
 import pytest
 from serve.front_under_test import MODEL, Front, endless, running_front, saying
 
+pytestmark = pytest.mark.live
+
 TEXT = 'Grüße, "world" 🌍\nbye'
 HI: list[Any] = [{"role": "user", "content": "hi"}]
 

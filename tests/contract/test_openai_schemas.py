@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from serve.front_under_test import MODEL, Front, running_front, saying
 from serve.wire import CHAT, COMPLETIONS, chat_text, completion_text, events, get, post
 
+pytestmark = pytest.mark.live
+
 TEXT = "Tide and 時 wait for no one 🌊"
 
 needs_document = pytest.mark.skipif(not DOCUMENT.exists(), reason="OpenAI's OpenAPI document is not at hand")

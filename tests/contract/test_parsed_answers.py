@@ -12,6 +12,8 @@ import pydantic
 import pytest
 from serve.front_under_test import MODEL, Front, running_front, saying
 
+pytestmark = pytest.mark.live
+
 
 class Person(pydantic.BaseModel):
     name: str

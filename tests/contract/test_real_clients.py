@@ -11,6 +11,8 @@ import pytest
 from contract.real_server import RealServer, real_server
 from serve.wire import CHAT, post
 
+pytestmark = pytest.mark.live
+
 MODEL = "smollm2-135m-instruct"
 QUESTION = "What is the capital of France?"
 TURN: list[Any] = [{"role": "user", "content": QUESTION}]

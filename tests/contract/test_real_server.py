@@ -34,6 +34,8 @@ from serve.wire import (
 
 from millrace.cli import main
 
+pytestmark = pytest.mark.live
+
 MODEL = "smollm2-135m-instruct"
 OPTIONS = ("--dtype", "float32", "--kv-tokens", "32768", "--max-context", "4096")
 PROMPTS = [

@@ -16,6 +16,8 @@ from serve.wire import eventually, get, post, request
 from millrace.config import Config, replace
 from millrace.link.messages import unpack_tokens
 
+pytestmark = pytest.mark.live
+
 TEXT = 'Grüße, "world" 🌍\nbye'
 RESPONSES = "/v1/responses"
 

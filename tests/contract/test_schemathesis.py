@@ -17,6 +17,8 @@ from serve.wire import post
 
 from millrace.serve.describe.openapi import openapi_document
 
+pytestmark = pytest.mark.live
+
 SIZE = int(os.environ.get("MILLRACE_FUZZ", "4"))
 CHECKS = (
     *("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance"),

@@ -11,7 +11,10 @@ from contract.schema_check import DOCUMENT, problems, schemas
 from serve.front_under_test import MODEL, Front, endless, running_front, saying
 from serve.wire import Reply, eventually, get, post, request
 
-pytestmark = pytest.mark.skipif(not DOCUMENT.exists(), reason="OpenAI's OpenAPI document is missing")
+pytestmark = [
+    pytest.mark.live,
+    pytest.mark.skipif(not DOCUMENT.exists(), reason="OpenAI's OpenAPI document is missing"),
+]
 
 RESPONSES = "/v1/responses"
 LOGPROBS = ["message.output_text.logprobs"]

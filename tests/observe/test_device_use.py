@@ -17,7 +17,7 @@ def front() -> Iterator[Front]:
 
 
 def test_shares_of_the_limits_over_the_last_seconds(front: Front) -> None:
-    stats, ready = front.call(front.engine._stats), front.state.client.ready
+    stats, ready = front.call(front.engine.stats), front.state.client.ready
     assert ready is not None
     ready = msgspec.structs.replace(ready, device_bytes_per_s=1000.0, device_flops=0.0)
 

@@ -72,7 +72,7 @@ class Front:
         async def run() -> T:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(timeout=30)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(timeout=60)
 
     def begin_stop(self) -> None:
         self.loop.call_soon_threadsafe(self.stop.set)
@@ -135,7 +135,7 @@ def running_front(
 
     thread = threading.Thread(target=run, name="front under test", daemon=True)
     thread.start()
-    assert listening.wait(30)
+    assert listening.wait(60)
     if failures:
         raise failures[0]
     front = started[0]
@@ -144,7 +144,7 @@ def running_front(
     finally:
         if thread.is_alive():
             front.begin_stop()
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive(), "the front did not stop"
         if failures:
             raise failures[0]

@@ -78,6 +78,8 @@ class NullEngine:
         self.step_s = step_s
         self.is_ready = is_ready
         self.paused = False
+        self.late_s = 0.0
+        """Added to the clock that deadlines are held to, so that a test decides when one has passed."""
         self.used_at = time.monotonic()
         self.is_retired = False
         self.received: list[NewRequest] = []
@@ -140,6 +142,9 @@ class NullEngine:
     def die(self, message: str) -> None:
         self._on_message(EngineFailed(message))
 
+    def pause(self) -> None:
+        self.paused = True
+
     def resume(self) -> None:
         self.paused = False
         self._schedule()
@@ -165,7 +170,7 @@ class NullEngine:
                 ids.append(request_id)
                 tokens.append(token_id)
                 if row.request.params.logprobs is not None:
-                    logprobs[request_id] = (self._score(token_id, row.request.params.logprobs),)
+                    logprobs[request_id] = (self.score(token_id, row.request.params.logprobs),)
         self._num_output += len(ids)
         message = StepTokens(
             step_no=self._step_no,
@@ -174,7 +179,7 @@ class NullEngine:
             finished=tuple(self._finished),
             logprobs=logprobs,
             prompt_logprobs=self._prompt_logprobs,
-            stats=self._stats(),
+            stats=self.stats(),
         )
         self._finished, self._prompt_logprobs = [], {}
         self._on_message(message)
@@ -186,7 +191,7 @@ class NullEngine:
         if request.id in self.poison:
             self._end(row, "error", message="The step that computed this request failed.")
             return None
-        if request.deadline is not None and now > request.deadline:
+        if request.deadline is not None and now + self.late_s > request.deadline:
             self._end(row, "deadline")
             return None
         row.first_at = row.first_at or now
@@ -228,15 +233,15 @@ class NullEngine:
             self.histograms.observe(TTFT, row.request.priority, row.first_at - (row.request.received or arrival))
         self.histograms.observe_finish(finish, row.request.priority, 0.0)
 
-    def _score(self, token_id: int, num_top: int) -> TokenLogprobs:
+    def score(self, token_id: int, num_top: int) -> TokenLogprobs:
         top = tuple((token_id + i) % self.ready.vocab_size for i in range(num_top))
         return TokenLogprobs(token_id, -0.5, 1, top, tuple(-0.5 - i if i < 19 else -math.inf for i in range(num_top)))
 
     def _score_prompt(self, row: Row) -> tuple[TokenLogprobs | None, ...]:
         num_top = row.request.params.prompt_logprobs or 0
-        return (None, *(self._score(token_id, num_top) for token_id in row.prompt[1:]))
+        return (None, *(self.score(token_id, num_top) for token_id in row.prompt[1:]))
 
-    def _stats(self) -> EngineStats:
+    def stats(self) -> EngineStats:
         return EngineStats(
             step_no=self._step_no,
             running=len(self.rows),

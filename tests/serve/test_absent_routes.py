@@ -8,6 +8,8 @@ import pytest
 from serve.front_under_test import Front, running_front
 from serve.wire import request
 
+pytestmark = pytest.mark.live
+
 
 @pytest.fixture(scope="module")
 def front() -> Iterator[Front]:

@@ -135,6 +135,7 @@ def test_one_slow_first_step_does_not_refuse_for_long() -> None:
     assert rates.step_s < 1.5, "a late one counts little"
 
 
+@pytest.mark.live
 def test_a_refusal_over_http_is_a_counted_429_with_retry_after() -> None:
     with running_front(saying("ok"), config=replace(CONFIG, server__port=0)) as front:
         front.call(lambda: setattr(front.state.client, "stats", stats((35, 0, 0))))
@@ -149,6 +150,7 @@ def test_a_refusal_over_http_is_a_counted_429_with_retry_after() -> None:
         )
 
 
+@pytest.mark.live
 def test_ready_and_the_admission_of_batches_follow_the_error_budget() -> None:
     config = replace(
         CONFIG,

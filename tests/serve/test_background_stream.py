@@ -7,10 +7,13 @@ import json
 from contextlib import closing
 from typing import Any
 
+import pytest
 from serve.front_under_test import END, MODEL, endless, running_front, saying
 from serve.wire import Reply, get, post, request
 
 from millrace.link.messages import NewRequest
+
+pytestmark = pytest.mark.live
 
 RESPONSES = "/v1/responses"
 
@@ -58,7 +61,7 @@ def test_a_failure_is_an_event() -> None:
 
 def opened(port: int, sent: dict[str, Any]) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse, str]:
     """A stream whose first events have come, and the id of its response."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("POST", RESPONSES, body=json.dumps(sent), headers={"Content-Type": "application/json"})
     answer = connection.getresponse()
     assert answer.readline().startswith(b"event: ")

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 from serve.front_under_test import MODEL, Front, byte_tokenizer, endless, running_front, saying
-from serve.wire import CHAT, COMPLETIONS, get, post, request
+from serve.wire import CHAT, COMPLETIONS, eventually, get, post, request
 
 from millrace.beams import BeamSearch
 from millrace.link.messages import TokenLogprobs, unpack_tokens
 from millrace.params import BeamParams, SamplingParams
 from millrace.text.text_stream import stop_finder
+
+pytestmark = pytest.mark.live
 
 
 @pytest.fixture(scope="module")
@@ -91,13 +93,12 @@ def test_what_beams_cannot_have_is_named_as_it_was_sent(front: Front, fields: di
 
 def test_a_search_can_be_cancelled() -> None:
     """The engine has nothing to cancel between two steps of a search, so the front ends it."""
-    with running_front(endless, step_s=0.005) as front, ThreadPoolExecutor(1) as other:
+    with running_front(endless, step_s=0.01) as front, ThreadPoolExecutor(1) as other:
         sent = completion(num_beams=2, max_tokens=4000, ignore_eos=True)
         answer = other.submit(post, front.port, COMPLETIONS, sent, {"X-Request-Id": "searching"})
-        while not get(front.port, "/v1/requests").json["data"]:
-            pass
+        eventually(lambda: bool(get(front.port, "/v1/requests").json["data"]))
         cancelled = request(front.port, "DELETE", "/v1/requests/searching").json
         assert (cancelled["cancelled"], cancelled["sequences"]) == (True, 1)
-        reply = answer.result(timeout=30)
+        reply = answer.result(60)
         assert (reply.status, reply.error["code"]) == (499, "request_cancelled")
         assert get(front.port, "/v1/requests").json["data"] == []

@@ -20,6 +20,8 @@ from millrace.serve.generate.choosing.beam_fields import SelfConsistency
 from millrace.serve.generate.choosing.best import MATCH_S, Ballot, elect
 from millrace.serve.generate.events import Output
 
+pytestmark = pytest.mark.live
+
 COMPLETIONS = "/v1/completions"
 OLLAMA = "/api/chat"
 

@@ -14,6 +14,8 @@ from millrace.link.messages import unpack_tokens
 from millrace.serve.anthropic.context_edits import CLEARED
 from millrace.text.chat.template import ChatTemplate
 
+pytestmark = pytest.mark.live
+
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}"
     "{{ m.content }}{% for c in m.tool_calls or [] %}<{{ c.function.name }} {{ c.function.arguments | tojson }}>"

@@ -11,6 +11,8 @@ from serve.wire import get, post, request
 
 from millrace.link.messages import unpack_tokens
 
+pytestmark = pytest.mark.live
+
 RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
 
 

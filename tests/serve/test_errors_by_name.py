@@ -9,6 +9,8 @@ import pytest
 from serve.front_under_test import MODEL, Front, running_front, saying
 from serve.wire import CHAT, COMPLETIONS, get, post
 
+pytestmark = pytest.mark.live
+
 USER = [{"role": "user", "content": "hi"}]
 
 

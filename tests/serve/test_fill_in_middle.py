@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from array import array
 
+import pytest
 from serve.front_under_test import END, byte_tokenizer, running_front, saying
 from serve.wire import post
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from millrace.text.tokenizers.tokenizer import Tokenizer
+
+pytestmark = pytest.mark.live
 
 NAMES = ("<|fim_pad|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
 

@@ -14,6 +14,8 @@ from millrace.text.grammar.compiler import GrammarError
 from millrace.text.tools.formats import FORMATS, Function
 from millrace.text.tools.grammar import forced_calls, strict_calls
 
+pytestmark = pytest.mark.live
+
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}},

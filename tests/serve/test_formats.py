@@ -12,6 +12,8 @@ from serve.wire import Reply, post, request
 
 from millrace.params import Grammar
 
+pytestmark = pytest.mark.live
+
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 OLLAMA_CHAT, OLLAMA_GENERATE = "/api/chat", "/api/generate"
 USER = [{"role": "user", "content": "hi"}]

@@ -11,6 +11,8 @@ from serve.wire import COMPLETIONS, completion_text, post, stream
 
 from millrace.link.messages import NewRequest
 
+pytestmark = pytest.mark.live
+
 
 def body(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": "Say", **fields}
@@ -168,13 +170,13 @@ def test_best_of_returns_the_likeliest() -> None:
 
         front.engine.script = script
         engine = front.engine
-        plain = engine._score
+        plain = engine.score
 
         def score(token_id: int, num_top: int) -> Any:
             entry = plain(token_id, num_top)
             return type(entry)(token_id, scores[token_id], 1, entry.top_ids, entry.top_logprobs)
 
-        engine._score = score  # type: ignore[method-assign]
+        engine.score = score  # type: ignore[method-assign]
         answer = post(front.port, COMPLETIONS, body(n=2, best_of=3)).json
     assert [choice["text"] for choice in answer["choices"]] == ["t", "m"]
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]

@@ -15,6 +15,8 @@ from serve.wire import CHAT, COMPLETIONS, get, post, request, stream
 from millrace.config import Config, replace
 from millrace.serve import api_routes
 
+pytestmark = pytest.mark.live
+
 
 @pytest.fixture(scope="module")
 def front() -> Iterator[Front]:

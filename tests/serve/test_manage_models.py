@@ -21,6 +21,8 @@ from millrace.serve.ollama import library as routes
 from millrace.serve.tenancy.keyring import Keyring
 from millrace.sources import library
 
+pytestmark = pytest.mark.live
+
 
 @pytest.fixture(scope="module")
 def front() -> Iterator[Front]:

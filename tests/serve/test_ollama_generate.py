@@ -15,6 +15,8 @@ from millrace.link.messages import unpack_tokens
 from millrace.serve.ollama.go_template import GoTemplate
 from millrace.text.chat.template import ChatTemplate
 
+pytestmark = pytest.mark.live
+
 TEXT = "Grüße 🌍 END bye"
 
 

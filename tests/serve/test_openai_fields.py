@@ -12,6 +12,8 @@ from serve.wire import post
 
 from millrace.text.chat.template import ChatTemplate
 
+pytestmark = pytest.mark.live
+
 CHAT, MESSAGES, RESPONSES = "/v1/chat/completions", "/v1/messages", "/v1/responses"
 USER = {"role": "user", "content": "hi"}
 BASE: dict[str, dict[str, Any]] = {

@@ -10,6 +10,8 @@ import pytest
 from serve.front_under_test import MODEL, Front, running_front, saying
 from serve.wire import CHAT, connected, get, raw_post, read_all
 
+pytestmark = pytest.mark.live
+
 GARBAGE = b"\x00\xff not HTTP at all\r\n\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: test\r\n\r\n"
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}

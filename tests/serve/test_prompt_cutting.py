@@ -12,6 +12,8 @@ from serve.wire import CHAT, COMPLETIONS, post, stream
 
 from millrace.link.messages import unpack_tokens
 
+pytestmark = pytest.mark.live
+
 LONG = "abcdefghij" * 30
 
 

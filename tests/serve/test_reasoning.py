@@ -12,6 +12,8 @@ from serve.wire import Reply, events, post
 
 from millrace.text.chat.template import ChatTemplate
 
+pytestmark = pytest.mark.live
+
 CHAT, MESSAGES, RESPONSES, OLLAMA = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"
 USER = {"role": "user", "content": "hi"}
 THOUGHT, SAID = "Let me think.", "Forty-two."

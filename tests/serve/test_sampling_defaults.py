@@ -11,6 +11,8 @@ from serve.wire import post
 
 from millrace.params import SamplingDefaults
 
+pytestmark = pytest.mark.live
+
 HELLO = [{"role": "user", "content": "Hi"}]
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HELLO},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import time
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +16,8 @@ from serve.wire import CHAT, COMPLETIONS, connected, events, eventually, get, po
 from millrace.config import Config, replace
 from millrace.link.messages import NewRequest
 from millrace.serve.http.event_stream import LAST_CHUNK
+
+pytestmark = pytest.mark.live
 
 LONG = 200_000
 
@@ -39,7 +41,7 @@ def front() -> Iterator[Front]:
 def test_a_client_that_stops_reading_is_dropped(front: Front, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "millrace"), connected(front.port, receive_buffer=4096) as sock:
         sock.sendall(raw_post(COMPLETIONS, body(max_tokens=LONG)))
-        eventually(lambda: bool(front.engine.aborted), 30)
+        eventually(lambda: bool(front.engine.aborted))
         # Other clients stream at the same time and afterwards.
         assert len(events(post(front.port, COMPLETIONS, body(max_tokens=20)))) == 21
         eventually(lambda: not front.engine.rows)
@@ -73,19 +75,15 @@ def test_reading_one_byte_at_a_time_affects_no_other_client(front: Front) -> Non
     with connected(front.port, receive_buffer=4096) as sock:
         sock.sendall(raw_post(COMPLETIONS, body(max_tokens=LONG)))
         sock.recv(1)
-        times = []
         for _ in range(10):
-            started = time.monotonic()
             assert len(events(post(front.port, COMPLETIONS, body(max_tokens=50)))) == 51
-            times.append(time.monotonic() - started)
             sock.recv(1)
-        assert sorted(times)[5] < 1.0
 
 
 def test_a_detailed_stream_is_bounded_too(front: Front) -> None:
     with connected(front.port, receive_buffer=4096) as sock:
         sock.sendall(raw_post(COMPLETIONS, body(max_tokens=LONG, logprobs=5)))
-        eventually(lambda: bool(front.engine.aborted), 30)
+        eventually(lambda: bool(front.engine.aborted))
         eventually(lambda: not front.state.jobs)
 
 
@@ -106,7 +104,7 @@ def test_a_disconnect_aborts_at_once(front: Front, streamed: bool) -> None:
         eventually(lambda: len(front.engine.rows) == 3)
         if streamed:
             sock.recv(1000)
-    eventually(lambda: not front.engine.rows, 2.0)
+    eventually(lambda: not front.engine.rows)
     assert {reason for _, reason in front.engine.aborted} == {"abort"}
     assert len(front.engine.aborted) == 3
     eventually(lambda: not front.state.jobs)
@@ -114,11 +112,11 @@ def test_a_disconnect_aborts_at_once(front: Front, streamed: bool) -> None:
 
 
 def test_a_disconnect_before_the_first_token(front: Front) -> None:
-    front.call(lambda: setattr(front.engine, "paused", True))
+    front.call(front.engine.pause)
     with connected(front.port) as sock:
         sock.sendall(raw_post(COMPLETIONS, body(max_tokens=5)))
         eventually(lambda: len(front.engine.rows) == 1)
-    eventually(lambda: not front.engine.rows, 2.0)
+    eventually(lambda: not front.engine.rows)
     front.call(front.engine.resume)
     eventually(lambda: not front.state.jobs)
 
@@ -132,14 +130,18 @@ def test_a_disconnect_in_the_middle_of_the_body(front: Front) -> None:
     eventually(lambda: not front.engine.rows and not front.state.jobs)
 
 
-def test_many_disconnects_at_random_times(front: Front) -> None:
+def test_many_disconnects_at_every_stage(front: Front) -> None:
+    """Clients leave at once, when the engine has their request, and after 1 to 1000 bytes of the answer."""
     for number in range(120):
+        is_streamed, num_bytes = number % 3 != 0, (0, 0, 1, 100, 1000)[number % 5]
         with connected(front.port) as sock:
-            sock.sendall(
-                raw_post(COMPLETIONS, body(max_tokens=LONG, stream=number % 3 != 0, logprobs=[None, 1][number % 2]))
-            )
-            if number % 4:
-                time.sleep(0.002 * (number % 5))
+            fields = body(max_tokens=LONG, stream=is_streamed, logprobs=[None, 1][number % 2])
+            num_before = len(front.engine.received)
+            sock.sendall(raw_post(COMPLETIONS, fields))
+            if number % 5:
+                eventually(lambda num_before=num_before: len(front.engine.received) > num_before)
+            if is_streamed and num_bytes:
+                sock.recv(num_bytes, socket.MSG_WAITALL)
     eventually(lambda: not front.engine.rows and not front.state.jobs)
     assert front.call(lambda: front.state.client.num_open) == 0
     assert len(events(post(front.port, COMPLETIONS, body(max_tokens=5)))) == 6
@@ -161,7 +163,7 @@ def test_a_bug_in_one_stream_does_not_affect_others(front: Front) -> None:
 
         job.choices[0]._push = broken
 
-    front.call(lambda: setattr(front.engine, "paused", True))
+    front.call(front.engine.pause)
     with connected(front.port) as bad, connected(front.port) as good:
         bad.sendall(raw_post(CHAT, chat(cache_salt="bad"), headers="Connection: close\r\n"))
         good.sendall(raw_post(CHAT, chat(), headers="Connection: close\r\n"))

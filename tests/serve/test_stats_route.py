@@ -9,6 +9,8 @@ from serve.wire import CHAT, get, post
 from millrace.observe.history import FrontCounts, History, Sample, engine_series, grid, merge_front_series
 from millrace.serve.describe.sampler import take_sample
 
+pytestmark = pytest.mark.live
+
 
 @pytest.fixture(scope="module")
 def front() -> Iterator[Front]:
@@ -48,7 +50,7 @@ def test_wrong_queries_are_refused_by_name(front: Front, query: str, param: str)
 
 
 def test_series_are_differences_and_an_engine_restart_leaves_a_hole(front: Front) -> None:
-    engine = front.call(front.engine._stats)
+    engine = front.call(front.engine.stats)
     import msgspec
 
     def at(time: float, steps: int, tokens: int) -> Sample:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from serve.front_under_test import MODEL, running_front, saying
 from serve.wire import CHAT, chat_text, get, post, request, stream
+
+pytestmark = pytest.mark.live
 
 
 def body(**fields: Any) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from millrace.params import (
     ThinkingLimit,
 )
 
+pytestmark = pytest.mark.live
+
 MESSAGES = [{"role": "user", "content": "hi"}]
 FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
 

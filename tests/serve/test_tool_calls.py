@@ -14,6 +14,8 @@ from serve.wire import Reply, events, post
 from millrace.config import Config, replace
 from millrace.text.chat.template import ChatTemplate
 
+pytestmark = pytest.mark.live
+
 CHAT, MESSAGES, RESPONSES, OLLAMA = "/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"name": "get_weather", "description": "Weather of a city.", "parameters": SCHEMA}

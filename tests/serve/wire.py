@@ -47,7 +47,7 @@ def request(
     body: Any = None,
     headers: dict[str, str] | None = None,
     *,
-    timeout: float = 30.0,
+    timeout: float = 60.0,
 ) -> Reply:
     """One request on a new connection. A body that is not bytes is sent as JSON."""
     if body is not None and not isinstance(body, bytes):
@@ -102,7 +102,7 @@ def connected(port: int, *, receive_buffer: int | None = None) -> Iterator[socke
     try:
         if receive_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-        sock.settimeout(30)
+        sock.settimeout(60)
         sock.connect(("127.0.0.1", port))
         yield sock
     finally:
@@ -124,7 +124,7 @@ def read_all(sock: socket.socket) -> bytes:
     return b"".join(pieces)
 
 
-def eventually(check: Callable[[], bool], within_s: float = 10.0) -> None:
+def eventually(check: Callable[[], bool], within_s: float = 60.0) -> None:
     end = time.monotonic() + within_s
     while not check():
         assert time.monotonic() < end, "the condition did not become true in time"

@@ -6,8 +6,11 @@ import json
 import time
 from pathlib import Path
 
+import pytest
 from helpers.fake_openai import FakeServer, running
 from helpers.terminal import on_terminal
+
+pytestmark = pytest.mark.live
 
 PROMPT = "you ›"
 

@@ -55,6 +55,7 @@ def test_stats_summary() -> None:
     )
 
 
+@pytest.mark.live
 def test_chat_reads_questions_from_a_pipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("hi\n/stats\n"))
     with running(FakeServer(answer=("A", "B"))) as server:
@@ -84,6 +85,7 @@ def test_errors_are_one_sentence(arguments: list[str], says: str, capsys: pytest
     assert err.count("\n") == 1
 
 
+@pytest.mark.live
 def test_wrong_key_is_explained() -> None:
     with running(FakeServer(key="right")) as server:
         with pytest.raises(MillraceError, match="401: a key is needed Set the key with --api-key"):

@@ -23,6 +23,8 @@ from millrace.serve.tenancy.keyring import Keyring, digest_of
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+pytestmark = pytest.mark.live
+
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
 
@@ -63,7 +65,7 @@ def test_objectives_and_cost_of_a_real_front(browser: Browser) -> None:
         page.goto(front.url + "/dashboard")
         page.wait_for_selector("#cost >> text=No work has been measured yet.")
         assert page.locator(".slo strong").all_inner_texts() == ["ttft p95 < 500 ms", "batch: e2e p90 < 60 s"]
-        stats = front.call(front.engine._stats)
+        stats = front.call(front.engine.stats)
         for second in range(8):
             steps = 100 + 10 * second
             work = msgspec.structs.replace(stats, step_no=steps, decode_tokens=4 * steps, device_seconds=0.01 * steps)

@@ -18,6 +18,8 @@ from millrace.serve.tenancy.keyring import Keyring, digest_of
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
+pytestmark = pytest.mark.live
+
 CHAT = "#createChatCompletion"
 
 

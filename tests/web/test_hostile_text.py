@@ -11,6 +11,8 @@ from web.watched import answering, open_page, watched_page
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+pytestmark = pytest.mark.live
+
 HOSTILE = """<script>window.ran = 1</script>
 <img src=x onerror="window.ran = 2">
 <iframe src="https://evil.example/frame"></iframe>

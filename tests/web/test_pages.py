@@ -14,6 +14,8 @@ from serve.wire import CHAT, get, post, request
 from millrace.config import Config, replace
 from millrace.web.pages import PAGES, PREFIX, ROOT, load_assets
 
+pytestmark = pytest.mark.live
+
 FILES = sorted(file for file in ROOT.rglob("*") if file.is_file())
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
 

@@ -17,6 +17,8 @@ from millrace.serve.tenancy.keyring import Keyring, digest_of
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Route
 
+pytestmark = pytest.mark.live
+
 ANSWER = "## Rivers\n\nThe **Rhine** and the *Elbe*:\n\n1. one\n2. two\n\n```python\nprint('hi')  # shown\n```\n"
 DONE = ".message.assistant[aria-busy=false]"
 

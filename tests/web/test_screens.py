@@ -18,6 +18,8 @@ from web.watched import DESKTOP, PHONE, answering, has_no_sideways_scroll, open_
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+pytestmark = pytest.mark.live
+
 TEXT = """Both lists are sorted, so walk through them **together** and always take the smaller head. That is linear:
 each element is looked at once.
 

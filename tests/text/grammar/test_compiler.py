@@ -205,6 +205,7 @@ def test_a_long_error_is_cut() -> None:
     assert len(sentence_of("x" * 5000, "schema")) < 400
 
 
+@pytest.mark.live
 def test_a_grammar_that_takes_too_long_costs_only_its_sender() -> None:
     pool = CheckPool(limit_s=1.0)
     compiler = GrammarCompiler(pool, on_close=pool.close)
@@ -220,6 +221,7 @@ def test_a_grammar_that_takes_too_long_costs_only_its_sender() -> None:
     compiler.close()
 
 
+@pytest.mark.live
 def test_a_grammar_that_takes_too_much_memory_is_refused() -> None:
     pool = CheckPool(limit_s=60.0)
     pool(Grammar("json_object"))
@@ -231,6 +233,7 @@ def test_a_grammar_that_takes_too_much_memory_is_refused() -> None:
     pool.close()
 
 
+@pytest.mark.live
 def test_a_check_process_that_somebody_ended_is_replaced() -> None:
     pool = CheckPool()
     pool(numbered(1))
@@ -245,6 +248,7 @@ def test_a_check_process_that_somebody_ended_is_replaced() -> None:
     pool.close()
 
 
+@pytest.mark.live
 def test_a_check_whose_client_was_killed_ends() -> None:
     code = "from millrace.text.grammar import check_server; check_server.MAX_CPU_S = 0.3; check_server.main()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE) as process:
