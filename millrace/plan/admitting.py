@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from millrace.plan.budget import StepBudget
+from millrace.plan.budget import ChunkBudget, StepBudget
 from millrace.plan.kv.host_tier import HostTier
 from millrace.plan.kv.prefix import Match
 from millrace.plan.queue.admission_forecast import AdmissionForecast
@@ -13,7 +13,7 @@ from millrace.plan.queue.fair_shares import FairShares
 from millrace.plan.queue.kv_peak import OutputLengthEstimate
 from millrace.plan.queue.policy import Policy
 from millrace.plan.queue.waiting import WaitingQueue
-from millrace.plan.request import Request
+from millrace.plan.request import BATCH, Request
 from millrace.plan.seating import Seating
 
 MAX_HELD_SCAN = 256
@@ -41,7 +41,7 @@ class Admitting:
         self._chosen_victim: tuple[int, str] | None = None
         """The running request to preempt before the next step, and why."""
 
-    def admit(self, budget: int, chunks: dict[int, int], now: float) -> None:
+    def admit(self, budget: ChunkBudget, chunks: dict[int, int], now: float) -> None:
         """Admit requests, with their first tokens added to `chunks`, and note what the others wait for."""
         if self.is_static and not (self._is_gathering or self._rows.num_active == 0):
             self.delays.note("rows", now)
@@ -50,23 +50,29 @@ class Admitting:
         self._is_gathering = cause == "budget" and self._rows.num_free > 0  # Else the batch is complete.
         self.delays.note(cause, now)
 
-    def _admit_waiting(self, budget: int, chunks: dict[int, int], now: float) -> Cause:
+    def _admit_waiting(self, budget: ChunkBudget, chunks: dict[int, int], now: float) -> Cause:
         """Admit waiting requests while budget, free rows and the admission forecast allow. Returns what stopped it.
 
         Strictly in queue order, except that a request may overtake others that wait for a prefix being computed or
-        arriving from host memory.
+        arriving from host memory, or whose class has no budget left in this step.
         """
-        if budget <= 0:
+        if budget.tokens <= 0:
             return "budget"
         if self._rows.num_free == 0:
             return "rows"
         seating = self._seating
         forecast = AdmissionForecast(self._rows, self._pool, seating.groups, self._lengths, seating.most_blocks)
-        for request in itertools.islice(self._waiting.in_order(now), MAX_HELD_SCAN):
-            if budget <= 0:
+        least_urgent = BATCH if budget.left(BATCH) > 0 else budget.urgent
+        cause: Cause = "prefix" if least_urgent == BATCH else "budget"
+        for request in itertools.islice(self._waiting.in_order(now, least_urgent), MAX_HELD_SCAN):
+            if budget.tokens <= 0:
                 return "budget"
             if self._rows.num_free == 0:
                 return "rows"
+            left = budget.left(request.priority)
+            if left <= 0:
+                cause = "budget"
+                continue
             if self._prefix.is_held(request):
                 continue
             match = self._prefix.match(request)
@@ -81,11 +87,11 @@ class Admitting:
                 continue
             self._waiting.remove(request.id)
             row = self._seat(request, match, now)
-            count = self._budget.chunk(self._seating, row, budget)
+            count = self._budget.chunk(self._seating, row, left)
             if count:
                 chunks[row] = count
-                budget -= count
-        return "prefix" if len(self._waiting) else "none"
+                budget.take(request.priority, count)
+        return cause if len(self._waiting) else "none"
 
     def _seat(self, request: Request, match: Match, now: float) -> int:
         if request.preemptions == 0:

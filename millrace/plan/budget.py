@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from millrace.plan.request import BATCH
 from millrace.plan.rows import Rows
 from millrace.plan.seating import Seating
 from millrace.plan.step import Int64s
@@ -20,6 +22,13 @@ RESERVED_SHARE = 1 / 4
 """Chunks get this share of a step's time, however long its decode rows take: prefill always advances."""
 MIN_CHUNK = 16
 """Tokens that chunks get in any step."""
+YIELDING_SHARE = 1 / 2
+"""Chunks of classes less urgent than a decoding row lengthen its steps by at most this share on average: it keeps two
+thirds of its pace."""
+YIELDING_PERIOD = 4
+"""One in so many steps has no such chunks: the model of step time could not tell otherwise what the rest takes."""
+MIN_YIELDING_CHUNK = 2
+"""Tokens that such chunks get in the other steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,26 @@ class StepTarget:
     device of which nothing is known may be far off. 0: no such limit."""
 
 
+@dataclass(slots=True)
+class ChunkBudget:
+    """Tokens that the chunks of a step may still take."""
+
+    tokens: int
+    yielding: int
+    """How many of them may go to classes less urgent than `urgent`."""
+    urgent: int = BATCH
+    """The most urgent class that decodes in the step."""
+
+    def left(self, priority: int) -> int:
+        """For a request of this class."""
+        return self.tokens if priority <= self.urgent else min(self.tokens, self.yielding)
+
+    def take(self, priority: int, count: int) -> None:
+        self.tokens -= count
+        if priority > self.urgent:
+            self.yielding -= count
+
+
 class StepBudget:
     def __init__(self, token_budget: int, mixed_budget: int, target: StepTarget | None = None) -> None:
         """`target`: None if only tokens limit a step."""
@@ -43,19 +72,40 @@ class StepBudget:
         self.step_s = target.step_s if target is not None else 0.0
         self._first_chunk = target.first_chunk if target is not None else 0
         self.times = StepTimeModel(target.rates, target.uncertainty) if target is not None else None
+        self._num_yielding = 0
+        """Steps in which chunks yielded."""
 
-    def for_chunks(self, rows: Rows, singles: Int64s, behind: Int64s, num_waiting: int) -> int:
+    def for_chunks(self, rows: Rows, singles: Int64s, behind: Int64s, waiting: Sequence[int]) -> ChunkBudget:
         """Tokens for chunks, in a step that also gives one token to each of the rows `singles`. `behind`: rows with
-        more to compute. `num_waiting`: requests without a row."""
-        num_singles, num_without_token = len(singles), num_waiting
+        more to compute. `waiting`: number of requests without a row, by class."""
+        if len(behind) + sum(waiting) == 0:
+            return ChunkBudget(0, 0)
+        times, num_singles = self.times, len(singles)
+        urgent = int(rows.priority[singles].min()) if times is not None and num_singles else BATCH
+        num_without_token = sum(waiting[: urgent + 1])
         if len(behind):
-            num_without_token += int((rows.known_host[behind] == rows.num_prompt[behind]).sum())
+            has_no_token = rows.known_host[behind] == rows.num_prompt[behind]
+            num_without_token += int((has_no_token & (rows.priority[behind] <= urgent)).sum())
         is_many = num_without_token >= MANY_PREFILLS and num_without_token > MANY_PREFILLS_SHARE * num_singles
         tokens = self._by_tokens(num_singles, is_many)
-        if self.times is None or len(behind) + num_waiting == 0:
-            return tokens
+        if times is None:
+            return ChunkBudget(tokens, tokens)
+        decode_s = times.decode_s(num_singles, int(rows.known[singles].sum()) if num_singles else 0)
         stretch = PREFILL_STRETCH if num_singles == 0 else MANY_PREFILLS_STRETCH if is_many else 1
-        return max(min(tokens, self._by_time(self.times, rows, singles, behind, stretch)), min(tokens, MIN_CHUNK))
+        limit_s = stretch * self.step_s / times.pace
+        chunk_s = max(limit_s - decode_s, RESERVED_SHARE * max(limit_s, decode_s))
+        tokens = min(tokens, max(self._in_time(times, chunk_s, rows, singles, behind), MIN_CHUNK))
+        if urgent == BATCH:
+            return ChunkBudget(tokens, tokens)
+        return ChunkBudget(tokens, min(tokens, self._yielding(times, decode_s, rows, singles, behind)), urgent)
+
+    def _yielding(self, times: StepTimeModel, decode_s: float, rows: Rows, singles: Int64s, behind: Int64s) -> int:
+        """Tokens for chunks of classes less urgent than the decoding rows, which take `decode_s` without them."""
+        self._num_yielding += 1
+        if self._num_yielding % YIELDING_PERIOD == 0:
+            return 0
+        chunk_s = YIELDING_SHARE * YIELDING_PERIOD / (YIELDING_PERIOD - 1) * decode_s
+        return max(self._in_time(times, chunk_s, rows, singles, behind), MIN_YIELDING_CHUNK)
 
     def _by_tokens(self, num_singles: int, is_many: bool) -> int:
         """The token budget does not count rows that decode: otherwise a prompt that fills it exactly would be split,
@@ -66,10 +116,8 @@ class StepBudget:
         # A quarter is reserved for chunks, so prefill advances however many rows decode.
         return max(self.mixed_budget - num_singles, self.mixed_budget // 4)
 
-    def _by_time(self, times: StepTimeModel, rows: Rows, singles: Int64s, behind: Int64s, stretch: int) -> int:
-        decode_s = times.decode_s(len(singles), int(rows.known[singles].sum()) if len(singles) else 0)
-        limit_s = stretch * self.step_s / times.pace
-        chunk_s = max(limit_s - decode_s, RESERVED_SHARE * max(limit_s, decode_s))
+    def _in_time(self, times: StepTimeModel, chunk_s: float, rows: Rows, singles: Int64s, behind: Int64s) -> int:
+        """Prompt tokens that add this time to the step."""
         tokens = times.prompt_tokens(chunk_s, int(rows.computed[behind].max()) if len(behind) else 0)
         if self._first_chunk and len(singles):
             return min(tokens, max(self._first_chunk, 2 * times.most_prompt_tokens))

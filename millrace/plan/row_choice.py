@@ -13,8 +13,8 @@ import math
 
 import numpy as np
 
-from millrace.plan.budget import StepBudget
-from millrace.plan.request import Request
+from millrace.plan.budget import ChunkBudget, StepBudget
+from millrace.plan.request import BATCH, Request
 from millrace.plan.rows import Rows
 from millrace.plan.step import Int64s
 from millrace.plan.step_time import Floats
@@ -47,24 +47,30 @@ class RowChoice:
         if num_fitting >= num_rows or len(flows) < 2:
             return singles
         wanted = np.bincount(flow_of)
-        granted = _shares(wanted, rows.flows.weights(flows.tolist()), num_fitting)
+        granted = _shares(wanted, np.array(rows.flows.weights(flows.tolist())), num_fitting)
         is_chosen = self._places_in_flow(singles, flow_of, wanted) < granted[flow_of]
         self._left_out = singles[~is_chosen]
         return singles[is_chosen]
 
-    def chunk_limits(self, behind: Int64s, budget: int, newcomer: Request | None) -> list[int]:
+    def chunk_limits(self, behind: Int64s, budget: ChunkBudget, newcomer: Request | None) -> list[int]:
         """Most tokens of each row in this step: flows share the budget, so that nobody waits for the end of another
         tenant's long prompt. `newcomer`: the first request without a row, for whose flow something is left over."""
         rows = self._rows
         has_newcomer = newcomer is not None and not rows.flows.has_any(newcomer, rows.flow[behind].tolist())
         if not has_newcomer and (rows.flows.num_open < 2 or len(behind) < 2):
-            return [budget] * len(behind)
+            return [budget.left(priority) for priority in rows.priority[behind].tolist()]
         wanted = (rows.known[behind] - rows.computed[behind]).astype(np.int64)
-        flows, flow_of = np.unique(rows.flow[behind], return_inverse=True)
-        by_flow, weights = np.bincount(flow_of, wanted), rows.flows.weights(flows.tolist())
+        flows, first, flow_of = np.unique(rows.flow[behind], return_index=True, return_inverse=True)
+        by_flow, weights = np.bincount(flow_of, wanted), np.array(rows.flows.weights(flows.tolist()))
+        classes = rows.priority[behind[first]]
         if newcomer is not None and has_newcomer:
-            by_flow, weights = np.append(by_flow, newcomer.num_prompt), [*weights, newcomer.weight]
-        granted = np.ceil(np.array(weights) * _level(by_flow, weights, budget))
+            by_flow, weights = np.append(by_flow, newcomer.num_prompt), np.append(weights, newcomer.weight)
+            classes = np.append(classes, newcomer.priority)
+        yields = classes > budget.urgent
+        if yields.any():
+            level = _level(by_flow[yields], weights[yields], budget.left(BATCH))
+            by_flow[yields] = np.minimum(by_flow[yields], weights[yields] * level)
+        granted = np.ceil(np.minimum(weights * _level(by_flow, weights, budget.tokens), by_flow))
         limits = []
         for at, tokens in zip(flow_of.tolist(), wanted.tolist(), strict=True):
             limits.append(int(min(tokens, granted[at])))
@@ -98,27 +104,27 @@ def _num_fitting(num_rows: int, fixed_s: float, decode_s: float, step_s: float) 
     return max(1, int(in_time), math.ceil(at_least))
 
 
-def _shares(wanted: Int64s, weights: list[float], num_fitting: int) -> Int64s:
+def _shares(wanted: Int64s, weights: Floats, num_fitting: int) -> Int64s:
     """Rows of each flow in the step: its share by weight, with what some do not need going to the others.
 
     The flow that wants least for its weight gets all it wants, even if not everything fits: if flows ask alike, none
     would gain from the others' waiting.
     """
-    level = max(_level(wanted, weights, num_fitting), float((wanted / np.array(weights)).min()))
-    granted = np.ceil(np.array(weights) * level - 1e-9).astype(np.int64)
+    level = max(_level(wanted, weights, num_fitting), float((wanted / weights).min()))
+    granted = np.ceil(weights * level - 1e-9).astype(np.int64)
     return np.clip(granted, -(-wanted // MAX_TURNS), wanted)
 
 
-def _level(wanted: Int64s | Floats, weights: list[float], total: int) -> float:
+def _level(wanted: Int64s | Floats, weights: Floats, total: int) -> float:
     """Share per weight: `total` is used up if each gets its weight times this, and none more than it wants."""
-    per_weight = wanted / np.array(weights)
-    left, open_weight, level = float(total), sum(weights), 0.0
+    per_weight = wanted / weights
+    left, open_weight, level = float(total), float(weights.sum()), 0.0
     for at in per_weight.argsort().tolist():
         level = max(level, left / open_weight)
         if per_weight[at] > level:
             break
         left -= float(wanted[at])
-        open_weight -= weights[at]
+        open_weight -= float(weights[at])
         if open_weight <= 1e-9:
             return max(level, float(per_weight.max()))
     return level

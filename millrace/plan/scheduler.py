@@ -17,7 +17,7 @@ import numpy as np
 
 from millrace.params import FinishReason
 from millrace.plan.admitting import Admitting
-from millrace.plan.budget import StepBudget, StepTarget
+from millrace.plan.budget import ChunkBudget, StepBudget, StepTarget
 from millrace.plan.composing import Composer
 from millrace.plan.confirming import Confirming
 from millrace.plan.drafts import DraftPlaces, DraftSettings, DraftState
@@ -220,8 +220,9 @@ class Scheduler:
         preempted_before = self.num_preemptions
         while True:
             singles, behind = self._take_singles(only)
-            budget = self.budget.for_chunks(self.rows, singles, behind, len(self.waiting))
+            budget = self.budget.for_chunks(self.rows, singles, behind, self.waiting.num_by_class)
             limits = self._choice.chunk_limits(behind, budget, self._newcomer(now)) if len(behind) else []
+            leaves_some = bool(limits) and sum(limits) < budget.left(int(self.rows.priority[behind].min()))
             chunks = self._take_chunks(behind, limits, budget)
             if len(singles) or chunks or len(self._in_flight) or only is not None or self.pool.num_soon:
                 break
@@ -229,10 +230,10 @@ class Scheduler:
                 break
         if only is None and len(self.waiting):
             if self.num_preemptions == preempted_before:
-                self._admitting.admit(budget - sum(chunks.values()), chunks, now)
+                self._admitting.admit(budget, chunks, now)
             else:
                 self._admitting.delays.note("memory", now)
-        if sum(limits) < budget:  # What was left for another tenant and not used.
+        if leaves_some:  # For another tenant, which may not have used it.
             self._extend_chunks(behind, chunks, budget)
         if len(singles) == 0 and not chunks:
             return None
@@ -277,23 +278,22 @@ class Scheduler:
         """The first waiting request, if there is a row for it."""
         return next(self.waiting.in_order(now)) if len(self.waiting) and self.rows.num_free else None
 
-    def _take_chunks(self, behind: Int64s, limits: list[int], budget: int) -> dict[int, int]:
+    def _take_chunks(self, behind: Int64s, limits: list[int], budget: ChunkBudget) -> dict[int, int]:
         """Tokens by row for the rows that are more than one token behind. Takes the blocks."""
         chunks: dict[int, int] = {}
-        for row, limit in zip(behind.tolist(), limits, strict=True):
-            count = self.budget.chunk(self._seating, row, min(limit, budget))
+        for row, priority, limit in zip(behind.tolist(), self.rows.priority[behind].tolist(), limits, strict=True):
+            count = self.budget.chunk(self._seating, row, min(limit, budget.left(priority)))
             if count:
                 chunks[row] = count
-                budget -= count
+                budget.take(priority, count)
         return chunks
 
-    def _extend_chunks(self, behind: Int64s, chunks: dict[int, int], budget: int) -> None:
-        left = budget - sum(chunks.values())
-        for row in behind.tolist() if left > 0 else ():
-            count = self.budget.chunk(self._seating, row, left, taken=chunks.get(row, 0))
+    def _extend_chunks(self, behind: Int64s, chunks: dict[int, int], budget: ChunkBudget) -> None:
+        for row, priority in zip(behind.tolist(), self.rows.priority[behind].tolist(), strict=True):
+            count = self.budget.chunk(self._seating, row, budget.left(priority), taken=chunks.get(row, 0))
             if count:
                 chunks[row] = chunks.get(row, 0) + count
-                left -= count
+                budget.take(priority, count)
 
     def _runnable(self, only: Collection[int] | None) -> tuple[Int64s, Int64s]:
         """Active rows that are one token behind, and those further behind, each by rank."""

@@ -150,7 +150,7 @@ def _parts(plan: StepPlan) -> Floats:
     """Size of each part of a step: 1, prompt tokens, decode rows, tokens that they read, pairs of prompt tokens."""
     num_rows = len(plan.rows)
     starts, counts = plan.starts.astype(np.float64), plan.counts
-    is_prompt = counts > 1
+    is_prompt = (counts > 1) | ~plan.samples
     num_prompt = float(counts[is_prompt].sum())
     pairs = float((counts * (starts + counts / 2))[is_prompt].sum())
     num_decode = num_rows - int(is_prompt.sum())

@@ -82,9 +82,10 @@ class WaitingQueue:
         self._count(request, -1)
         return request
 
-    def in_order(self, now: float) -> Iterator[Request]:
-        """All requests in queue order. The caller may remove the last one yielded before it continues."""
-        cursors = dict.fromkeys(self._queues, 0)
+    def in_order(self, now: float, least_urgent: int = NUM_CLASSES - 1) -> Iterator[Request]:
+        """The requests of this class and more urgent ones, in queue order. The caller may remove the last one yielded
+        before it continues."""
+        cursors = {name: 0 for name in self._queues if name[0] <= least_urgent}
         while cursors:
             name = self._first(cursors, now) if len(cursors) > 1 else next(iter(cursors))
             queue = self._queues[name]
