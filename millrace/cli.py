@@ -8,7 +8,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from types import ModuleType
 
@@ -50,6 +52,9 @@ COMMANDS = {
     "completion": "print a script for completion in bash, zsh or fish",
     "version": "print the versions of Millrace and its dependencies",
 }
+
+_UNTIL_CTRL_C = frozenset({"chat", "run", "serve", "top"})
+"""Commands that SIGINT stops, even if they were started with it ignored, as the background jobs of a script are."""
 
 _FIGURES = frozenset({"cost", "explain", "load", "profile", "slo", "top", "trace"})
 _LIBRARY = ("models", "pull", "ls", "show", "rm", "alias", "ps", "stop", "reload")
@@ -117,8 +122,17 @@ def _dispatch(arguments: list[str]) -> int:
     name = name if name in COMMANDS else SYNONYMS.get(name, name)
     if name not in COMMANDS:
         raise UsageError(f"Unknown command '{name}'.{_nearest(name, COMMANDS)}")
+    if name in _UNTIL_CTRL_C:
+        _take_interrupts()
     module = importlib.import_module(module_of(name))
     return run_command(module, name, rest)
+
+
+def _take_interrupts() -> None:
+    """Raise KeyboardInterrupt on SIGINT. Python leaves a signal alone that was ignored when it started."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if is_main and signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def module_of(name: str) -> str:

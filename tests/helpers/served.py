@@ -12,18 +12,29 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from millrace.bench.local_server import descendants, free_port
+from millrace.bench.local_server import descendants
 
 MODEL = "smollm2-135m-instruct"
 QUICK = ("--dtype", "float32", "--kv-tokens", "8192", "--threads", "1")
 
 
+_SERVING = re.compile(r"^Serving .*http://[^ :]+:(\d+)", re.MULTILINE)
+
+
 class Served:
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-        self.process, self.port, self._log = process, port, log
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self.process, self._log = process, log
+
+    @cached_property
+    def port(self) -> int:
+        """The port that the server chose."""
+        found = _SERVING.search(self.log)
+        assert found, self.log
+        return int(found[1])
 
     @property
     def log(self) -> str:
@@ -79,21 +90,22 @@ class Stream:
 
 @contextmanager
 def serving(*options: str) -> Iterator[Served]:
-    port = free_port()
+    """`millrace serve` once it is ready."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with log.open("wb") as out:
-            command = [sys.executable, "-m", "millrace", "serve", "--port", str(port), *QUICK, *options]
+            command = [sys.executable, "-m", "millrace", "serve", "--port", "0", *QUICK, *options]
             process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
-        served = Served(process, port, log)
+        served = Served(process, log)
         try:
+            wait_until(lambda: process.poll() is not None or bool(_SERVING.search(served.log)), "it serves", 120.0)
             wait_until(lambda: process.poll() is not None or is_ready(served), "ready")
             assert process.poll() is None, served.log
             yield served
         finally:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(20)
+                process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

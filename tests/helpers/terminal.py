@@ -74,8 +74,14 @@ class Terminal:
 
 
 @contextmanager
-def on_terminal(arguments: Sequence[str]) -> Iterator[Terminal]:
-    """`python -m millrace ARGUMENTS` on a controlling terminal, so that Ctrl-C sends a signal."""
+def on_terminal(arguments: Sequence[str], *, interrupts: signal.Handlers = signal.SIG_DFL) -> Iterator[Terminal]:
+    """`python -m millrace ARGUMENTS` on a controlling terminal, so that Ctrl-C sends a signal. `interrupts`: how the
+    program finds SIGINT handled when it starts."""
+
+    def set_up() -> None:
+        os.login_tty(slave)
+        signal.signal(signal.SIGINT, interrupts)
+
     master, slave = pty.openpty()
     home = tempfile.TemporaryDirectory()  # So that the chat's history is not the user's.
     process = subprocess.Popen(
@@ -84,7 +90,7 @@ def on_terminal(arguments: Sequence[str]) -> Iterator[Terminal]:
         stdout=slave,
         stderr=slave,
         env={**os.environ, "XDG_DATA_HOME": home.name},
-        preexec_fn=lambda: os.login_tty(slave),  # noqa: PLW1509 - nothing else can set a controlling terminal
+        preexec_fn=set_up,  # noqa: PLW1509 - nothing else can set a controlling terminal
     )
     os.close(slave)
     try:
