@@ -139,8 +139,8 @@ class NullEngine:
     def become_ready(self) -> None:
         self._on_message(self.ready)
 
-    def die(self, message: str) -> None:
-        self._on_message(EngineFailed(message))
+    def die(self, message: str, *, lacks_memory: bool = False) -> None:
+        self._on_message(EngineFailed(message, lacks_memory=lacks_memory))
 
     def pause(self) -> None:
         self.paused = True

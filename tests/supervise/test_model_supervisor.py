@@ -15,18 +15,30 @@ from millrace.config import Config, replace
 from millrace.errors import EngineUnavailable
 from millrace.link.channel import FrontChannel
 from millrace.link.client import EngineClient
-from millrace.link.messages import EngineFailed
+from millrace.link.messages import Retire, ToEngine
 from millrace.model_settings import ModelSettings
 from millrace.params import SamplingParams
-from millrace.supervise import managed_model, model_supervisor
+from millrace.supervise import model_supervisor
 from millrace.supervise.engine_process import OnDeath
 from millrace.supervise.model_supervisor import ModelSupervisor
+
+LIMIT_S = 60.0
+
+
+class CountingEngine(NullEngine):
+    """Counts how often it was asked whether it is idle."""
+
+    num_asked = 0
+
+    def send(self, message: ToEngine) -> None:
+        self.num_asked += isinstance(message, Retire)
+        super().send(message)
 
 
 class Handle:
     """An engine that is an object of this process."""
 
-    def __init__(self, engine: NullEngine) -> None:
+    def __init__(self, engine: CountingEngine) -> None:
         self.engine = engine
         self.on_death: OnDeath = lambda message: None
         self.is_stopped = False
@@ -52,6 +64,8 @@ class Machine:
         self.loading = ""
         """Models whose engines are silent."""
         self.started: list[str] = []
+        self.started_beside: list[str] = []
+        """The models that were being loaded when another was started."""
         self.running: dict[str, Handle] = {}
         self.models = tuple(
             ModelSettings(name, (), replace(Config(), **changes), loads_at_start=name.isupper()) for name in names
@@ -72,23 +86,33 @@ class Machine:
 
     def start(self, model: ModelSettings) -> Handle:
         self.started.append(model.name)
-        running = [handle for handle in self.running.values() if not handle.is_stopped]
+        running = [name for name, handle in self.running.items() if not handle.is_stopped]
+        self.started_beside += [name for name in running if self.clients[name].ready is None]
         fits = len(running) < self.room
-        engine = NullEngine(endless, vocab_size=50, is_ready=fits and model.name not in self.loading, step_s=0.02)
+        engine = CountingEngine(endless, vocab_size=50, is_ready=fits and model.name not in self.loading, step_s=0.02)
         handle = self.running[model.name] = Handle(engine)
         if not fits:
             handle.is_stopped = True
-            loop = asyncio.get_running_loop()
-            loop.call_soon(lambda: engine._on_message(EngineFailed("too big", lacks_memory=True)))
+            asyncio.get_running_loop().call_soon(lambda: engine.die("too big", lacks_memory=True))
         return handle
 
     async def use(self, name: str) -> None:
         """A request to this model, as a front makes it: wait for the engine, submit, and keep it running."""
         self.clients[name].want()
-        await self.clients[name].wait_ready(5)
+        await self.clients[name].wait_ready(LIMIT_S)
 
     def occupy(self, name: str) -> int:
-        return self.clients[name].submit([1], SamplingParams(max_tokens=1000, ignore_eos=True), Receiver())
+        return self.clients[name].submit([1], SamplingParams(max_tokens=4000, ignore_eos=True), Receiver())
+
+    async def asked_twice(self, name: str) -> None:
+        """Wait until the supervisor has asked this engine twice more whether it is idle, and had the first answer."""
+        engine = self.running[name].engine
+        wanted = engine.num_asked + 2
+        await until(lambda: engine.num_asked >= wanted)
+
+    @property
+    def num_running(self) -> int:
+        return sum(not handle.is_stopped for handle in self.running.values())
 
     @property
     def loaded(self) -> str:
@@ -111,7 +135,7 @@ def _fast_polls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LIMIT_S):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -123,8 +147,8 @@ def test_ten_requests_load_a_model_once() -> None:
         await asyncio.gather(*(machine.use("b") for _ in range(10)))
         assert machine.started == ["A", "b"]
         await machine.supervisor.load("b")
-        await asyncio.sleep(0.02)
-        assert machine.started == ["A", "b"], "a loaded model is not loaded again"
+        await machine.use("c")
+        assert machine.started == ["A", "b", "c"], "a loaded model is not loaded again"
 
     run("Abc", work)
 
@@ -134,11 +158,10 @@ def test_a_spare_engine_is_wanted_while_a_model_is_not_loaded_and_none_loads() -
         await machine.use("A")
         await until(lambda: machine.prepared == ["A"])
         await machine.use("b")
-        await asyncio.sleep(0.02)
-        assert machine.prepared == ["A"], "all are loaded"
         machine.loading = "A"
         await machine.supervisor.unload("A")
-        await until(lambda: machine.prepared == ["A", "b"])
+        await until(lambda: len(machine.prepared) > 1)
+        assert machine.prepared == ["A", "b"], "none while all are loaded"
         machine.clients["A"].want()
         await until(lambda: machine.started == ["A", "b", "A"])
         await machine.supervisor.unload("b")
@@ -162,7 +185,7 @@ def test_the_model_idle_longest_gives_way_and_never_a_busy_one() -> None:
         assert machine.loaded == "Ab", "b is idle longest by the clock, but it is busy"
         other = machine.occupy("A")
         waiting = asyncio.create_task(machine.use("c"))
-        await asyncio.sleep(0.05)
+        await machine.asked_twice("A")
         assert not waiting.done(), "all others are busy"
         machine.clients["A"].abort(other)
         await waiting
@@ -172,7 +195,9 @@ def test_the_model_idle_longest_gives_way_and_never_a_busy_one() -> None:
     run("Abc", work, max_loaded=2)
 
 
-def test_if_all_stay_busy_the_wait_ends_with_the_reason() -> None:
+def test_if_all_stay_busy_the_wait_ends_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_supervisor, "RETRY_PAUSE_S", 3600.0)
+
     async def work(machine: Machine) -> None:
         await machine.use("A")
         machine.occupy("A")
@@ -205,19 +230,21 @@ def test_a_model_that_does_not_fit_takes_the_memory_of_an_idle_one() -> None:
 def test_keep_alive_unloads_an_idle_model_and_a_request_wakes_it() -> None:
     async def work(machine: Machine) -> None:
         await machine.use("A")
+        engine = machine.running["A"].engine
         await machine.supervisor.keep_alive("A", 1000.0)
-        await asyncio.sleep(0.03)
-        assert machine.loaded == "A"
+        await until(lambda: engine.num_asked == 1)
+        assert not engine.is_retired
         busy = machine.occupy("A")
         await machine.supervisor.unload("A")
-        await asyncio.sleep(0.05)
-        assert machine.loaded == "A", "it has a request"
+        await machine.asked_twice("A")
+        assert not engine.is_retired, "it has a request"
         machine.clients["A"].abort(busy)
         await until(lambda: {"event": "unloaded", "model": "A"} in machine.news)
         assert machine.loaded == ""
+        machine.news.clear()
         await machine.use("A")
-        await asyncio.sleep(0.05)
-        assert machine.loaded == "A", "the configured time holds again"
+        configured_s = machine.models[0].config.model.keep_alive_s
+        await until(lambda: {"event": "keep_alive", "model": "A", "seconds": configured_s} in machine.news)
         assert not machine.lost
 
     run("A", work)
@@ -250,28 +277,23 @@ def test_models_that_wait_for_the_memory_together_do_not_exceed_the_limit() -> N
         machine.loading = "b"
         for name in "bcd":
             machine.clients[name].want()
-        await asyncio.sleep(0.05)
-        assert machine.started == ["A", "b"]
+        await until(lambda: machine.started == ["A", "b"])
         machine.loading = ""
-        engine = machine.running["b"].engine
-        engine._on_message(engine.ready)
+        machine.running["b"].engine.become_ready()
         for name in "cd":
             await until(lambda name=name: name in machine.started)  # type: ignore[misc]
-        running = [handle for handle in machine.running.values() if not handle.is_stopped]
-        assert len(running) <= 3
+        assert machine.started_beside == []
+        assert machine.num_running <= 3
 
     run("Abcd", work, max_loaded=3)
 
 
 def test_a_silent_load_ends_and_the_next_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(managed_model, "LOADING_SILENCE_S", 0.1)
-    monkeypatch.setattr(managed_model, "LOADING_POLL_S", 0.02)
-
     async def work(machine: Machine) -> None:
         await machine.use("A")
         machine.loading = "b"
+        monkeypatch.setattr(machine.clients["b"], "silent_s", lambda now: 3600.0)
         machine.clients["b"].want()
-        await asyncio.sleep(0)
         await machine.use("c")
         assert machine.loaded == "Ac"
         assert "reported nothing" in (machine.clients["b"].failure or "")
@@ -290,10 +312,10 @@ def test_another_front_can_load_a_model_again_that_failed_before(monkeypatch: py
             await machine.use("b")
         machine.clients["A"].abort(busy)
         machine.room, machine.loading = 2, "b"
+        num_starts = len(machine.started)
         await machine.supervisor.load("b")
-        await asyncio.sleep(0.02)
-        engine = machine.running["b"].engine
-        engine._on_message(engine.ready)
+        await until(lambda: len(machine.started) > num_starts)
+        machine.running["b"].engine.become_ready()
         await until(lambda: machine.loaded == "Ab")
 
     run("Ab", work, room=1, loading_wait_s=0.05)
