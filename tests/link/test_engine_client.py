@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
+from helpers.waiting import LIMIT_S, until
 
 from millrace.errors import BadRequest
+from millrace.link import client as client_module
 from millrace.link.channel import InProcessLink
 from millrace.link.client import EngineClient
 from millrace.link.limits import checked_ids
@@ -60,19 +62,23 @@ def with_client(work: Callable[[InProcessLink, EngineClient], Awaitable[None]]) 
         link = InProcessLink()
         client = EngineClient(link.front)
         link.send(0, READY)
-        await client.wait_ready(5)
+        await client.wait_ready(LIMIT_S)
         await work(link, client)
 
     asyncio.run(run())
 
 
-def test_an_engine_that_was_idle_for_long_is_ready_for_work() -> None:
+def test_an_engine_that_was_idle_for_long_is_ready_for_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: now))
+
     async def work(link: InProcessLink, client: EngineClient) -> None:
-        client._last_progress = time.monotonic() - 3600
-        assert client.is_progressing(time.monotonic())
+        nonlocal now
+        now += 3600
+        assert client.is_progressing(now)
         client.submit([1, 2], SamplingParams(max_tokens=4), Receiver())
-        assert client.is_progressing(time.monotonic())
-        assert not client.is_progressing(time.monotonic() + 60)
+        assert client.is_progressing(now)
+        assert not client.is_progressing(now + 60)
 
     with_client(work)
 
@@ -83,7 +89,7 @@ def test_a_failing_sink_ends_only_its_own_request() -> None:
         ids = [client.submit([1], SamplingParams(max_tokens=4), sink) for sink in (bad, good)]
         packed = b"".join(request_id.to_bytes(8, "little") for request_id in ids)
         link.send(0, StepTokens(step_no=0, ids=packed, tokens=pack_tokens([7, 8])))
-        await asyncio.sleep(0.05)
+        await until(lambda: good.tokens and bad.finishes)
         assert good.tokens == [8]
         assert [finish.reason for finish in bad.finishes] == ["error"]
         assert good.finishes == []
@@ -97,12 +103,17 @@ def test_a_failing_sink_ends_only_its_own_request() -> None:
 
 
 def test_nothing_reaches_a_front_that_has_closed() -> None:
-    async def work(link: InProcessLink, client: EngineClient) -> None:
-        await client.close()
-        link.send(0, StepTokens(step_no=0, ids=b"", tokens=b""))
-        assert client.stats is None
+    async def work() -> None:
+        link, received = InProcessLink(), []
+        link.front.start(asyncio.get_running_loop(), received.append)
+        link.send(0, READY)
+        await until(lambda: received)
+        link.front.close()
+        link.send(0, READY)
+        await asyncio.sleep(0)  # The loop's next turn, in which it would arrive.
+        assert received == [READY]
 
-    with_client(work)
+    asyncio.run(work())
 
 
 def test_a_seed_is_filled_in_and_nothing_else_changes() -> None:

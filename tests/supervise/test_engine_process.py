@@ -7,8 +7,12 @@ import asyncio
 import pytest
 
 from millrace.config import Config, replace
-from millrace.supervise.engine_process import EngineProcess
+from millrace.supervise import spare_engine
+from millrace.supervise.engine_process import EngineChild, EngineProcess
 from millrace.supervise.spare_engine import SpareEngine
+
+
+pytestmark = [pytest.mark.live, pytest.mark.slow]
 
 
 async def _message_at_death(engine: EngineProcess) -> str:
@@ -32,20 +36,26 @@ def test_the_reason_is_known_even_if_no_front_ever_connects(is_spare: bool) -> N
         engine.stop()
 
 
-def test_a_spare_that_has_ended_is_replaced() -> None:
+def test_a_spare_that_has_ended_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[EngineChild] = []
+    start = spare_engine.start_child
+
+    def recorded(num_fronts: int, *, is_spare: bool) -> EngineChild:
+        started.append(start(num_fronts, is_spare=is_spare))
+        return started[-1]
+
+    monkeypatch.setattr(spare_engine, "start_child", recorded)
     spare = SpareEngine(1)
     try:
         spare.prepare()
-        first = spare._waiting
         spare.prepare()
-        assert spare._waiting is first, "one is enough"
-        assert first is not None
+        [first] = started
         first.process.kill()
         first.process.wait()
         assert spare.take() is None
         spare.prepare()
-        second = spare._waiting
-        assert second is not None
+        second = spare.take()
+        assert second is started[1]
         second.process.kill()
         second.process.wait()
         engine = EngineProcess(replace(Config(), model__source="/no/such/model"), second)

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from helpers.waiting import LIMIT_S, until
 from link.test_engine_client import Receiver
 from serve.front_under_test import endless
 from serve.null_engine import NullEngine
@@ -21,8 +22,6 @@ from millrace.params import SamplingParams
 from millrace.supervise import model_supervisor
 from millrace.supervise.engine_process import OnDeath
 from millrace.supervise.model_supervisor import ModelSupervisor
-
-LIMIT_S = 60.0
 
 
 class CountingEngine(NullEngine):
@@ -132,12 +131,6 @@ def run(names: str, work: Callable[[Machine], Awaitable[None]], **options: Any) 
 @pytest.fixture(autouse=True)
 def _fast_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_supervisor, "POLL_S", 0.01)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def test_ten_requests_load_a_model_once() -> None:
