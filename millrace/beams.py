@@ -6,15 +6,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Literal
 
 import msgspec
 
 from millrace.errors import BadRequest
-from millrace.link.messages import Finish, TokenLogprobs
+from millrace.link.messages import TokenLogprobs
 from millrace.params import MAX_LOGPROBS, BeamParams, SamplingParams
 
 Expand = Callable[[list[list[int]]], Awaitable[list[TokenLogprobs]]]
@@ -31,6 +31,10 @@ class Beam:
     """Sum of log-probabilities; of a finished beam divided by length ** length_penalty."""
     is_stopped: bool = False
     """True if it ended with an end token, false if with the length or a stop string."""
+
+    def finish_reason(self, max_tokens: int) -> Literal["stop", "length"]:
+        """Before `max_tokens`, only an end token or a stop string ends a beam."""
+        return "stop" if self.is_stopped or len(self.token_ids) < max_tokens else "length"
 
     def entries(self, num_top: int) -> list[TokenLogprobs]:
         """Log-probabilities of the tokens, each with the likeliest `num_top`, as the client asked for them."""
@@ -166,21 +170,3 @@ def check_beams(params: BeamParams, sampling: SamplingParams, num_ends: int) -> 
             f"temperature is {sampling.temperature}, which has no meaning in beam search; remove it.",
             param="temperature",
         )
-
-
-class OneToken:
-    """Receives the one token of a step, of which only the log-probabilities count."""
-
-    def __init__(self) -> None:
-        self.logprobs: TokenLogprobs | None = None
-        self.done: asyncio.Future[Finish] = asyncio.get_running_loop().create_future()
-
-    def on_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
-        self.logprobs = logprobs
-
-    def on_prompt_logprobs(self, logprobs: tuple[TokenLogprobs | None, ...]) -> None:
-        raise AssertionError("beams ask for no log-probabilities of the prompt")
-
-    def on_finish(self, finish: Finish) -> None:
-        if not self.done.done():
-            self.done.set_result(finish)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from millrace.engine.figures.row_drafts import DraftCounts
 from millrace.engine.figures.shares import Shares
@@ -43,11 +43,17 @@ class Entry:
     last_token: float = math.nan
     """While it has no row: when it got its last token."""
     is_running: bool = False
+    search: Entry | None = None
+    """The beam search that it is a step of: that one counts, and has the names."""
+    is_cancelled: bool = False
+    """Of a search: its further steps end at once."""
 
 
 class Ledger:
     def __init__(self, histograms: Histograms | None = None) -> None:
         self._entries: dict[int, Entry] = {}
+        self._searches: dict[int, Entry] = {}
+        """Open beam searches, with times and diagnostics of their first step."""
         self._named: dict[str, list[Entry]] = {}
         self._ended: OrderedDict[int, Entry] = OrderedDict()
         self.prompt_tokens = 0
@@ -61,7 +67,8 @@ class Ledger:
         """Drafts of a request that are counted elsewhere and not noted here yet."""
 
     def __len__(self) -> int:
-        return len(self._entries)
+        """Open requests. Between two of its steps, a search is one."""
+        return len(self._entries) + len(self._searches)
 
     def __contains__(self, request_id: int) -> bool:
         return request_id in self._entries
@@ -81,7 +88,16 @@ class Ledger:
         )
         self._entries[message.id] = entry
         self.tenants.open(message.tenant)
-        for name in message.names:
+        if message.search is None:
+            self._name(entry)
+            return
+        if message.search not in self._searches:
+            self._searches[message.search] = replace(entry, request_id=message.search)
+            self._name(self._searches[message.search])
+        entry.search = self._searches[message.search]
+
+    def _name(self, entry: Entry) -> None:
+        for name in entry.names:
             self._named.setdefault(name, []).append(entry)
 
     def entry(self, request_id: int) -> Entry | None:
@@ -97,6 +113,24 @@ class Ledger:
     def of_front(self, front: int) -> list[int]:
         return [request_id for request_id in self._entries if front_of(request_id) == front]
 
+    def abort_searches(self, front: int, now: float) -> None:
+        """This front is gone, and will not end its searches."""
+        for search, entry in [one for one in self._searches.items() if front_of(one[0]) == front]:
+            total_s = now - entry.arrival
+            self.close_search(Finish(id=search, reason="abort", prompt_tokens=entry.num_prompt, total_s=total_s))
+
+    def cancel(self, entry: Entry) -> list[int]:
+        """The open sequences of an entry that is to be cancelled: itself, or the steps of a search."""
+        entry.is_cancelled = True
+        if entry.request_id in self._entries:
+            return [entry.request_id]
+        return [request_id for request_id, one in self._entries.items() if one.search is entry]
+
+    def is_cancelled(self, request_id: int) -> bool:
+        """True for a step of a search that was cancelled before it came."""
+        search = self._entries[request_id].search
+        return search is not None and search.is_cancelled
+
     def on_admitted(self, request_id: int, now: float) -> float | None:
         """Returns when it got its last token (NaN if it has none), or None if it was running already."""
         entry = self._entries.get(request_id)
@@ -104,6 +138,8 @@ class Ledger:
             return None
         if entry.admitted is None:
             entry.admitted = now
+            if entry.search is not None and entry.search.admitted is None:
+                entry.search.admitted = now
         entry.is_running = True
         self.tenants.start(entry.tenant)
         return entry.last_token
@@ -130,6 +166,11 @@ class Ledger:
         if entry is None:
             return False
         entry.first_token = now
+        if entry.search is not None:
+            if entry.search.first_token is not None:
+                return False
+            entry = entry.search
+            entry.first_token = now
         self.prompt_tokens += entry.num_prompt
         self.histograms.observe(TTFT, entry.priority, now - entry.received)
         owed, entry.owes_prompt_logprobs = entry.owes_prompt_logprobs, False
@@ -155,15 +196,25 @@ class Ledger:
             predicted_tokens=predicted,
             predicted_accepted=predicted_accepted,
         )
-        self._count(entry, entry.finish)
-        if entry.names:
-            self._remember(entry)
+        self.tenants.close(entry.tenant, was_running=entry.is_running)
+        if entry.search is None:
+            self._count(entry, entry.finish)
         return entry.finish
 
+    def close_search(self, finish: Finish) -> None:
+        """Record the end of a search. Unknown ones are ignored."""
+        entry = self._searches.pop(finish.id, None)
+        if entry is not None:
+            entry.finish = finish
+            self._count(entry, finish)
+
     def _count(self, entry: Entry, finish: Finish) -> None:
+        """Count and remember an ended request."""
+        if entry.names:
+            self._remember(entry)
         self.cached_tokens += finish.cached_tokens
         self.finished[finish.reason] += 1
-        self.tenants.close(entry.tenant, finish, was_running=entry.is_running)
+        self.tenants.count(entry.tenant, finish)
         self.histograms.observe_finish(finish, entry.priority, entry.arrival - entry.received)
 
     def _remember(self, entry: Entry) -> None:

@@ -31,6 +31,7 @@ from millrace.link.channel import EngineChannel
 from millrace.link.messages import (
     Abort,
     AbortFront,
+    EndSearch,
     EngineReady,
     EngineRetired,
     EngineStats,
@@ -64,6 +65,7 @@ MIN_JUMP, CUDA_MIN_JUMP = 1, 3
 which takes longer than a decode step."""
 CUDA_MAX_JUMP_ROWS = 16
 """In larger batches on a GPU nothing is appended: all rows would wait for the longer step, and one gains."""
+CANCELLED = "The request was cancelled."
 COMPILING_WAIT_S = 0.002
 """Wait for messages while a grammar is being compiled and there is no other work."""
 
@@ -266,7 +268,10 @@ class Engine:
             self._ledger.open(message, request, self._clock())
             self._rates.on_arrival(request.priority)
             self._used_at = self._clock()
-            self._submit(request)
+            if self._ledger.is_cancelled(request.id):
+                self.on_ended((end_of(request, "cancelled", 0, message=CANCELLED),), self._clock())
+            else:
+                self._submit(request)
         elif isinstance(message, Abort):
             for request_id in message.ids:
                 self._abort(request_id, message.reason)
@@ -293,10 +298,14 @@ class Engine:
         else:
             self._scheduler.abort(request_id, reason, message)
 
-    def _handle_rare(self, message: AbortFront | Hello | Query | Retire) -> None:
-        if isinstance(message, AbortFront):
+    def _handle_rare(self, message: AbortFront | EndSearch | Hello | Query | Retire) -> None:
+        if isinstance(message, EndSearch):
+            self._ledger.close_search(message.finish)
+            self._used_at = self._clock()
+        elif isinstance(message, AbortFront):
             for request_id in self._ledger.of_front(message.front):
                 self._abort(request_id, "abort")
+            self._ledger.abort_searches(message.front, self._clock())
         elif isinstance(message, Hello):
             if self.ready is not None:
                 self._channel.send(message.front, self.ready)
@@ -326,11 +335,11 @@ class Engine:
             # A client may reuse a name: explain the latest request that has it.
             latest = [entry for entry in entries if entry.names == entries[-1].names]
             return msgspec.json.encode(explain(latest, self._clock()))
-        open_ids = [entry.request_id for entry in entries if entry.finish is None]
-        for request_id in open_ids:
-            self._abort(request_id, "cancelled", "The request was cancelled.")
+        running = [entry for entry in entries if entry.finish is None]
+        for request_id in [one for entry in running for one in self._ledger.cancel(entry)]:
+            self._abort(request_id, "cancelled", CANCELLED)
         return msgspec.json.encode(
-            {"object": "request.cancelled", "id": query.name, "cancelled": bool(open_ids), "sequences": len(open_ids)}
+            {"object": "request.cancelled", "id": query.name, "cancelled": bool(running), "sequences": len(running)}
         )
 
     # -- statistics ------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from millrace.link.messages import (
     FRONT_SHIFT,
     Abort,
     AbortFront,
+    EndSearch,
     EngineFailed,
     EngineLoading,
     EngineReady,
@@ -125,6 +126,9 @@ class EngineClient:
         self._sinks: dict[int, RequestSink] = {}
         self._sent: dict[int, NewRequest] = {}
         """Open requests as they were sent, in case the engine retires before it takes them."""
+        self._searches: set[int] = set()
+        self._num_steps = 0
+        """Open requests that are steps of searches."""
         self._changed = asyncio.Event()
         self._finish_times: deque[float] = deque(maxlen=256)
         self._last_progress = time.monotonic()
@@ -185,7 +189,8 @@ class EngineClient:
 
     @property
     def num_open(self) -> int:
-        return len(self._sinks)
+        """Requests without an answer; a search is one of them."""
+        return len(self._sinks) - self._num_steps + len(self._searches)
 
     async def wait_ready(self, timeout_s: float | None = None) -> EngineReady:
         """Wait until the engine has started. Returns its limits."""
@@ -231,19 +236,20 @@ class EngineClient:
         deadline: float | None = None,
         cache_salt: str = "",
         caller: Caller = ANONYMOUS,
+        search: int | None = None,
     ) -> int:
-        """Send one request to the engine. `deadline` is on `time.monotonic`. Returns its id, for `abort`."""
+        """Send one request to the engine. `deadline` is on `time.monotonic`. `search`: id of the beam search that it is
+        a step of. Returns its id, for `abort`."""
         ready = self._limits_or_raise()
-        if len(self._sinks) >= self._max_open:
-            raise self._overloaded()
+        if search is None:
+            self.check_room()
         token_ids = checked_ids(prompt, ready.vocab_size)
         params = self._complete(len(token_ids), params, ready)
         if params.ignore_eos and params.grammar is None:
             end_token_ids = ()
         end_token_ids = tuple(dict.fromkeys((*end_token_ids, *params.stop_token_ids)))
         check_allowed_ends(params, end_token_ids)
-        request_id = self._next_id
-        self._next_id += 1
+        request_id = self._new_id()
         if not self._sinks:
             self._last_progress = time.monotonic()  # An idle engine sends nothing, so its silence counts from now.
         self._sinks[request_id] = sink
@@ -260,10 +266,27 @@ class EngineClient:
             tenant=caller.tenant,
             weight=caller.weight,
             cache_salt=cache_salt,
+            search=search,
         )
+        self._num_steps += search is not None
         self._channel.send(message)
         self.num_unreported += 1
         self.want()
+        return request_id
+
+    def begin_search(self) -> int:
+        """Id of a new beam search, until `end_search`."""
+        search = self._new_id()
+        self._searches.add(search)
+        return search
+
+    def end_search(self, finish: Finish) -> None:
+        if finish.id in self._searches:
+            self._searches.discard(finish.id)
+            self._channel.send(EndSearch(finish))
+
+    def _new_id(self) -> int:
+        request_id, self._next_id = self._next_id, self._next_id + 1
         return request_id
 
     async def query(self, kind: Literal["explain", "cancel", "steps"], name: str, tenant: str | None) -> bytes:
@@ -347,13 +370,15 @@ class EngineClient:
             params = msgspec.structs.replace(params, max_tokens=max_tokens)
         return params if params.seed is not None else params.with_seed(secrets.randbits(63))
 
-    def _overloaded(self) -> Overloaded:
-        """The error for too many open requests. Retry-After is the time until a tenth of them have ended."""
+    def check_room(self) -> None:
+        """Raise `Overloaded` if too many requests are open. Retry-After: the time until a tenth of them have ended."""
+        if self.num_open < self._max_open:
+            return
         times = self._finish_times
         rate = (len(times) - 1) / max(times[-1] - times[0], 1e-3) if len(times) > 1 else 1.0
-        retry_after_s = min(max(1.0, 0.1 * len(self._sinks) / rate), 60.0)
-        return Overloaded(
-            f"{len(self._sinks)} requests are open, the maximum of this server; retry in {retry_after_s:.0f} s.",
+        retry_after_s = min(max(1.0, 0.1 * self.num_open / rate), 60.0)
+        raise Overloaded(
+            f"{self.num_open} requests are open, the maximum of this server; retry in {retry_after_s:.0f} s.",
             retry_after_s=retry_after_s,
         )
 
@@ -438,7 +463,8 @@ class EngineClient:
 
     def _end(self, finish: Finish) -> None:
         sink = self._sinks.pop(finish.id, None)
-        self._sent.pop(finish.id, None)
+        sent = self._sent.pop(finish.id, None)
+        self._num_steps -= sent is not None and sent.search is not None
         if sink is not None:
             _finish(sink, finish)
 

@@ -43,6 +43,8 @@ class NewRequest(msgspec.Struct, frozen=True, tag="new"):
     weight: float = 1.0
     """Weight of the tenant's fair share."""
     cache_salt: str = ""
+    search: int | None = None
+    """Id of the beam search that this is one step of. From its first step to `EndSearch`, a search is one request."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -56,6 +58,12 @@ class AbortFront(msgspec.Struct, frozen=True, tag="abort_front"):
     """A front is gone: end all its requests."""
 
     front: int
+
+
+class EndSearch(msgspec.Struct, frozen=True, tag="end_search"):
+    """A beam search has ended. Unknown ids are ignored: none of its steps arrived."""
+
+    finish: Finish
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
@@ -99,7 +107,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """The engine stops at once, without finishing open requests."""
 
 
-ToEngine = NewRequest | Abort | AbortFront | Hello | Query | Retire | Stop
+ToEngine = NewRequest | Abort | AbortFront | EndSearch | Hello | Query | Retire | Stop
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from millrace.beams import Beam, OneToken, check_beams, search, step_params
+from millrace.beams import Beam, check_beams, search, step_params
 from millrace.errors import RequestFailed
 from millrace.link.client import EngineClient
-from millrace.link.messages import TokenLogprobs
+from millrace.link.messages import Finish, TokenLogprobs
+from millrace.link.search_steps import SearchSteps
 from millrace.llm.outputs import Choice, Generation
 from millrace.params import BeamParams, SamplingParams
 from millrace.text.text_stream import TextStream, stop_finder
@@ -22,27 +23,32 @@ async def search_one(
     ends = tuple(dict.fromkeys((*own, *params.stop_token_ids)))
     check_beams(beams, params, len(ends))
     asked = step_params(beams, len(ends), params.logprobs)
+    max_tokens = client.output_limit(len(token_ids), params)
+    client.check_room()
+    steps = SearchSteps(client, token_ids, _error_of)
 
     async def expand(live: list[list[int]]) -> list[TokenLogprobs]:
-        steps = [OneToken() for _ in live]
-        ids = [client.submit(token_ids + beam, asked, step) for beam, step in zip(live, steps, strict=True)]
-        try:
-            finishes = await asyncio.gather(*(step.done for step in steps))
-        finally:
-            for request_id in ids:
-                client.abort(request_id)
-        for finish in finishes:
-            if finish.reason not in ("stop", "length"):
-                raise RequestFailed(finish.message or f"The request ended early: {finish.reason}.")
-        return [step.logprobs for step in steps if step.logprobs is not None]
+        return list(await asyncio.gather(*(steps.following(beam, asked) for beam in live)))
 
-    max_tokens = client.output_limit(len(token_ids), params)
-    has_stop = stop_finder(tokenizer, params)
-    found = await search(
-        beams, expand, max_tokens=max_tokens, ends=ends, min_tokens=params.min_tokens, has_stop=has_stop
-    )
-    choices = [_choice(tokenizer, index, beam, params) for index, beam in enumerate(found[: params.n])]
-    return Generation(token_ids, choices)
+    best: list[Beam] = []
+    try:
+        found = await search(
+            beams,
+            expand,
+            max_tokens=max_tokens,
+            ends=ends,
+            min_tokens=params.min_tokens,
+            has_stop=stop_finder(tokenizer, params),
+        )
+        best = found[: params.n]
+    finally:
+        reason = best[0].finish_reason(max_tokens) if best else None
+        steps.end(reason, sum(len(beam.token_ids) for beam in best))
+    return Generation(token_ids, [_choice(tokenizer, index, beam, params) for index, beam in enumerate(best)])
+
+
+def _error_of(finish: Finish) -> RequestFailed:
+    return RequestFailed(finish.message or f"The request ended early: {finish.reason}.")
 
 
 def _choice(tokenizer: Tokenizer, index: int, beam: Beam, params: SamplingParams) -> Choice:

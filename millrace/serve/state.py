@@ -65,8 +65,6 @@ class OpenJob(Protocol):
     done: asyncio.Future[None]
     owner: str
     submitted_at: float
-    is_search: bool
-    """True if the front drives it with one short request after the other, so that the engine does not know it."""
 
     @property
     def is_streamed(self) -> bool: ...

@@ -16,6 +16,7 @@ import numpy as np
 from millrace.link.channel import OnMessage
 from millrace.link.messages import (
     Abort,
+    EndSearch,
     EngineFailed,
     EngineReady,
     EngineRetired,
@@ -83,6 +84,7 @@ class NullEngine:
         self.used_at = time.monotonic()
         self.is_retired = False
         self.received: list[NewRequest] = []
+        self.searches: list[EndSearch] = []
         self.aborted: list[tuple[int, FinishReason]] = []
         self.ended: dict[int, FinishReason] = {}
         self.poison: set[int] = set()
@@ -113,6 +115,8 @@ class NullEngine:
                 row = self.rows.pop(request_id, None)
                 if row is not None:
                     self._finish(row, message.reason)
+        elif isinstance(message, EndSearch):
+            self.searches.append(message)
         elif isinstance(message, Retire):
             self._retire(message)
         elif isinstance(message, Query):  # It keeps no history, so it finds no request and no step.

@@ -7,8 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from helpers.served import wait_until
 from serve.front_under_test import MODEL, Front, byte_tokenizer, endless, running_front, saying
-from serve.wire import CHAT, COMPLETIONS, eventually, get, post, request
+from serve.wire import CHAT, COMPLETIONS, post
 
 from millrace.beams import BeamSearch
 from millrace.link.messages import TokenLogprobs, unpack_tokens
@@ -91,14 +92,27 @@ def test_what_beams_cannot_have_is_named_as_it_was_sent(front: Front, fields: di
     assert (error["param"], error["message"].startswith((param, f"'{param}'"))) == (param, True), error
 
 
-def test_a_search_can_be_cancelled() -> None:
-    """The engine has nothing to cancel between two steps of a search, so the front ends it."""
-    with running_front(endless, step_s=0.01) as front, ThreadPoolExecutor(1) as other:
-        sent = completion(num_beams=2, max_tokens=4000, ignore_eos=True)
-        answer = other.submit(post, front.port, COMPLETIONS, sent, {"X-Request-Id": "searching"})
-        eventually(lambda: bool(get(front.port, "/v1/requests").json["data"]))
-        cancelled = request(front.port, "DELETE", "/v1/requests/searching").json
-        assert (cancelled["cancelled"], cancelled["sequences"]) == (True, 1)
-        reply = answer.result(60)
-        assert (reply.status, reply.error["code"]) == (499, "request_cancelled")
-        assert get(front.port, "/v1/requests").json["data"] == []
+def test_a_search_is_one_open_request() -> None:
+    """However many steps it has in flight, they are not refused for too many open requests."""
+    with running_front(endless, max_open=1) as front:
+        sent = completion(num_beams=4, max_tokens=3, ignore_eos=True)
+        assert [post(front.port, COMPLETIONS, sent).status for _ in range(2)] == [200, 200]
+        steps = [one.search for one in front.engine.received]
+        assert (len(steps) > 8, None in steps, len(set(steps))) == (True, False, 2)
+        assert front.call(lambda: front.state.client.num_open) == 0
+        front.engine.paused = True
+        with ThreadPoolExecutor(1) as other:
+            first = other.submit(post, front.port, COMPLETIONS, sent)
+            wait_until(lambda: front.call(lambda: front.state.client.num_open) == 1, "it is open")
+            assert post(front.port, COMPLETIONS, sent).status == 429
+            front.call(front.engine.resume)
+            assert first.result(timeout=60).status == 200
+
+
+def test_a_search_that_fails_is_ended() -> None:
+    with running_front(endless) as front:
+        front.engine.poison.update(range(1, 100))
+        assert post(front.port, COMPLETIONS, completion(num_beams=2, max_tokens=3)).status == 500
+        [end] = [one.finish for one in front.engine.searches]
+        assert (end.reason, end.message) == ("error", "The step that computed this request failed.")
+        assert front.call(lambda: front.state.client.num_open) == 0

@@ -46,12 +46,16 @@ class Shares:
         share.running -= 1
         share.waiting += 1
 
-    def close(self, name: str, finish: Finish, *, was_running: bool) -> None:
+    def close(self, name: str, *, was_running: bool) -> None:
         share = self._share(name)
         if was_running:
             share.running -= 1
         else:
             share.waiting -= 1
+
+    def count(self, name: str, finish: Finish) -> None:
+        """A request ended."""
+        share = self._share(name)
         share.requests += 1
         share.prompt_tokens += finish.prompt_tokens
         share.cached_tokens += finish.cached_tokens

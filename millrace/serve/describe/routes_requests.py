@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
-from millrace.errors import EngineUnavailable, NotFound, RequestCancelled
+from millrace.errors import EngineUnavailable, NotFound
 from millrace.link.messages import MAX_FINISHED_KEPT
 from millrace.params import CLASS_NAMES
 from millrace.serve.http.json_answer import json_answer
@@ -170,23 +170,7 @@ def _outcome(explanation: bytes) -> RequestOutcome:
 
 async def cancel(request: web.Request) -> web.Response:
     """End a running request with the error `request_cancelled`; an ended one stays as it is."""
-    name = request.match_info["request_id"]
-    num_searches = _cancel_searches(request, name)
-    if num_searches:
-        return json_answer(request, CancelledRequest("request.cancelled", name, True, num_searches))
     return json_answer(request, await _query(request, "cancel"))
-
-
-def _cancel_searches(request: web.Request, name: str) -> int:
-    """End this front's searches of this name, and count their sequences: the engine knows only their single steps."""
-    owner = None if is_operator(request) else owner_of(request)
-    count = 0
-    for job in [job for job in request.app[STATE].jobs if job.is_search and owner in (None, job.owner)]:
-        known = job.summary()
-        if name in (known.answer_id, known.request_id):
-            count += known.num_sequences
-            job.fail(RequestCancelled("The request was cancelled."))
-    return count
 
 
 async def explain(request: web.Request) -> web.Response:

@@ -46,8 +46,6 @@ log = logging.getLogger("millrace.serve")
 class Job:
     """Ends exactly once: `done` gets a result when everything is generated (streams: sent), or the error to answer."""
 
-    is_search = False
-
     def __init__(
         self,
         state: FrontState,
@@ -200,6 +198,11 @@ class Job:
         if self.state.client.failure is not None:
             return EngineUnavailable(self.state.client.failure)
         return RequestFailed(finish.message or "The engine failed on this request.")
+
+    @property
+    def finishes(self) -> dict[int, Finish]:
+        """The terminal events of its sequences, by number; without those that have not ended."""
+        return {choice.index: choice.finish for choice in self.choices if choice.finish is not None}
 
     # ── counts ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def usage(self) -> Usage:

@@ -109,9 +109,8 @@ def _account(state: FrontState, request: web.Request, job: Job, received: float)
     metrics, now = state.metrics, time.monotonic()
     observe(state, job, received)
     if (trace := request.get(TRACE)) is not None:
-        for choice in job.choices:
-            if choice.finish is not None:
-                trace.add_sequence(choice.index, choice.finish, received, job.submitted_at)
+        for number, finish in job.finishes.items():
+            trace.add_sequence(number, finish, received, job.submitted_at)
     ended, usage = job.finish_reason, job.usage()
     request[FINISH_REASON], request[MODEL] = ended, state.model_name
     counts = (usage.prompt_tokens, usage.output_tokens, usage.cached_tokens, usage.reasoning_tokens)

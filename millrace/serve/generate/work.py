@@ -113,7 +113,5 @@ def observe(state: FrontState, job: Job, received: float) -> None:
     """Count the sequences of a job that have ended."""
     figures = state.figures
     figures.reasoning_tokens.inc(sum(choice.reasoning_tokens for choice in job.choices))
-    for choice in job.choices:
-        if choice.finish is not None:
-            before_submit_s = job.submitted_at - received
-            figures.observe_sequence(choice.finish, job.generation.priority, before_submit_s)
+    for finish in job.finishes.values():
+        figures.observe_sequence(finish, job.generation.priority, job.submitted_at - received)

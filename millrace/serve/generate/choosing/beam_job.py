@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from millrace.beams import Beam, OneToken, check_beams, search, step_params
-from millrace.errors import BadRequest, MillraceError, RequestFailed
+import msgspec
+
+from millrace.beams import Beam, check_beams, search, step_params
+from millrace.errors import BadRequest, MillraceError
 from millrace.link.messages import Finish, TokenLogprobs
-from millrace.params import BeamParams, FinishReason, SamplingParams
+from millrace.link.search_steps import SearchSteps
+from millrace.params import BeamParams, FinishReason
 from millrace.serve.generate.checks import name_fields
 from millrace.serve.generate.choices import Choice
 from millrace.serve.generate.generation import Generation, Prompt
@@ -29,8 +32,20 @@ def make_job(
 class BeamJob(Job):
     """The tokens of the best beams are given to the choices when the search has ended, so a stream begins late."""
 
-    is_search = True
     _search: asyncio.Task[None] | None = None
+
+    def __init__(
+        self,
+        state: FrontState,
+        generation: Generation,
+        make_writer: Callable[[Job], Writer],
+        out: EventStream | None = None,
+    ) -> None:
+        super().__init__(state, generation, make_writer, out)
+        self._searches: list[SearchSteps] = []
+        self._limits: list[int] = []
+        """Maximum number of output tokens. Like the others, by prompt."""
+        self._ended: dict[int, Finish] = {}
 
     def start(self) -> None:
         ends = self._ends()
@@ -38,16 +53,28 @@ class BeamJob(Job):
         assert beams is not None
         try:
             check_beams(beams, self.generation.params, len(ends))
-            for prompt in self.generation.prompts:
-                self.state.client.output_limit(len(prompt.token_ids), self.generation.params)
+            limit_of, params = self.state.client.output_limit, self.generation.params
+            self._limits = [limit_of(len(prompt.token_ids), params) for prompt in self.generation.prompts]
         except BadRequest as error:
             asks = "echo" if self.generation.echo else "prompt_logprobs"
             names = {**self.writer.limit_names, "grammar": self.generation.format_field, "prompt_logprobs": asks}
             raise name_fields(error, names) from None
+        self.state.client.check_room()
         self.begin()
-        self._steps: set[int] = set()
-        """Requests in flight."""
+        self._searches = [self._steps_after(prompt) for prompt in self.generation.prompts]
         self._search = asyncio.create_task(self._run(beams, ends))
+
+    def _steps_after(self, prompt: Prompt) -> SearchSteps:
+        generation = self.generation
+        return SearchSteps(
+            self.state.client,
+            prompt.token_ids,
+            self.error_of,
+            priority=generation.priority,
+            deadline=generation.deadline,
+            cache_salt=generation.cache_salt,
+            caller=generation.caller,
+        )
 
     @property
     def is_started(self) -> bool:
@@ -56,13 +83,18 @@ class BeamJob(Job):
     def close(self) -> None:
         if self._search is None:
             return
-        for request_id in tuple(self._steps):
-            self.state.client.abort(request_id)
+        for steps in self._searches:
+            steps.end(None)  # No effect on one that has ended.
         if self._search is not asyncio.current_task():
             self._search.cancel()
 
     def abort_choice(self, choice: Choice, reason: FinishReason) -> None:
         """A choice that meets a stop string: its tokens are all known, so there is nothing to abort."""
+
+    @property
+    def finishes(self) -> dict[int, Finish]:
+        """Those of the searches, one for each prompt."""
+        return self._ended
 
     def _ends(self) -> tuple[int, ...]:
         params, own = self.generation.params, self.state.tokenizer.end_token_ids
@@ -70,67 +102,50 @@ class BeamJob(Job):
 
     async def _run(self, beams: BeamParams, ends: tuple[int, ...]) -> None:
         try:
-            found = await asyncio.gather(*(self._beams_of(prompt, beams, ends) for prompt in self.generation.prompts))
-            for index, beam in enumerate(beam for one in found for beam in one[: self.generation.n]):
-                self._deliver(self.choices[index], beam)
+            numbers = range(len(self._searches))
+            found = await asyncio.gather(*(self._beams_of(number, beams, ends) for number in numbers))
+            for index, beam in enumerate(beam for best in found for beam in best):
+                self._deliver(self.choices[index], beam, self._ended[index // self.generation.n])
         except MillraceError as error:
             self.fail(error)
         except Exception as error:
             self.on_bug(error)
 
-    async def _beams_of(self, prompt: Prompt, beams: BeamParams, ends: tuple[int, ...]) -> list[Beam]:
-        params = self.generation.params
+    async def _beams_of(self, number: int, beams: BeamParams, ends: tuple[int, ...]) -> list[Beam]:
+        """The beams of this prompt that are returned, best first."""
+        params, steps, max_tokens = self.generation.params, self._searches[number], self._limits[number]
         asked = step_params(beams, len(ends), params.logprobs)
+        best: list[Beam] = []
 
         async def expand(live: list[list[int]]) -> list[TokenLogprobs]:
-            steps = [self._submit(prompt.token_ids + tokens, asked) for tokens in live]
-            return list(await asyncio.gather(*steps))
+            return list(await asyncio.gather(*(steps.following(tokens, asked) for tokens in live)))
 
-        max_tokens = self.state.client.output_limit(len(prompt.token_ids), params)
-        return await search(
-            beams,
-            expand,
-            max_tokens=max_tokens,
-            ends=ends,
-            min_tokens=params.min_tokens,
-            has_stop=stop_finder(self.state.tokenizer, params),
-        )
-
-    async def _submit(self, token_ids: list[int], params: SamplingParams) -> TokenLogprobs:
-        generation, step = self.generation, OneToken()
-        request_id = self.state.client.submit(
-            token_ids,
-            params,
-            step,
-            priority=generation.priority,
-            deadline=generation.deadline,
-            cache_salt=generation.cache_salt,
-            caller=generation.caller,
-        )
-        self._steps.add(request_id)
         try:
-            finish = await step.done
+            found = await search(
+                beams,
+                expand,
+                max_tokens=max_tokens,
+                ends=ends,
+                min_tokens=params.min_tokens,
+                has_stop=stop_finder(self.state.tokenizer, params),
+            )
+            best = found[: self.generation.n]
         finally:
-            self._steps.discard(request_id)
-        if finish.reason not in ("stop", "length"):
-            raise self.error_of(finish)
-        if step.logprobs is None:
-            raise RequestFailed("The engine sent no log-probabilities for a beam.")
-        return step.logprobs
+            reason = best[0].finish_reason(max_tokens) if best else None
+            self._ended[number] = steps.end(reason, sum(len(beam.token_ids) for beam in best))
+        return best
 
-    def _deliver(self, choice: Choice, beam: Beam) -> None:
+    def _deliver(self, choice: Choice, beam: Beam, search: Finish) -> None:
         has_logprobs = self.generation.logprobs is not None
         # An end token is not part of the answer.
         num_shown = len(beam.token_ids) - beam.is_stopped
         for token, entry in zip(beam.token_ids[:num_shown], beam.logprobs[:num_shown], strict=True):
             choice.on_token(token, entry if has_logprobs else None)
-        last = beam.token_ids[-1]
         choice.on_finish(
-            Finish(
-                id=0,
+            msgspec.structs.replace(
+                search,
                 reason="stop" if beam.is_stopped else "length",
-                stop_token_id=last if beam.is_stopped else -1,
-                prompt_tokens=len(choice.prompt.token_ids),
+                stop_token_id=beam.token_ids[-1] if beam.is_stopped else -1,
                 output_tokens=len(beam.token_ids),
             )
         )
