@@ -188,6 +188,43 @@ def test_classes_and_weights_reach_the_engine(tmp_path: Path) -> None:
         assert sent.cache_salt.startswith("plain")
 
 
+def test_a_request_without_a_class_gets_one_that_its_tenant_may_have(tmp_path: Path) -> None:
+    with guarded(tmp_path, slow='most_urgent = "batch"', plain='most_urgent = "standard"', fast="") as front:
+        chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+        plain = {
+            COMPLETIONS: body(),
+            CHAT: {**chat, "service_tier": "auto"},
+            "/v1/embeddings": {"model": MODEL, "input": "hi"},
+            "/v1/responses": {"model": MODEL, "input": "hi"},
+            "/v1/messages": chat,
+            "/api/chat": {**chat, "max_tokens": None, "stream": False},
+            "/api/embed": {"model": MODEL, "input": "hi"},
+        }
+        for name, number in (("slow", 2), ("plain", 1), ("fast", 1)):
+            for path, sent in plain.items():
+                reply = post(front.port, path, sent, bearer(f"key-{name}"))
+                assert (reply.status, front.engine.received[-1].priority) == (200, number), (path, reply.body)
+        for sent in (body(priority="standard"), body(priority=0)):
+            assert post(front.port, COMPLETIONS, sent, bearer("key-slow")).status == 403
+        assert post(front.port, CHAT, {**chat, "service_tier": "priority"}, bearer("key-slow")).status == 403
+
+
+def test_a_background_response_has_no_more_urgent_class_than_its_tenant(tmp_path: Path) -> None:
+    with guarded(tmp_path, slow='most_urgent = "batch"') as front:
+        key, sent = bearer("key-slow"), {"model": MODEL, "input": "hi", "background": True}
+        ends = []
+        for fields in ({}, {"priority": "interactive"}):
+            made = post(front.port, "/v1/responses", {**sent, **fields}, key).json
+
+            def status(name: str = made["id"]) -> str:
+                return str(request(front.port, "GET", f"/v1/responses/{name}", headers=key).json["status"])
+
+            eventually(lambda read=status: read() in ("completed", "failed"), 60)
+            ends.append(status())
+        assert ends == ["completed", "failed"]
+        assert {one.priority for one in front.engine.received} == {2}
+
+
 def test_a_deadline_in_a_header() -> None:
     with running_front(endless, step_s=0.01) as front:
         reply = post(front.port, COMPLETIONS, body(max_tokens=3000), {"X-Request-Timeout": "0.2"})

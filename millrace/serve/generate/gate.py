@@ -15,6 +15,7 @@ from millrace.errors import BadRequest, Forbidden, Overloaded
 from millrace.link.client import Caller
 from millrace.params import CLASS_NAMES
 from millrace.serve.generate.generation import Generation
+from millrace.serve.generate.priority import STANDARD
 from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.state import FrontState
 from millrace.serve.tenancy.keyring import DEFAULT_TENANT, Tenant
@@ -33,12 +34,7 @@ def enter(
 ) -> tuple[Generation, Reservation]:
     """The request as it will be submitted, and its reservation of the tenant's quotas until it ends."""
     tenant = tenant_of(request)
-    if generation.priority < CLASS_NAMES.index(tenant.most_urgent):
-        raise Forbidden(
-            f"Tenant {tenant.name!r} may ask for priority {tenant.most_urgent!r} at most, not"
-            f" {CLASS_NAMES[generation.priority]!r}.",
-            param="priority",
-        )
+    generation = _for_tenant(generation, tenant, request[REQUEST_ID], received)
     deadline = min(generation.deadline, header_deadline(request, received))
     num_sequences = len(generation.prompts) * generation.num_sequences
     client = state.client
@@ -49,8 +45,7 @@ def enter(
     except Exception:
         state.metrics.count_refusal(state.model_name, CLASS_NAMES[generation.priority])
         raise
-    entered = _for_tenant(generation, tenant, request[REQUEST_ID], received)
-    return dataclasses.replace(entered, deadline=deadline), reservation
+    return dataclasses.replace(generation, deadline=deadline), reservation
 
 
 def _check_budgets(state: FrontState, priority: int) -> None:
@@ -72,15 +67,29 @@ def enter_unattended(
     """The same for a line of a batch or a background response. It may wait as long as necessary, so admission control
     does not apply."""
     tenant = state.keyring.named(owner) if state.keyring is not None else DEFAULT_TENANT
-    reservation = reserve(state.quotas, tenant, _tokens_of(generation), time.time())
-    return _for_tenant(generation, tenant, request_id, received), reservation
+    generation = _for_tenant(generation, tenant, request_id, received)
+    return generation, reserve(state.quotas, tenant, _tokens_of(generation), time.time())
 
 
 def _for_tenant(generation: Generation, tenant: Tenant, request_id: str, received: float) -> Generation:
     names = (request_id, generation.answer_id)
     caller = Caller(tenant=tenant.name, weight=tenant.weight, names=names, received=received)
     salt = f"{tenant.name}\0{generation.cache_salt}" if tenant.private_cache else generation.cache_salt
-    return dataclasses.replace(generation, caller=caller, cache_salt=salt)
+    priority = _class_of(tenant, generation.asked_priority)
+    return dataclasses.replace(generation, caller=caller, cache_salt=salt, priority=priority)
+
+
+def _class_of(tenant: Tenant, asked: int | None) -> int:
+    """The class that was named, or the usual one, or a less urgent one if the tenant may have no other."""
+    most_urgent = CLASS_NAMES.index(tenant.most_urgent)
+    if asked is None:
+        return max(STANDARD, most_urgent)
+    if asked < most_urgent:
+        raise Forbidden(
+            f"Tenant {tenant.name!r} may ask for priority {tenant.most_urgent!r} at most, not {CLASS_NAMES[asked]!r}.",
+            param="priority",
+        )
+    return asked
 
 
 def _tokens_of(generation: Generation) -> int:

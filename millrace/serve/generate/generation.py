@@ -43,7 +43,10 @@ class Generation:
     """Return one of the answers that agree; `num_sequences` are generated."""
     beams: BeamParams | None = None
     """Search with beams instead of drawing tokens."""
+    asked_priority: int | None = None
+    """The class that the client named; None: the tenant's usual one."""
     priority: int = 1
+    """Set at the gate, like `caller`."""
     cache_salt: str = ""
     stream: bool = False
     include_usage: bool = False

@@ -17,10 +17,10 @@ ServiceTier = Literal["auto", "default", "flex", "priority"]
 TIER_PRIORITIES = {"flex": BATCH, "priority": PRIORITY_CLASSES["interactive"]}
 
 
-def priority_of(value: str | int | None, tier: ServiceTier | None = None) -> int:
-    """`priority` says it in Millrace's words, `service_tier` in OpenAI's."""
+def priority_of(value: str | int | None, tier: ServiceTier | None = None) -> int | None:
+    """`priority` says it in Millrace's words, `service_tier` in OpenAI's; None if neither names a class."""
     if value is None:
-        return TIER_PRIORITIES.get(tier or "", STANDARD)
+        return TIER_PRIORITIES.get(tier or "")
     if tier in TIER_PRIORITIES:
         raise BadRequest("'priority' and 'service_tier' both set the priority; send one of them.", param="service_tier")
     if isinstance(value, str):

@@ -47,7 +47,7 @@ def vector_generation(
     pooling: Pooling,
     answer_id: str,
     deadline: float,
-    priority: int = 1,
+    asked_priority: int | None = None,
     cache_salt: str = "",
 ) -> Generation:
     return Generation(
@@ -55,7 +55,7 @@ def vector_generation(
         params=SamplingParams(temperature=0.0, max_tokens=1, pooling=pooling),
         answer_id=answer_id,
         deadline=deadline,
-        priority=priority,
+        asked_priority=asked_priority,
         cache_salt=cache_salt,
         score_only=True,
     )

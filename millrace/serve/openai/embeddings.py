@@ -88,7 +88,7 @@ async def prepare_embeddings(state: FrontState, body: bytes, received: float, ow
         pooling=request.pooling or "last",
         answer_id=new_id("embd-"),
         deadline=deadline_of(request.timeout, state.config, received),
-        priority=priority_of(request.priority),
+        asked_priority=priority_of(request.priority),
         cache_salt=salt_of(request.cache_salt),
     )
     return Work(state, generation, lambda job: EmbeddingsWriter(job, request.dimensions, request.encoding_format))

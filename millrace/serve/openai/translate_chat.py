@@ -78,7 +78,7 @@ async def _generation(state: FrontState, request: ChatRequest, received: float) 
         num_sequences=per_prompt,
         vote=request.self_consistency,
         beams=beams,
-        priority=priority_of(request.priority, request.service_tier),
+        asked_priority=priority_of(request.priority, request.service_tier),
         cache_salt=salt_of(request.cache_salt),
         stream=bool(request.stream),
         holds_end=bool(request.store),

@@ -65,7 +65,7 @@ async def _generation(state: FrontState, request: CompletionRequest, received: f
         num_sequences=best_of,
         vote=request.self_consistency,
         beams=beams,
-        priority=priority_of(request.priority),
+        asked_priority=priority_of(request.priority),
         cache_salt=salt_of(request.cache_salt),
         stream=bool(request.stream),
         include_usage=include_usage,

@@ -268,7 +268,7 @@ async def _generation(
         form=chat.form,
         answer_id=response_id,
         deadline=deadline_of(body.timeout, state.config, received),
-        priority=priority_of(body.priority, body.service_tier),
+        asked_priority=priority_of(body.priority, body.service_tier),
         cache_salt=salt_of(body.cache_salt),
         stream=bool(body.stream),
         logprobs=num_top,

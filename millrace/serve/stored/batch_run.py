@@ -204,7 +204,7 @@ class BatchRun:
         deadline = time.monotonic() + self._batch.expires_at - time.time()
         if _has_timeout(body):
             deadline = min(deadline, generation.deadline)
-        generation = dataclasses.replace(generation, priority=BATCH, deadline=deadline)
+        generation = dataclasses.replace(generation, asked_priority=BATCH, deadline=deadline)
         return dataclasses.replace(work, generation=generation)
 
     def _read(self, line: Line) -> bytes:
