@@ -365,7 +365,7 @@ class EngineClient:
         room = min(ready.max_context, ready.kv_tokens)
         max_tokens = params.max_tokens if params.max_tokens is not None else max(room - num_prompt, 1)
         if num_prompt + max_tokens > room:
-            raise overflow(num_prompt, max_tokens, params.max_tokens is not None, ready)
+            raise overflow(num_prompt, max_tokens, ready)
         if params.max_tokens is None:
             params = msgspec.structs.replace(params, max_tokens=max_tokens)
         return params if params.seed is not None else params.with_seed(secrets.randbits(63))
@@ -475,7 +475,9 @@ class EngineClient:
             num_prompt, max_tokens = len(message.prompt) // TOKEN_BYTES, message.params.max_tokens or 0
             if num_prompt + max_tokens > room:
                 self._channel.send(Abort(ids=(request_id,)))
-                self._end(Finish(request_id, "error", overflow(num_prompt, max_tokens, True, ready).message))
+                what = f"The prompt has {num_prompt} tokens and its answer up to {max_tokens}"
+                why = f"{what}, but the model was loaded again with room for {room}. Send the request again."
+                self._end(Finish(request_id, "error", why))
 
     def _on_failed(self, message: EngineFailed) -> None:
         self.failure, self.lacks_memory = message.message, message.lacks_memory

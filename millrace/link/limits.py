@@ -56,13 +56,19 @@ def check_allowed_ends(params: SamplingParams, end_token_ids: Sequence[int]) -> 
         )
 
 
-def overflow(num_prompt: int, max_tokens: int, is_explicit: bool, ready: EngineReady) -> ContextOverflow:
-    room, what, remedy = ready.max_context, "the context", "Shorten the prompt or lower max_tokens."
+def overflow(num_prompt: int, max_tokens: int, ready: EngineReady) -> ContextOverflow:
+    """`max_tokens` is named only where lowering it helps: not every request has sent one."""
+    room, what, more = ready.max_context, "the context", ""
     if ready.kv_tokens < ready.max_context:
-        room, what = ready.kv_tokens, "the KV pool"
-        remedy = "Shorten the prompt, lower max_tokens, or give the server a larger --kv-gib."
-    output = f"max_tokens is {max_tokens}" if is_explicit else "at least 1 token must be generated"
+        room, what, more = ready.kv_tokens, "the KV pool", ", or give the server a larger --kv-gib"
+    if num_prompt < room:
+        return ContextOverflow(
+            f"The prompt has {num_prompt} tokens and max_tokens is {max_tokens}, but {what} holds {room}. Shorten the"
+            f" prompt or lower max_tokens{more}.",
+            param="max_tokens",
+        )
     return ContextOverflow(
-        f"The prompt has {num_prompt} tokens and {output}, but {what} holds {room}. {remedy}",
-        param="max_tokens" if is_explicit and num_prompt < room else "prompt",
+        f"The prompt has {num_prompt} tokens, but {what} holds {room}, one of them after the prompt. Shorten the"
+        f" prompt{more}.",
+        param="prompt",
     )

@@ -188,6 +188,16 @@ def test_classes_and_weights_reach_the_engine(tmp_path: Path) -> None:
         assert sent.cache_salt.startswith("plain")
 
 
+def test_a_request_that_can_never_fit_a_quota_is_told_no_limit_that_it_did_not_send(tmp_path: Path) -> None:
+    with guarded(tmp_path, small="tokens_per_minute = 10") as front:
+        key = bearer("key-small")
+        assert post(front.port, "/v1/embeddings", {"model": MODEL, "input": "x" * 10}, key).status == 200
+        error = post(front.port, "/v1/embeddings", {"model": MODEL, "input": "x" * 11}, key).error
+        assert (error["code"], error["param"]) == ("quota_exceeded", None)
+        assert "may use 11 tokens" in error["message"]
+        assert "max_tokens" not in error["message"]
+
+
 def test_a_request_without_a_class_gets_one_that_its_tenant_may_have(tmp_path: Path) -> None:
     with guarded(tmp_path, slow='most_urgent = "batch"', plain='most_urgent = "standard"', fast="") as front:
         chat = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}

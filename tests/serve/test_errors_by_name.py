@@ -51,3 +51,54 @@ def test_an_error_renames_the_field_and_nothing_else(front: Front, stop: str) ->
     reply = post(front.port, "/api/chat", {"model": MODEL, "messages": USER, "options": {"stop": [stop]}})
     assert (reply.status, reply.json["param"]) == (400, "options.stop")
     assert reply.json["error"].count("stop") == 1, reply.json["error"]
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Front]:
+    with running_front(saying("Hello"), max_context=128) as running:
+        yield running
+
+
+UNLIMITED = {
+    "/v1/embeddings": lambda text: {"input": text},
+    "/api/embed": lambda text: {"model": MODEL, "input": text},
+    "/api/embeddings": lambda text: {"model": MODEL, "prompt": text},
+    COMPLETIONS: lambda text: {"prompt": text, "echo": True, "logprobs": 1, "max_tokens": 0},
+    CHAT: lambda text: {"messages": [{"role": "user", "content": text}]},
+    "/v1/responses": lambda text: {"input": text},
+    "/api/chat": lambda text: {"model": MODEL, "messages": [{"role": "user", "content": text}]},
+    "/api/generate": lambda text: {"model": MODEL, "prompt": text, "options": {"num_ctx": 100}},
+}
+"""Bodies that leave the length of the answer open, or have no answer but a score or a vector."""
+
+
+@pytest.mark.parametrize("path", UNLIMITED)
+@pytest.mark.parametrize("length", [128, 300, 9000])
+def test_a_text_that_is_too_long_is_refused_without_a_limit_that_was_not_sent(
+    small: Front, path: str, length: int
+) -> None:
+    body = UNLIMITED[path]("x" * length)
+    reply = post(small.port, path, body)
+    assert reply.status == 400, reply.body
+    said = (
+        reply.json["error"] if isinstance(reply.json["error"], dict) else {**reply.json, "message": reply.json["error"]}
+    )
+    assert said["code"] == "context_length_exceeded"
+    assert said["param"].partition(".")[0] in body
+    for limit in ("max_tokens", "max_output_tokens", "max_completion_tokens", "num_predict", "asks for"):
+        assert limit not in said["message"], said
+
+
+def test_a_limit_that_was_sent_is_named_where_lowering_it_helps(small: Front) -> None:
+    error = post(small.port, CHAT, {"messages": USER, "max_completion_tokens": 500}).error
+    assert error["param"] == "max_completion_tokens"
+    assert "max_completion_tokens is 500" in error["message"]
+    long = [{"role": "user", "content": "x" * 200}]
+    error = post(small.port, CHAT, {"messages": long, "max_completion_tokens": 500}).error
+    assert (error["param"], "max" in error["message"]) == ("messages", False)
+
+
+def test_scoring_speaks_of_the_limit_that_was_sent(front: Front) -> None:
+    scored = {"prompt": "a", "echo": True, "logprobs": 1, "max_tokens": 0, "min_tokens": 3}
+    error = post(front.port, COMPLETIONS, scored).error
+    assert (error["param"], "max_tokens (0)" in error["message"]) == ("min_tokens", True), error

@@ -65,7 +65,7 @@ async def count_input_tokens(state: FrontState, data: bytes) -> CountTokensAnswe
     await state.await_engine()
     check_wish(state, _wish(body))
     conversation, edits = await _conversation(state, body)
-    num_tokens = len(await encode_chat(state, _rendered(body, conversation), max_tokens=None))
+    num_tokens = len(await encode_chat(state, _rendered(body, conversation)))
     if edits is None:
         return CountTokensAnswer(num_tokens)
     original = num_tokens + sum(edit.cleared_input_tokens for edit in edits)
@@ -132,7 +132,7 @@ async def _conversation(state: FrontState, body: CountTokensRequest) -> tuple[Co
 
     async def count(messages: list[Message]) -> int:
         shown = _rendered(body, dataclasses.replace(conversation, messages=messages))
-        return len(await encode_chat(state, shown, max_tokens=None, may_cut=True))
+        return len(await encode_chat(state, shown, may_cut=True))
 
     kept, edits = await edited(messages, body.context_management, count)
     return dataclasses.replace(conversation, messages=kept), edits

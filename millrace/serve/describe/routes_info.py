@@ -91,7 +91,7 @@ async def tokenize(request: web.Request) -> web.Response:
         )
     else:
         add_special = body.add_special_tokens is not False
-        [tokens] = await encode_texts(state, [body.prompt or ""], add_special=add_special, max_tokens=None)
+        [tokens] = await encode_texts(state, [body.prompt or ""], add_special=add_special)
     return json_answer(request, TokenizeAnswer(len(tokens), limits.max_context, tokens))
 
 
@@ -103,7 +103,7 @@ async def _tokenize_chat(state: FrontState, body: TokenizeRequest) -> list[int]:
     conversation = conversation_of(
         body.messages or [], body.add_generation_prompt, body.continue_final_message, body.chat_template_kwargs
     )
-    return await encode_chat(state, conversation, max_tokens=None)
+    return await encode_chat(state, conversation)
 
 
 async def tokenizer_info(request: web.Request) -> web.Response:

@@ -35,19 +35,17 @@ async def off_loop(state: FrontState, num_chars: int, work: Callable[[], _T]) ->
 
 
 async def encode_texts(
-    state: FrontState, texts: list[str], *, add_special: bool, max_tokens: int | None, may_cut: bool = False
+    state: FrontState, texts: list[str], *, add_special: bool, may_cut: bool = False
 ) -> list[list[int]]:
     num_chars = sum(map(len, texts))
     if num_chars > LONG_TEXT_CHARS and not may_cut:
         for text in texts:
-            await _refuse_too_long(state, text, max_tokens)
+            await _refuse_too_long(state, text)
     encode = state.tokenizer.encode
     return await off_loop(state, num_chars, lambda: [encode(text, add_special=add_special) for text in texts])
 
 
-async def fill_in_prompts(
-    state: FrontState, prefixes: list[str], suffix: str, *, max_tokens: int | None
-) -> list[Prompt]:
+async def fill_in_prompts(state: FrontState, prefixes: list[str], suffix: str) -> list[Prompt]:
     """Prompts of models that fill in the middle, whose answer belongs between prefix and suffix."""
     tokens = fill_in_tokens(state.tokenizer)
     if tokens is None:
@@ -57,21 +55,17 @@ async def fill_in_prompts(
             param="suffix",
             code="unsupported_parameter",
         )
-    *befores, after = await encode_texts(state, [*prefixes, suffix], add_special=False, max_tokens=max_tokens)
+    *befores, after = await encode_texts(state, [*prefixes, suffix], add_special=False)
     start = state.tokenizer.encode("")
     return [Prompt(start + tokens.around(before, after), text) for before, text in zip(befores, prefixes, strict=True)]
 
 
-async def encode_chat(
-    state: FrontState, conversation: Conversation, *, max_tokens: int | None, may_cut: bool = False
-) -> list[int]:
+async def encode_chat(state: FrontState, conversation: Conversation, *, may_cut: bool = False) -> list[int]:
     """The conversation rendered by the model's chat template. The template writes special tokens itself."""
-    return (await _encode_chat(state, conversation, max_tokens, may_cut))[0]
+    return (await _encode_chat(state, conversation, may_cut))[0]
 
 
-async def _encode_chat(
-    state: FrontState, conversation: Conversation, max_tokens: int | None, may_cut: bool
-) -> tuple[list[int], str]:
+async def _encode_chat(state: FrontState, conversation: Conversation, may_cut: bool) -> tuple[list[int], str]:
     """The token ids, and the end of the rendered text."""
     conversation.check()
     num_chars = (len(conversation.messages) + len(conversation.tools)) * _MESSAGE_CHARS
@@ -79,7 +73,7 @@ async def _encode_chat(
         for text in message.texts:
             num_chars += len(text)
             if len(text) > LONG_TEXT_CHARS and not may_cut:
-                await _refuse_too_long(state, text, max_tokens)
+                await _refuse_too_long(state, text)
 
     def work() -> tuple[list[int], str]:
         messages, tools = template_input(state, conversation)
@@ -99,7 +93,7 @@ async def chat_prompt(
     state: FrontState, conversation: Conversation, *, max_tokens: int | None, keep: int | None = None
 ) -> Prompt:
     """`keep`: cut the prompt to its last tokens, as in `cut_prompt`."""
-    token_ids, tail = await _encode_chat(state, conversation, max_tokens, keep is not None)
+    token_ids, tail = await _encode_chat(state, conversation, keep is not None)
     prompt = Prompt(token_ids, None) if keep is None else cut_prompt(state, token_ids, None, keep, max_tokens)
     return with_reasoning(state, prompt, tail)
 
@@ -156,7 +150,7 @@ async def without_oldest(
 
     async def fits(num_dropped: int) -> bool:
         shorter = dataclasses.replace(conversation, messages=left(num_dropped))
-        return len(await encode_chat(state, shorter, max_tokens=None, may_cut=True)) <= room
+        return len(await encode_chat(state, shorter, may_cut=True)) <= room
 
     if await fits(0):
         return messages
@@ -184,7 +178,7 @@ def cut_prompt(state: FrontState, token_ids: list[int], text: str | None, keep: 
     return Prompt(token_ids[dropped:], None if dropped else text, dropped)
 
 
-async def _refuse_too_long(state: FrontState, text: str, max_tokens: int | None) -> None:
+async def _refuse_too_long(state: FrontState, text: str) -> None:
     """Refuse a text that is too long for any tokenisation, without tokenising it."""
     ready = state.require_engine()
     room = min(ready.max_context, ready.kv_tokens)
@@ -194,9 +188,8 @@ async def _refuse_too_long(state: FrontState, text: str, max_tokens: int | None)
         state.longest_token_bytes = await off_loop(state, LONG_TEXT_CHARS + 1, lambda: _longest_token(state))
     least = len(text) // state.longest_token_bytes
     if least > room:
-        asked = f" and max_tokens asks for {max_tokens}" if max_tokens is not None else ""
         raise ContextOverflow(
-            f"The prompt has at least {least} tokens ({len(text)} characters){asked}, but the context holds {room}."
+            f"The prompt has at least {least} tokens ({len(text)} characters), but the context holds {room}."
             " Shorten the prompt.",
             param="prompt",
         )

@@ -29,7 +29,7 @@ async def encoded_inputs(state: FrontState, texts: list[str], field: str, *, may
             param=field,
         )
     try:
-        encoded = await encode_texts(state, texts, add_special=True, max_tokens=None, may_cut=may_cut)
+        encoded = await encode_texts(state, texts, add_special=True, may_cut=may_cut)
     except BadRequest as error:
         raise name_fields(error, {"prompt": field}) from None
     ready = state.require_engine()

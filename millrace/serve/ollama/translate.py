@@ -235,7 +235,8 @@ def _within_num_ctx(state: FrontState, params: SamplingParams, num_prompt: int, 
     """`num_ctx` limits the context of this request. A prompt that does not fit is refused, never cut."""
     if num_ctx is None:
         return params
-    max_context = state.require_engine().max_context
+    ready = state.require_engine()
+    max_context = ready.max_context
     if not 1 <= num_ctx <= max_context:
         raise BadRequest(
             f"num_ctx is {num_ctx}; it must be between 1 and {max_context}, the model's context.",
@@ -243,9 +244,11 @@ def _within_num_ctx(state: FrontState, params: SamplingParams, num_prompt: int, 
         )
     asked = params.max_tokens
     if num_prompt + (asked or 1) > num_ctx:
+        wanted = f" and num_predict asks for {asked}" if asked else ""
         raise ContextOverflow(
-            f"The prompt has {num_prompt} tokens and num_predict asks for {asked or 1}, but num_ctx is {num_ctx}."
-            " Shorten the prompt, lower num_predict or raise num_ctx.",
+            f"The prompt has {num_prompt} tokens{wanted}, but num_ctx is {num_ctx}. Shorten the prompt"
+            f"{', lower num_predict' if asked else ''} or raise num_ctx.",
             param="options.num_ctx",
         )
-    return msgspec.structs.replace(params, max_tokens=asked or num_ctx - num_prompt)
+    room = min(num_ctx, ready.kv_tokens) - num_prompt
+    return msgspec.structs.replace(params, max_tokens=asked or max(1, room))

@@ -61,7 +61,7 @@ async def _chat(state: FrontState, body: OllamaGenerateRequest, params: Sampling
         before, after = _filled_in(body, body.template)
         return await _templated(state, body, params, after + before if body.context else before, add_special=True)
     if body.suffix:
-        [prompt] = await fill_in_prompts(state, [body.prompt or ""], body.suffix, max_tokens=params.max_tokens)
+        [prompt] = await fill_in_prompts(state, [body.prompt or ""], body.suffix)
         return Chat(prompt, params, None, "format")
     if not body.raw:
         try:
@@ -90,7 +90,6 @@ async def _prompt(
         state,
         [text],
         add_special=add_special and not past,
-        max_tokens=params.max_tokens,
         may_cut=bool(body.truncate),
     )
     if not token_ids:

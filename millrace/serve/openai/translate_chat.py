@@ -116,7 +116,7 @@ async def _predicted(state: FrontState, request: ChatRequest, params: SamplingPa
         return params
     content = request.prediction.content
     text = content if isinstance(content, str) else "".join(part.text for part in content)
-    [token_ids] = await encode_texts(state, [text], add_special=False, max_tokens=None, may_cut=True)
+    [token_ids] = await encode_texts(state, [text], add_special=False, may_cut=True)
     return msgspec.structs.replace(params, prediction=tuple(token_ids[: state.require_engine().max_context]))
 
 

@@ -39,6 +39,10 @@ async def _generation(state: FrontState, request: CompletionRequest, received: f
     echo = bool(request.echo)
     max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
     score_only = echo and max_tokens == 0
+    if score_only and request.min_tokens:
+        raise BadRequest(
+            f"min_tokens is {request.min_tokens}, above max_tokens (0); remove min_tokens.", param="min_tokens"
+        )
     n = 1 if request.n is None else request.n
     beams = beam_params(request, n, request.best_of, request.self_consistency)
     best_of = n if beams is not None else sequences_of(request, n)
@@ -103,13 +107,12 @@ async def _prompts(state: FrontState, request: CompletionRequest, per_prompt: in
         )
     if request.suffix:
         _check_suffix(request, texts)
-        return await fill_in_prompts(state, texts, request.suffix, max_tokens=max_tokens)
+        return await fill_in_prompts(state, texts, request.suffix)
     if texts:
         encoded = await encode_texts(
             state,
             texts,
             add_special=request.add_special_tokens is not False,
-            max_tokens=max_tokens,
             may_cut=request.truncate_prompt_tokens is not None,
         )
         prompts = [Prompt(token_ids, text) for token_ids, text in zip(encoded, texts, strict=True)]

@@ -392,4 +392,4 @@ async def count_input_tokens(state: FrontState, data: bytes, owner: str) -> int:
     wish = _wish(body)
     check_wish(state, wish)
     counted = Conversation(messages, tools=tools_of(body).shown, template_kwargs=wish.template_kwargs())
-    return len(await encode_chat(state, counted, max_tokens=None))
+    return len(await encode_chat(state, counted))

@@ -126,8 +126,7 @@ def reserve(quotas: Quotas, tenant: Tenant, tokens: int, now: float) -> Reservat
     if limit and tokens > limit:
         raise BadRequest(
             f"The request may use {tokens} tokens; the limit of tenant {tenant.name!r} is {limit} per minute."
-            " Shorten the prompt or lower max_tokens.",
-            param="max_tokens",
+            " Send a smaller one.",
             code="quota_exceeded",
         )
     if limit and (spent := usage.spent(second)) + tokens > limit:
