@@ -24,6 +24,12 @@ SAME_OPTIONS = {
     "--enable-prefix-caching": "--prefix-cache",
     "--enable-request-logging": "--log-requests",
     "--enable-log-requests": "--log-requests",
+    "--hf-repo": "--source",
+    "--chat-template-file": "--chat-template",
+    "-c": "--max-context",
+    "-m": "--source",
+    "-t": "--threads",
+    "-np": "--max-running",
 }
 """Options with the same meaning and the same kind of value: understood as ours."""
 
@@ -35,23 +41,99 @@ SWITCHES = {
 }
 """Options without a value: understood as ours."""
 
+_ADAPTERS = "LoRA adapters are not supported yet. Merge the adapter into the model's weights and serve those."
+_IMAGES = "Images are not supported yet: models take text only."
+_ONE_GPU = "A model runs on one GPU here; use a smaller or quantised model (--quantization fp8)."
+_ONE_DEVICE = "A model runs wholly on one device: --device cuda or --device cpu."
+_EMBEDDINGS = "Every model serves embeddings (POST /v1/embeddings) without an option. Leave it out."
+_RERANKING = "Reranking is not supported yet; embeddings are (POST /v1/embeddings)."
+_DRAFTS = "Use --speculate and, for drafters that are models, --drafter."
+_DRAFT_COUNT = "Use --max-drafts."
+_ALWAYS = "It is always on here. Leave it out."
+_KV_TYPE = "Use --kv-dtype for keys and values together."
+_NO_CHOICE = "There is no such choice here. Leave it out."
+_BATCH = "Use --token-budget for the tokens of a step."
+
 ADVICE = {
+    # Not there yet.
+    "--lora-modules": _ADAPTERS,
+    "--enable-lora": _ADAPTERS,
+    "--lora": _ADAPTERS,
+    "--lora-scaled": _ADAPTERS,
+    "--lora-init-without-apply": _ADAPTERS,
+    "--lora-paths": _ADAPTERS,
+    "--lora-dtype": _ADAPTERS,
+    "--max-loras": _ADAPTERS,
+    "--max-cpu-loras": _ADAPTERS,
+    "--max-lora-rank": _ADAPTERS,
+    "--max-loras-per-batch": _ADAPTERS,
+    "--fully-sharded-loras": _ADAPTERS,
+    "--mmproj": _IMAGES,
+    "--limit-mm-per-prompt": _IMAGES,
+    "--mm-processor-kwargs": _IMAGES,
+    "--enable-multimodal": _IMAGES,
+    "--reranking": _RERANKING,
+    "--rerank": _RERANKING,
+    "--kv-transfer-config": "KV tiers beyond host memory are not supported yet; use --kv-host-gib for that.",
+    "--enable-expert-parallel": _ONE_GPU,
+    "--tensor-split": _ONE_GPU,
+    "--split-mode": _ONE_GPU,
+    "--main-gpu": "Choose the GPU with CUDA_VISIBLE_DEVICES in the environment.",
+    # Called or done otherwise.
+    "--task": "Every model generates and embeds. Leave it out.",
+    "--runner": "Every model generates and embeds. Leave it out.",
+    "--embedding": _EMBEDDINGS,
+    "--embeddings": _EMBEDDINGS,
+    "--is-embedding": _EMBEDDINGS,
+    "--speculative-model": _DRAFTS,
+    "--model-draft": _DRAFTS,
+    "-md": _DRAFTS,
+    "--speculative-algorithm": _DRAFTS,
+    "--speculative-draft-model-path": _DRAFTS,
+    "--num-speculative-tokens": _DRAFT_COUNT,
+    "--draft-max": _DRAFT_COUNT,
+    "--enable-chunked-prefill": _ALWAYS,
+    "--cont-batching": _ALWAYS,
+    "-cb": _ALWAYS,
+    "--flash-attn": _ALWAYS,
+    "-fa": _ALWAYS,
+    "--jinja": _ALWAYS,
+    "--metrics": "GET /metrics is always there. Leave it out.",
+    "--disable-log-stats": "Figures are in GET /metrics, not in the log. Leave it out.",
+    "--batch-size": _BATCH,
+    "--ubatch-size": _BATCH,
+    "--cache-type-k": _KV_TYPE,
+    "--cache-type-v": _KV_TYPE,
+    "--n-predict": "Requests say how long their answers may be: max_tokens.",
+    "--mlock": _NO_CHOICE,
+    "--no-mmap": _NO_CHOICE,
+    "--cpu-offload-gb": "Weights stay on the device; --kv-host-gib keeps KV blocks in host memory.",
+    "--load-format": "The format of weights is found from their files. Leave it out.",
+    "--tokenizer": "The tokenizer is the model's own. Leave it out.",
+    "--tokenizer-mode": "The tokenizer is the model's own. Leave it out.",
+    "--guided-decoding-backend": "Grammars are compiled by llguidance. Leave it out.",
+    "--rope-scaling": "It is read from the model's files. Leave it out.",
+    "--hf-overrides": "The model is described by its config.json; change it there.",
+    "--hf-token": "Set HF_TOKEN in the environment.",
+    "--insecure": _NO_CHOICE,
     "--api-key": "A server reads its keys from a file: `millrace keys add` makes one, --keys-file names it.",
-    "--tensor-parallel-size": "A model runs on one GPU here; use a smaller or quantised model (--quantization fp8).",
-    "--tp-size": "A model runs on one GPU here; use a smaller or quantised model (--quantization fp8).",
-    "--pipeline-parallel-size": "A model runs on one GPU here; use a smaller or quantised model.",
+    "--tensor-parallel-size": _ONE_GPU,
+    "--tp-size": _ONE_GPU,
+    "--pipeline-parallel-size": _ONE_GPU,
     "--data-parallel-size": "Start one server per GPU behind a load balancer.",
     "--swap-space": "Use --kv-host-gib for a KV tier in host memory.",
     "--trust-remote-code": "Code from model repositories is never run here. Leave it out.",
     "--generation-config": "Use --generation-defaults model or neutral.",
-    "--n-gpu-layers": "A model runs wholly on one device: --device cuda or --device cpu.",
-    "--ngl": "A model runs wholly on one device: --device cuda or --device cpu.",
+    "--n-gpu-layers": _ONE_DEVICE,
+    "--gpu-layers": _ONE_DEVICE,
+    "--ngl": _ONE_DEVICE,
+    "-ngl": _ONE_DEVICE,
     "--revision": "Give the revision with the name: org/model@revision.",
     "--download-dir": "Set XDG_CACHE_HOME (known models) or HF_HOME (hub) in the environment.",
     "--disable-log-requests": "Requests are not logged unless --log-requests is given. Leave it out.",
     "--uvicorn-log-level": "Use --log-level.",
     "--root-path": "Use a reverse proxy that strips the path.",
-    "--speculative-config": "Use --speculate and, for drafters that are models, --drafter.",
+    "--speculative-config": _DRAFTS,
     "--keepalive": "The model stays loaded while the server runs. Leave it out.",
     "--verbose": "Speed is shown after each answer and by /stats. Leave it out.",
     "--nowordwrap": "Use --plain.",

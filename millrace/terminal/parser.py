@@ -13,6 +13,9 @@ from millrace.errors import ConfigError
 from millrace.terminal.folding import folded
 from millrace.terminal.foreign_names import ADVICE, translated
 
+CLOSE = 0.75
+"""Least similarity of a name that is suggested, from 0 to 1; that of `--prot` and `--port` is 0.75."""
+
 
 class UsageError(ConfigError):
     """The command line cannot be understood."""
@@ -59,16 +62,16 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def nearest_flag(flag: str, known: Iterable[str]) -> str | None:
-    """The known option closest to `flag`; a short name wins over a dotted one."""
-    options = list(known)
-    normal = flag.lower().replace("_", "-")
+    """The known option closest to `flag`, if it could be a slip; a short name wins over a dotted one."""
+    options = {name.lstrip("-"): name for name in known}
+    normal = flag.lower().replace("_", "-").lstrip("-")
     if normal in options:
-        return normal
-    pools = (options,) if "." in flag else ([name for name in options if "." not in name], options)
+        return options[normal]
+    pools = (list(options),) if "." in flag else ([name for name in options if "." not in name], list(options))
     for pool in pools:
-        close = difflib.get_close_matches(normal, pool, n=1, cutoff=0.6)
+        close = difflib.get_close_matches(normal, pool, n=1, cutoff=CLOSE)
         if close:
-            return close[0]
+            return options[close[0]]
     return None
 
 

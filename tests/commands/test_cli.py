@@ -130,6 +130,11 @@ def test_config_as_toml_is_a_file_that_config_accepts(tmp_path: Path, capsys: py
         (["config", "--max_running", "1"], "Did you mean '--max-running'?"),
         (["config", "--Port=1"], "Unknown option '--Port'. Did you mean '--port'?"),
         (["serve", "--zzzzqqq"], "`millrace serve --help` lists the options."),
+        (["serve", "--host-port"], "Unknown option '--host-port'. `millrace serve --help` lists the options."),
+        (["serve", "--lora-modules", "a=b"], "no option '--lora-modules' here. LoRA adapters are not supported yet."),
+        (["serve", "--lora_modules=a=b"], "no option '--lora_modules' here. LoRA adapters are not supported yet."),
+        (["run", "smollm2", "--lora", "file"], "LoRA adapters are not supported yet."),
+        (["serve", "-ngl", "99"], "A model runs wholly on one device"),
         (["config", "--port"], "--port needs a value."),
         (["config", "--port", "abc"], "server.port is 'abc'; it must be a whole number from 0 to 65535."),
         (["config", "--port", "99999"], "from 0 to 65535"),
@@ -158,6 +163,29 @@ def test_misuse_is_one_sentence_and_exit_code_2(
     assert captured.err.startswith("millrace: ")
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+OTHER_ENGINES = {
+    "vllm": (
+        "--enable-lora --max-loras --max-lora-rank --lora-modules --limit-mm-per-prompt --task --tensor-parallel-size"
+        " --pipeline-parallel-size --speculative-config --guided-decoding-backend --swap-space --trust-remote-code"
+        " --enable-chunked-prefill --disable-log-stats --load-format --tokenizer --kv-transfer-config"
+    ),
+    "llama.cpp": (
+        "--lora --lora-scaled --mmproj --embedding --reranking --n-gpu-layers --tensor-split --flash-attn --jinja"
+        " --cont-batching --batch-size --ubatch-size --mlock --model-draft --draft-max --cache-type-k --n-predict"
+    ),
+    "ollama": "--keepalive --verbose --nowordwrap --insecure",
+}
+
+
+@pytest.mark.parametrize("options", OTHER_ENGINES.values(), ids=OTHER_ENGINES)
+def test_options_of_other_engines_get_an_answer(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for option in options.split():
+        assert main(["serve", option, "1"]) == 2
+        said = capsys.readouterr().err
+        assert f"There is no option '{option}' here. " in said, said
+        assert "Did you mean" not in said
 
 
 @pytest.mark.parametrize("debug", [["--debug"], ["--log-level", "debug"], ["--log-level=debug"]])
