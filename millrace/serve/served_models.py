@@ -27,6 +27,11 @@ def loading_state(name: str, client: EngineClient) -> str:
     return f"The model {name!r} is still loading{done}"
 
 
+def as_asked(message: str, name: str, asked: str | None) -> str:
+    """The message with the model called as the client called it, which may be an alias."""
+    return message.replace(repr(name), repr(asked)) if asked else message
+
+
 class ServedModel(Generic[State]):
     """`state` is what requests to this model need, or a function that reads it from the model's files."""
 

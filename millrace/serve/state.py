@@ -24,7 +24,7 @@ from millrace.params import NEUTRAL_DEFAULTS, SamplingDefaults
 from millrace.serve.database import Store, store_directory
 from millrace.serve.http.siblings import Siblings
 from millrace.serve.model_control import FixedModels, ModelControl
-from millrace.serve.served_models import ServedModel, ServedModels, loading_state
+from millrace.serve.served_models import ServedModel, ServedModels, as_asked, loading_state
 from millrace.serve.tenancy.admission import Admission
 from millrace.serve.tenancy.keyring import Keyring
 from millrace.serve.tenancy.quotas import Quotas
@@ -215,11 +215,18 @@ class FrontState:
         token_id = self.tokenizer.token_id(text)
         return token_id if token_id in self.tokenizer.special_ids else None
 
-    async def await_engine(self) -> None:
-        """Wait up to `loading_wait_s` while the engine is loading. Raises like `require_engine`.
+    async def await_engine(self, asked: str | None = None) -> None:
+        """Wait up to `loading_wait_s` while the engine is loading. Raises like `require_engine`, with the model called
+        `asked` if the client named it by an alias.
 
         An unloaded model is loaded; however many requests wait for it, it is asked for once.
         """
+        try:
+            await self._await_engine()
+        except EngineUnavailable as error:
+            raise EngineUnavailable(as_asked(error.message, self.model_name, asked)) from None
+
+    async def _await_engine(self) -> None:
         client = self.client
         if client.ready is None and not self.draining:
             client.want()

@@ -353,3 +353,57 @@ def test_a_loading_model_that_takes_too_long_is_a_bounded_wait(
         f"The model {OTHER!r} is still loading; try again in a few seconds.",
     )
     front.call(lambda: client.give_up("stopped"))
+
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": MESSAGES}),
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/embeddings", {"input": "Hi"}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/responses/input_tokens", {"input": "Hi"}),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": 20}),
+        ("/v1/messages/count_tokens", {"messages": MESSAGES}),
+        ("/tokenize", {"prompt": "Hi"}),
+        ("/api/chat", {"messages": MESSAGES}),
+        ("/api/chat", {"messages": []}),
+        ("/api/embed", {"input": "Hi"}),
+        ("/v1/models/alias/load", None),
+    ],
+)
+def test_an_error_calls_the_model_as_the_client_did(
+    served: tuple[Front, Control, list[int]], monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any] | None
+) -> None:
+    front, _, _ = served
+    complete(front, OTHER)
+    ask(front, "POST", f"/v1/models/{OTHER}/unload")
+    client = front.state.models.find(OTHER).client
+    failure = f"The model {OTHER!r} cannot be loaded: no room."
+    monkeypatch.setattr(client, "on_wanted", lambda: front.loop.call_soon(client.give_up, failure))
+    status, answer = ask(front, "POST", path, None if body is None else {"model": "alias", **body})
+    said = answer["error"] if isinstance(answer["error"], str) else answer["error"]["message"]
+    assert (status, said) == (503, "The model 'alias' cannot be loaded: no room.")
+
+
+def test_a_stream_calls_the_model_as_the_client_did(
+    served: tuple[Front, Control, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front, _, _ = served
+    monkeypatch.setattr(early_stream, "COMMENT_EVERY_S", 0.03)
+    complete(front, OTHER)
+    ask(front, "POST", f"/v1/models/{OTHER}/unload")
+    steps = ask(front, "GET", "/v1/steps?model=alias")[1]
+    assert steps["error"]["message"] == "The model 'alias' is unloaded, so it runs no steps."
+    waited = ask(front, "POST", "/v1/completions", {"model": "alias", "prompt": "Hi", "stream": True})[1]
+    assert waited.startswith(": The model 'alias' is still loading")
+
+
+def test_an_unknown_model_is_called_as_the_client_did(served: tuple[Front, Control, list[int]]) -> None:
+    front, _, _ = served
+    for name in ("nosuch", "nosuch:latest"):
+        status, answer = ask(front, "POST", "/api/chat", {"model": name, "messages": MESSAGES})
+        assert (status, answer["error"].startswith(f"The model {name!r} is not served here")) == (404, True), answer

@@ -49,7 +49,7 @@ async def prepare_message(state: FrontState, data: bytes, received: float, owner
     body = _messages.decode(data)
     state = await state.for_model(body.model)
     _check(body)
-    await state.await_engine()
+    await state.await_engine(body.model)
     try:
         conversation, edits = await _conversation(state, body)
         writer = partial(MessageWriter, edits=UNSET if edits is None else ContextManagementAnswer(edits))
@@ -62,7 +62,7 @@ async def count_input_tokens(state: FrontState, data: bytes) -> CountTokensAnswe
     body = _count_tokens.decode(data)
     state = await state.for_model(body.model)
     _check(body)
-    await state.await_engine()
+    await state.await_engine(body.model)
     check_wish(state, _wish(body))
     conversation, edits = await _conversation(state, body)
     num_tokens = len(await encode_chat(state, _rendered(body, conversation)))

@@ -7,7 +7,7 @@ from aiohttp import web
 from millrace.errors import EngineUnavailable
 from millrace.link.messages import EngineReady
 from millrace.observe.model_figures import ModelFigures
-from millrace.serve.served_models import ServedModel
+from millrace.serve.served_models import ServedModel, as_asked
 from millrace.serve.state import STATE, FrontState
 
 
@@ -21,10 +21,10 @@ def figures_of(request: web.Request, model: ServedModel[FrontState]) -> ModelFig
     return request.app[STATE].metrics.models[model.name]
 
 
-def loaded_engine(model: ServedModel[FrontState]) -> EngineReady:
+def loaded_engine(request: web.Request, model: ServedModel[FrontState]) -> EngineReady:
     """Limits of the model's engine. Figures are not worth loading a model for."""
     ready = model.client.ready
     if ready is None:
-        why = f"The model {model.name!r} is {model.status}, so it runs no steps."
-        raise EngineUnavailable(model.client.failure or why)
+        why = model.client.failure or f"The model {model.name!r} is {model.status}, so it runs no steps."
+        raise EngineUnavailable(as_asked(why, model.name, request.query.get("model")))
     return ready

@@ -78,7 +78,7 @@ async def tokenize(request: web.Request) -> web.Response:
     body = _tokenize.decode(await read_body(request, state.body_limit_bytes))
     if body.model is not None:
         state = await state.for_model(body.model)
-        await state.await_engine()
+        await state.await_engine(body.model)
     limits = state.require_engine()
     if (body.prompt is None) == (body.messages is None):
         raise BadRequest("Send either 'prompt' or 'messages'.", param="prompt")

@@ -43,7 +43,7 @@ async def load(request: web.Request) -> web.Response:
     """Load the model now, so that its first request does not wait. Answers when it is loaded."""
     state, name = request.app[STATE], request.match_info["model"]
     model = state.models.find(name)
-    await (await state.for_model(name)).await_engine()
+    await (await state.for_model(name)).await_engine(name)
     return json_answer(request, _model(state, model, name))
 
 

@@ -28,7 +28,7 @@ async def steps(request: web.Request) -> web.Response:
     if not (raw.isascii() and raw.isdigit() and len(raw) <= 6 and 1 <= int(raw) <= MAX_STEPS):
         raise BadRequest(f"last is {raw[:80]!r}; send a whole number from 1 to {MAX_STEPS}.", param="last")
     model = asked_model(request)
-    limits = loaded_engine(model)
+    limits = loaded_engine(request, model)
     found = msgspec.json.decode(await model.client.query("steps", raw, None))
     found |= {"now": time.monotonic(), "time": time.time(), "model": limits.model_name, "device": limits.device}
     found |= {"device_bytes_per_s": limits.device_bytes_per_s, "device_flops": limits.device_flops}

@@ -14,9 +14,10 @@ import msgspec
 from aiohttp import web
 
 from millrace.errors import EngineUnavailable, MillraceError
+from millrace.link.client import EngineClient
 from millrace.serve.http.app_keys import EXTRA_HEADERS, REQUEST_ID
 from millrace.serve.http.event_stream import EventStream
-from millrace.serve.served_models import ServedModel, loading_state
+from millrace.serve.served_models import loading_state
 from millrace.serve.state import STATE, FrontState
 
 COMMENT_EVERY_S = 3.0
@@ -48,10 +49,10 @@ class EarlyStream:
 async def begin_while_loading(request: web.Request, data: bytes, write_error: WriteError) -> EarlyStream | None:
     """Wait while the model of a streaming request is being loaded. None if nothing has been sent meanwhile."""
     state = request.app[STATE]
-    model = _model_to_wait_for(state, data)
-    if model is None:
+    found = _model_to_wait_for(state, data)
+    if found is None:
         return None
-    client, early = model.client, None
+    name, client, early = *found, None
     deadline = time.monotonic() + state.loading_wait_s
     client.want()
     while client.ready is None and client.failure is None and not state.draining:
@@ -62,7 +63,7 @@ async def begin_while_loading(request: web.Request, data: bytes, write_error: Wr
             break
         if client.failure is not None:  # Going on would ask for the engine again.
             return await _given_up(request, early, EngineUnavailable(client.failure))
-        text = loading_state(model.name, client)
+        text = loading_state(name, client)
         early = early or EarlyStream(_stream(request, state), write_error)
         if left_s <= COMMENT_EVERY_S:  # Not the clock: timers of the loop fire up to a millisecond early.
             return await _given_up(request, early, EngineUnavailable(f"{text}; try again in a few seconds."))
@@ -77,7 +78,8 @@ async def _given_up(request: web.Request, early: EarlyStream | None, error: Mill
     return early
 
 
-def _model_to_wait_for(state: FrontState, data: bytes) -> ServedModel[FrontState] | None:
+def _model_to_wait_for(state: FrontState, data: bytes) -> tuple[str, EngineClient] | None:
+    """The model that is asked for, by the name that the client used; None if it is loaded."""
     if all(model.client.ready is not None for model in state.models):
         return None
     try:
@@ -87,8 +89,8 @@ def _model_to_wait_for(state: FrontState, data: bytes) -> ServedModel[FrontState
     name = state.model_name if asked.model is None else asked.model
     if not asked.stream or not state.models.knows(name):
         return None
-    model = state.models.find(name)
-    return model if model.client.ready is None else None
+    client = state.models.find(name).client
+    return (name, client) if client.ready is None else None
 
 
 def _stream(request: web.Request, state: FrontState) -> EventStream:

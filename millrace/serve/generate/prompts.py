@@ -50,8 +50,7 @@ async def fill_in_prompts(state: FrontState, prefixes: list[str], suffix: str) -
     tokens = fill_in_tokens(state.tokenizer)
     if tokens is None:
         raise BadRequest(
-            f"'suffix' needs a model with tokens to fill in the middle, which {state.model_name!r} does not have;"
-            " remove it.",
+            "'suffix' needs tokens to fill in the middle, which this model does not have; remove it.",
             param="suffix",
             code="unsupported_parameter",
         )

@@ -120,7 +120,7 @@ async def _respond(
     received: float,
 ) -> web.StreamResponse:
     keep_s = check_keep_alive(body.keep_alive, request)
-    await state.await_engine()
+    await state.await_engine(body.model)
     generation = vector_generation(
         await prompts(),
         pooling="last",
@@ -141,7 +141,7 @@ async def _load(
     header_deadline(request, 0.0)
     keep_s = check_keep_alive(body.keep_alive, request)
     if keep_s != 0:
-        await state.await_engine()
+        await state.await_engine(body.model)
     if keep_s is not None:
         await state.control.keep_alive(state.model_name, keep_s)
     return json_answer(request, empty)

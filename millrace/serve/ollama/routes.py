@@ -91,7 +91,7 @@ async def _respond(
 ) -> web.StreamResponse:
     is_chat = isinstance(body, OllamaChatRequest)
     keep_s = check_keep_alive(body.keep_alive, request)
-    await state.await_engine()
+    await state.await_engine(body.model)
     names = CHAT_NAMES if is_chat else GENERATE_NAMES
     work = Work(state, await translate(), partial(OllamaWriter, limit_names=names, is_chat=is_chat))
     try:
@@ -113,7 +113,7 @@ async def _load(
     check_sampling(state, body)
     keep_s = check_keep_alive(body.keep_alive, request)
     if keep_s != 0:
-        await state.await_engine()
+        await state.await_engine(body.model)
     if keep_s is not None:
         await state.control.keep_alive(state.model_name, keep_s)
     reason: Literal["load", "unload"] = "unload" if keep_s == 0 else "load"

@@ -53,7 +53,8 @@ GENERATE_NAMES = {**_OPTION_NAMES, "prompt": "prompt"}
 
 async def state_of_model(name: str, state: FrontState) -> FrontState:
     """The state of the model with this name, with or without `:latest`."""
-    return await state.for_model(name if state.models.knows(name) else name.removesuffix(LATEST))
+    plain = name.removesuffix(LATEST)
+    return await state.for_model(name if state.models.knows(name) or not state.models.knows(plain) else plain)
 
 
 def check_body(body: OllamaCommon) -> None:

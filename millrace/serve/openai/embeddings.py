@@ -82,7 +82,7 @@ async def embeddings(request: web.Request) -> web.StreamResponse:
 async def prepare_embeddings(state: FrontState, body: bytes, received: float, owner: str) -> Work:
     request = _decoder.decode(body)
     state = await state.for_model(request.model)
-    await state.await_engine()
+    await state.await_engine(request.model)
     generation = vector_generation(
         await _prompts(state, request),
         pooling=request.pooling or "last",

@@ -35,7 +35,7 @@ _decoder = BodyDecoder(ChatRequest)
 async def prepare_chat(state: FrontState, body: bytes, received: float, owner: str) -> Work:
     request = _decoder.decode(body)
     state = await state.for_model(request.model)
-    await state.await_engine()
+    await state.await_engine(request.model)
     generation = await _generation(state, request, received)
     limit_names = {"prompt": "messages", "max_tokens": _max_tokens(request)[1]}
     kind = StoringWriter if request.store else ChatWriter

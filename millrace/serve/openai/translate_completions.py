@@ -29,7 +29,7 @@ _decoder = BodyDecoder(CompletionRequest)
 async def prepare_completion(state: FrontState, body: bytes, received: float, owner: str) -> Work:
     request = _decoder.decode(body)
     state = await state.for_model(request.model)
-    await state.await_engine()
+    await state.await_engine(request.model)
     return Work(state, await _generation(state, request, received), CompletionWriter)
 
 

@@ -217,7 +217,7 @@ async def prepare_response(
     _check(body)
     num_top = _logprobs(body)
     items = input_items(await with_items(state, body.input, owner))
-    await state.await_engine()
+    await state.await_engine(body.model)
     opening = queued or opening_answer(state, body, new_id("resp_"))
     try:
         messages = await _conversation(state, body, items, owner)
@@ -388,7 +388,7 @@ async def count_input_tokens(state: FrontState, data: bytes, owner: str) -> int:
     check_integers(body)
     sampling_params(state.sampling_defaults, **sampler_options(body))  # Refuses what an answer would.
     messages = await _conversation(state, body, input_items(await with_items(state, body.input, owner)), owner)
-    await state.await_engine()
+    await state.await_engine(body.model)
     wish = _wish(body)
     check_wish(state, wish)
     counted = Conversation(messages, tools=tools_of(body).shown, template_kwargs=wish.template_kwargs())
