@@ -147,7 +147,7 @@ def test_the_majority_wins(voters: Front, field: dict[str, str]) -> None:
     answer = post(voters.port, CHAT, body(seed=0, self_consistency={"samples": 5, **field})).json
     [choice] = answer["choices"]
     assert "[7]" in choice["message"]["content"]
-    assert answer["vote"] == {"value": "7", "votes": 3, "samples": 5}
+    assert answer["vote"] == {"value": "7", "votes": 3, "samples": 5, "majority": True}
     sent = {"model": MODEL, "prompt": "a", "seed": 0, "max_tokens": 99}
     answer = post(voters.port, COMPLETIONS, {**sent, "self_consistency": {"samples": 5, **field}}).json
     assert answer["vote"]["votes"] == 3
@@ -155,10 +155,26 @@ def test_the_majority_wins(voters: Front, field: dict[str, str]) -> None:
 
 def test_a_vote_without_any_field_returns_an_answer(voters: Front) -> None:
     answer = post(voters.port, CHAT, body(self_consistency={"samples": 3, "json_path": "nothing"})).json
-    assert answer["vote"] == {"value": None, "votes": 0, "samples": 3}
+    assert answer["vote"] == {"value": None, "votes": 0, "samples": 3, "majority": False}
     # A pattern that backtracks for ever finds nothing in time.
     slow = {"samples": 2, "regex": r"((.*)*)*!"}
     assert post(voters.port, CHAT, body(self_consistency=slow)).json["vote"]["value"] is None
+
+
+def test_a_vote_in_which_all_answers_differ_has_no_majority() -> None:
+    with running_front(lambda request: [*b"%d" % (request.params.seed or 0), END]) as front:
+        vote = {"samples": 5, "regex": r"\d+"}
+        for path, sent in ((CHAT, body(seed=1)), (COMPLETIONS, {"model": MODEL, "prompt": "a", "seed": 1})):
+            found = post(front.port, path, {**sent, "self_consistency": vote}).json["vote"]
+            assert (found["votes"], found["samples"], found["majority"]) == (1, 5, False)
+
+
+@pytest.mark.parametrize(
+    ("fields", "votes", "is_one"), [("aabbc", 2, False), ("aabcd", 2, False), ("ab", 1, False), ("aab", 2, True)]
+)
+def test_a_majority_is_more_than_half(fields: str, votes: int, is_one: bool) -> None:
+    _, ballot = held([(one, -1.0) for one in fields], SelfConsistency(samples=len(fields), regex="."))
+    assert (ballot.votes, ballot.has_majority) == (votes, is_one)
 
 
 def test_a_prediction_becomes_token_ids(front: Front) -> None:

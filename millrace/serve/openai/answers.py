@@ -63,6 +63,8 @@ class VoteResult(msgspec.Struct):
     """Answers with this field."""
     samples: int
     """Answers generated."""
+    majority: bool
+    """True if more than half of the answers have this field. If all of them differ, `votes` is 1."""
 
 
 # ── chat ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -225,8 +225,8 @@ class Sampled(Formatted, kw_only=True):
     self_consistency: Annotated[
         SelfConsistency | None,
         described(
-            "Generate `samples` answers and return one of the majority: `regex` or `json_path` extracts the vote."
-            " The answer has a `vote`."
+            "Generate `samples` answers and return one with the most frequent field: `regex` or `json_path` extracts"
+            " it. The answer has a `vote`, whose `majority` is false unless more than half agree."
         ),
     ] = None
     truncate_prompt_tokens: Annotated[

@@ -36,7 +36,7 @@ def chosen(
     if generation.vote is None:
         return best(choices, generation), UNSET
     winner, ballot = elect(choices, generation.vote)
-    return [winner], VoteResult(ballot.value, ballot.votes, ballot.samples)
+    return [winner], VoteResult(ballot.value, ballot.votes, ballot.samples, ballot.has_majority)
 
 
 def running_usage(job: Job) -> Usage | UnsetType | None:

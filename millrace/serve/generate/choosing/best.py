@@ -34,6 +34,10 @@ class Ballot:
     votes: int
     samples: int
 
+    @property
+    def has_majority(self) -> bool:
+        return 2 * self.votes > self.samples
+
 
 def num_sequences(best_of: int | None, n: int, stream: bool, vote: SelfConsistency | None) -> int:
     """Sequences per prompt."""
