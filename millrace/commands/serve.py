@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from millrace.config import Config, LoadedConfig, ModelConfig, num_fronts, replace
@@ -118,8 +119,8 @@ class Server:
         try:
             import uvloop
 
-            with tempfile.TemporaryDirectory(prefix="millrace-server-") as directory:
-                uvloop.run(self._serve(directory))
+            with tempfile.TemporaryDirectory(prefix="millrace-server-") as directory, ExitStack() as resources:
+                uvloop.run(self._serve(directory, resources))
         finally:
             for engine in self._engines:
                 self._end(engine)
@@ -142,14 +143,18 @@ class Server:
             engine.kill()
         engine.stop()
 
-    async def _serve(self, directory: str) -> None:
+    async def _serve(self, directory: str, resources: ExitStack) -> None:
+        """`resources` are released after the server has stopped."""
         from millrace.serve.app import calm_collector, listening_socket, load_state, serve_front
+        from millrace.serve.data_directory import data_directory, held
         from millrace.supervise.fronts import Fronts
         from millrace.supervise.reload import Reloader
 
         server = self._config.server
         sock = listening_socket(server.host, server.port, self._config, reuse_port=server.fronts > 1)
         self._take_port(sock.getsockname()[1])
+        if not server.data_dir:
+            resources.enter_context(held(data_directory(self._config.server, self._models[0].name)))
         clients = self._connect()
         fronts = Fronts(self._models, directory)
         models = self._supervise(clients, fronts)
@@ -247,6 +252,7 @@ class Server:
 
     async def _announce(self, state: FrontState) -> None:
         """Print that the server is ready, or end with the reason if its only engine could not start."""
+        from millrace.serve.data_directory import other_data
         from millrace.terminal.startup_message import (
             memory_table,
             open_server_warning,
@@ -271,8 +277,9 @@ class Server:
         self._list_server()
         needs_key = bool(server.keys_file)
         warning = "" if needs_key else open_server_warning(server.host)
-        if warning:
-            print(warning, file=sys.stderr, flush=True)
+        for text in (warning, other_data(server, self._models[0].name)):
+            if text:
+                print(text, file=sys.stderr, flush=True)
         took_s = time.monotonic() - self._started
         names, is_chat = [model.name for model in state.models], is_chat_model(state)
         lines = [text for ready in loaded for text in (*memory_table(ready), *serving_lines(ready, url, took_s))]

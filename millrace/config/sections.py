@@ -80,8 +80,13 @@ class ServerConfig:
     )
     stream_buffer_kb: int = setting(256, "unread KiB of a stream after which its client is disconnected", minimum=16)
     request_timeout_s: float = setting(600.0, "deadline in seconds for requests that set none", minimum=0.1)
+    name: str = setting(
+        "", "name of this server and its data directory; if empty, its first model, and -<port> unless that is 8000"
+    )
     data_dir: str = setting(
-        "", "directory for files, batches and stored responses; if empty, millrace/<model> in the user's data directory"
+        "",
+        "directory for files, batches and stored responses, which several servers may share; if empty, millrace/<name>"
+        " in the user's data directory, for this server alone",
     )
     file_limit_mb: int = setting(
         512, "maximum uploaded file in MiB; larger files get a 413 before they are read", minimum=1

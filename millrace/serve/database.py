@@ -8,7 +8,6 @@ Nothing is created before somebody asks.
 from __future__ import annotations
 
 import asyncio
-import re
 import sqlite3
 import time
 from collections.abc import Callable
@@ -16,13 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from millrace.config import data_dir
 from millrace.errors import MillraceError
+from millrace.serve.data_directory import DATABASE
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
-DATABASE = "store.sqlite3"
 BUSY_S = 10.0
 """How long one process waits for another's transaction."""
 RESPONSE_DAYS = 30
@@ -80,13 +78,6 @@ class StoreFailed(MillraceError):
 
     status = 500
     code = "store_failed"
-
-
-def store_directory(configured: str, model_name: str) -> Path:
-    """One directory per model: a batch must not be picked up by a server of another model."""
-    if configured:
-        return Path(configured).expanduser()
-    return data_dir() / re.sub(r"[^\w.-]", "_", model_name)
 
 
 class Store:

@@ -21,7 +21,8 @@ from millrace.observe.metrics import FrontMetrics
 from millrace.observe.model_figures import ModelFigures
 from millrace.observe.tracing.exporter import SpanExporter
 from millrace.params import NEUTRAL_DEFAULTS, SamplingDefaults
-from millrace.serve.database import Store, store_directory
+from millrace.serve.data_directory import data_directory
+from millrace.serve.database import Store
 from millrace.serve.http.siblings import Siblings
 from millrace.serve.model_control import FixedModels, ModelControl
 from millrace.serve.served_models import ServedModel, ServedModels, as_asked, loading_state
@@ -150,7 +151,7 @@ class FrontState:
     cors_origins: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.store = self.shared_store or Store(store_directory(self.config.server.data_dir, self.model_name))
+        self.store = self.shared_store or Store(data_directory(self.config.server, self.model_name))
         self.loading_wait_s = self.config.server.loading_wait_s
         self.formats = choose_formats(self.template, self.config.model.tool_format, self.config.model.reasoning_format)
         otlp_url = self.config.observe.otlp_url

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from millrace.bench.local_server import descendants
@@ -131,6 +132,20 @@ def listening(pid: int, url: str) -> bool:
     inodes = {row[9] for row in rows if row[3] == "0A" and int(row[1].rpartition(":")[2], 16) == port}
     links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir() if entry.is_symlink()]
     return any(f"socket:[{inode}]" in links for inode in inodes)
+
+
+def test_servers_of_one_model_keep_their_files_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    with serving("--name", "first") as first, serving() as second:
+        sent = {"file": ("lines.jsonl", b"{}\n"), "purpose": (None, "batch")}
+        file_id = httpx.post(first.url + "/v1/files", files=sent, timeout=60).raise_for_status().json()["id"]
+        assert [file["id"] for file in httpx.get(first.url + "/v1/files", timeout=60).json()["data"]] == [file_id]
+        assert httpx.get(second.url + "/v1/files", timeout=60).json()["data"] == []
+        command = [sys.executable, "-m", "millrace", "serve", "--port", "0", *QUICK, "--name", "first"]
+        third = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert third.returncode != 0
+        assert f"Another server stores its files, batches and responses in {tmp_path}/millrace/first." in third.stderr
+        assert end(first) == end(second) == 0
 
 
 def test_taken_port_is_refused_before_anything_is_loaded() -> None:
