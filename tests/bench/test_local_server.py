@@ -3,47 +3,49 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from helpers.served import wait_until
+
+pytestmark = pytest.mark.live
 
 _BENCHMARK = """
 import sys, time
 from millrace.bench import local_server
-local_server._STOP_TIMEOUT_S = 2.0
-with local_server.ServerProcess(["sh", "-c", "trap '' TERM; exec sleep 300"], 1) as server:
-    time.sleep(0.5)  # Until it ignores the signal.
+local_server._STOP_TIMEOUT_S = 1.0
+with local_server.ServerProcess(["sh", "-c", f"trap '' TERM; touch {sys.argv[1]}; exec sleep 300"], 1) as server:
     print(server.pid, flush=True)
     time.sleep(300)
 """
 
 
 @pytest.mark.parametrize("num_signals", [1, 2])
-def test_a_benchmark_ended_by_sigterm_stops_its_servers(num_signals: int) -> None:
-    """`timeout` sends the signal twice; the second arrives while the server, which does not listen, is waited for."""
-    with subprocess.Popen([sys.executable, "-c", _BENCHMARK], stdout=subprocess.PIPE, text=True) as benchmark:
+def test_a_benchmark_ended_by_sigterm_stops_its_servers(tmp_path: Path, num_signals: int) -> None:
+    """`timeout` sends the signal twice; the second arrives while the server, which ignores it, is waited for."""
+    is_deaf = tmp_path / "ignores-sigterm"
+    command = [sys.executable, "-c", _BENCHMARK, str(is_deaf)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as benchmark:
         assert benchmark.stdout is not None
         server = int(benchmark.stdout.readline())
         try:
-            for _ in range(num_signals):
+            wait_until(is_deaf.exists, "the server ignores SIGTERM")
+            benchmark.send_signal(signal.SIGTERM)
+            if num_signals == 2:
+                wait_until(lambda: ignores_sigterm(benchmark.pid), "the benchmark stops its server")
                 benchmark.send_signal(signal.SIGTERM)
-                time.sleep(0.5)
-            assert benchmark.wait(30) == 128 + signal.SIGTERM
-            assert not _is_running(server)
+            assert benchmark.wait(60) == 128 + signal.SIGTERM
+            wait_until(lambda: not Path(f"/proc/{server}").exists(), "the server has ended")
         finally:
-            if _is_running(server):
+            if Path(f"/proc/{server}").exists():
                 os.kill(server, signal.SIGKILL)
 
 
-def _is_running(pid: int, wait_s: float = 5.0) -> bool:
-    """False as soon as the process is gone."""
-    until = time.monotonic() + wait_s
-    while time.monotonic() < until:
-        if not Path(f"/proc/{pid}").exists():
-            return False
-        time.sleep(0.02)
-    return True
+def ignores_sigterm(pid: int) -> bool:
+    """Also true if it has ended."""
+    found = re.search(r"^SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return found is None or bool(int(found[1], 16) >> (signal.SIGTERM - 1) & 1)

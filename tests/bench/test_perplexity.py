@@ -22,6 +22,8 @@ from millrace.bench.http.perplexity import TEXT_FILE, Perplexity, UnsupportedByS
 from millrace.bench.http.suite import SuiteOptions, run_remote
 from millrace.bench.http.target import Target
 
+pytestmark = pytest.mark.live
+
 WINDOW = 32
 TEXT = " ".join(f"w{(7 * i * i + 3 * i) % 90}" for i in range(150))
 
