@@ -1,7 +1,8 @@
-"""Starts `python -m millrace serve` in its own process, as a user does. For tests."""
+"""Starts `python -m millrace serve` in its own process, as a user does, and writes a tiny model for it. For tests."""
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import re
@@ -9,12 +10,33 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+from serve.wire import get
 
 START_LIMIT_S = 180.0
+TINY = "tiny"
+"""Name of the tiny model."""
+TINY_VOCAB = 300
 _SERVING = re.compile(r"http://[^ :]+:(\d+)")
+_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": TINY_VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "eos_token_id": 299,
+    "bos_token_id": 298,
+}
+_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
 
 
 class RealServer:
@@ -56,13 +78,20 @@ class RealServer:
 
     def wait(self, limit_s: float = 60.0) -> int:
         code = self.process.wait(limit_s)
-        self._reader.join(10)
+        self._reader.join(60)
         return code
 
     def kill(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
-            self.process.wait(30)
+            self.process.wait(60)
+
+
+def kv_used(server: RealServer) -> float:
+    """KV blocks in use."""
+    text = get(server.port, "/metrics").body.decode()
+    [line] = [line for line in text.splitlines() if line.startswith('millrace_kv_blocks{state="used"}')]
+    return float(line.split()[-1])
 
 
 @contextmanager
@@ -72,8 +101,17 @@ def real_server(*options: str) -> Iterator[RealServer]:
         yield server
         if server.process.poll() is None:
             server.signal(signal.SIGTERM)
-            started = time.monotonic()
             assert server.wait() == 0, "".join(server.lines)
-            assert time.monotonic() - started < 30
     finally:
         server.kill()
+
+
+def tiny_model(directory: Path, *, max_context: int = 256) -> tuple[str, ...]:
+    """Write the files of a tiny random model; returns the options of its server."""
+    (directory / "config.json").write_text(json.dumps({**_CONFIG, "max_position_embeddings": max_context}))
+    (directory / "template.jinja").write_text(_TEMPLATE)
+    return (
+        *(f"random:{directory / 'config.json'}", "--served-name", TINY, "--dtype", "float32"),
+        *("--kv-tokens", str(max(8192, 2 * max_context)), "--chat-template", str(directory / "template.jinja")),
+        *("--threads", "1", "--data-dir", str(directory / "data")),
+    )

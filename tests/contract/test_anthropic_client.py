@@ -137,7 +137,7 @@ def test_a_suggestion_for_a_misspelt_field(front: Front) -> None:
 
 def test_an_error_inside_a_stream_is_raised() -> None:
     with (
-        running_front(endless, step_s=0.002) as front,
+        running_front(endless, step_s=0.01) as front,
         anthropic.Anthropic(base_url=front.url, api_key="any", max_retries=0) as client,
     ):
         stream = client.messages.create(model=MODEL, max_tokens=1000, messages=HI, stream=True)

@@ -82,7 +82,7 @@ def test_streams_are_json_lines(front: Front) -> None:
 def test_a_body_without_json_content_type_is_accepted(front: Front) -> None:
     body = json.dumps({"model": MODEL, "prompt": "hi", "stream": False}).encode()
     request = urllib.request.Request(f"{front.url}/api/generate", body)  # sends application/x-www-form-urlencoded
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         assert json.load(answer)["response"] == TEXT
 
 
@@ -165,7 +165,7 @@ def test_errors(front: Front, path: str, fields: dict[str, Any], status: int, pa
 
 
 def test_an_error_inside_a_stream_is_raised() -> None:
-    with running_front(endless, step_s=0.002) as front:
+    with running_front(endless, step_s=0.01) as front:
         stream = ollama.Client(front.url).chat(MODEL, HI, stream=True)
         next(stream)
         front.call(lambda: front.engine.die("The engine is gone."))

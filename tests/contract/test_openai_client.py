@@ -11,6 +11,7 @@ import openai
 import pydantic
 import pytest
 from serve.front_under_test import MODEL, Front, endless, running_front, saying
+from serve.wire import eventually
 
 pytestmark = pytest.mark.live
 
@@ -108,7 +109,7 @@ def test_errors_are_the_clients_own(client: openai.OpenAI, fields: dict[str, Any
 
 def test_an_error_inside_a_stream_is_raised() -> None:
     with (
-        running_front(endless, step_s=0.002) as front,
+        running_front(endless, step_s=0.01) as front,
         openai.OpenAI(base_url=f"{front.url}/v1", api_key="any", max_retries=0) as client,
     ):
         stream = client.chat.completions.create(model=MODEL, messages=HI, stream=True)
@@ -132,17 +133,14 @@ def test_overload_is_a_rate_limit() -> None:
 
 def test_closing_a_stream_aborts(front: Front) -> None:
     with (
-        running_front(endless, step_s=0.002) as other,
+        running_front(endless, step_s=0.01) as other,
         openai.OpenAI(base_url=f"{other.url}/v1", api_key="any") as client,
     ):
         stream = client.chat.completions.create(model=MODEL, messages=HI, stream=True)
         next(iter(stream))
         stream.close()
-        for _ in range(500):
-            if not other.call(lambda: bool(other.engine.rows)):
-                break
-        else:
-            pytest.fail("the request still runs")
+        eventually(lambda: not other.engine.rows)
+        assert [reason for _, reason in other.engine.aborted] == ["abort"]
 
 
 def test_async_client(front: Front) -> None:

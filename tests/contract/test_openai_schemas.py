@@ -177,7 +177,7 @@ def test_every_parameter_of_the_reference_is_known(front: Front) -> None:
         return found
 
     for name, path in (("CreateChatCompletionRequest", CHAT), ("CreateCompletionRequest", COMPLETIONS)):
-        for field in properties(schemas()[name]) - {"model", "messages", "prompt"}:
+        for field in sorted(properties(schemas()[name]) - {"model", "messages", "prompt"}):
             base = {"messages": [{"role": "user", "content": "x"}]} if path == CHAT else {"prompt": "x"}
             error = post(front.port, path, {"model": MODEL, **base, field: [{"surely": "wrong"}]}).error
             assert error["param"] is not None

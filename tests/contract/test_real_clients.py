@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from pathlib import Path
+import json
 from typing import Any
 
 import pytest
-from contract.real_server import RealServer, real_server
-from serve.wire import CHAT, post
+from contract.real_server import RealServer
+from serve.wire import CHAT, eventually, post
 
 pytestmark = pytest.mark.live
 
@@ -17,14 +16,6 @@ MODEL = "smollm2-135m-instruct"
 QUESTION = "What is the capital of France?"
 TURN: list[Any] = [{"role": "user", "content": QUESTION}]
 TOKENS = 16
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    data: Path = tmp_path_factory.mktemp("data")
-    options = ("--dtype", "float32", "--kv-tokens", "16384", "--max-context", "2048", "--data-dir", str(data))
-    with real_server(*options) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -137,9 +128,6 @@ def test_langchain_openai(server: RealServer, expected: str) -> None:
 
 
 def test_a_batch(server: RealServer, expected: str) -> None:
-    import json
-    import time
-
     import openai
 
     body = {"model": MODEL, "messages": TURN, "temperature": 0, "max_tokens": TOKENS}
@@ -148,11 +136,8 @@ def test_a_batch(server: RealServer, expected: str) -> None:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=60) as client:
         file = client.files.create(file=("in.jsonl", data), purpose="batch")
         batch = client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
-        end = time.monotonic() + 60
-        while batch.status not in ("completed", "failed"):
-            assert time.monotonic() < end
-            time.sleep(0.05)
-            batch = client.batches.retrieve(batch.id)
+        eventually(lambda: client.batches.retrieve(batch.id).status in ("completed", "failed"))
+        batch = client.batches.retrieve(batch.id)
         assert batch.output_file_id is not None
         results = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
     assert [line["response"]["body"]["choices"][0]["message"]["content"] for line in results] == [expected] * 3

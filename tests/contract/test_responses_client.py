@@ -186,7 +186,7 @@ def test_input_tokens(client: openai.OpenAI) -> None:
 
 def test_an_error_inside_a_stream_is_raised() -> None:
     with (
-        running_front(endless, step_s=0.002) as front,
+        running_front(endless, step_s=0.01) as front,
         openai.OpenAI(base_url=f"{front.url}/v1", api_key="any", max_retries=0) as client,
     ):
         stream = client.responses.create(model=MODEL, input="hi", stream=True)

@@ -11,6 +11,8 @@ from contract.schema_check import DOCUMENT, problems, schemas
 from serve.front_under_test import MODEL, Front, endless, running_front, saying
 from serve.wire import Reply, eventually, get, post, request
 
+from millrace.link.messages import NewRequest
+
 pytestmark = [
     pytest.mark.live,
     pytest.mark.skipif(not DOCUMENT.exists(), reason="OpenAI's OpenAPI document is missing"),
@@ -67,8 +69,12 @@ def test_responses(front: Front, fields: dict[str, Any]) -> None:
 
 
 def test_events_of_a_failure() -> None:
-    with running_front(endless, step_s=0.01) as front:
-        front.loop.call_soon_threadsafe(front.loop.call_later, 0.5, front.engine.die, "The engine is gone.")
+    def dying(request: NewRequest) -> Iterator[int]:
+        yield from b"abc"
+        front.loop.call_soon(front.engine.die, "The engine is gone.")
+        yield from endless(request)
+
+    with running_front(dying, step_s=0.01) as front:
         found = typed_events(post(front.port, RESPONSES, {"model": MODEL, "input": "hi", "stream": True}))
         assert [event["type"] for event in found[-2:]] == ["response.failed", "error"]
         for event in found:
@@ -85,7 +91,7 @@ def test_every_parameter_of_the_reference_is_known(front: Front) -> None:
         return found
 
     for name, path in (("CreateResponse", RESPONSES), ("CreateBatchRequest", "/v1/batches")):
-        for field in properties(schemas()[name]):
+        for field in sorted(properties(schemas()[name])):
             base = {"model": MODEL, "input": "hi"} if path == RESPONSES else {}
             error = post(front.port, path, {**base, field: [{"surely": "wrong"}]}).error
             assert error["code"] != "unknown_field" or error["param"] != field, error

@@ -8,15 +8,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from contract.real_server import RealServer, real_server
-from contract.test_generated_requests import MODEL, write_model
+from contract.real_server import TINY, RealServer, real_server, tiny_model
 from serve.wire import CHAT, eventually, get, post, request
 
 LINES = 40
 
 
 def start_batch(server: RealServer) -> str:
-    body = {"model": MODEL, "temperature": 0, "max_tokens": 100, "ignore_eos": True}
+    body = {"model": TINY, "temperature": 0, "max_tokens": 100, "ignore_eos": True}
     lines = [
         {"custom_id": f"c{n}", "method": "POST", "url": CHAT, "body": {**body, "messages": [say(n)]}}
         for n in range(LINES)
@@ -40,7 +39,7 @@ def completed(server: RealServer, batch_id: str) -> int:
 
 
 def test_batch_continues_after_kill_and_restart(tmp_path: Path) -> None:
-    options = (*write_model(tmp_path), "--batch-lines", "2")
+    options = (*tiny_model(tmp_path), "--batch-lines", "2")
     server = RealServer(*options)
     try:
         batch_id = start_batch(server)
@@ -60,6 +59,6 @@ def test_batch_continues_after_kill_and_restart(tmp_path: Path) -> None:
         assert batch["request_counts"] == {"total": LINES, "completed": LINES, "failed": 0}
         for line in (json.loads(output[0]), json.loads(output[-1])):
             number = int(line["custom_id"][1:])
-            body = {"model": MODEL, "temperature": 0, "max_tokens": 100, "ignore_eos": True, "messages": [say(number)]}
+            body = {"model": TINY, "temperature": 0, "max_tokens": 100, "ignore_eos": True, "messages": [say(number)]}
             alone = post(again.port, CHAT, body).json["choices"][0]["message"]["content"]
             assert line["response"]["body"]["choices"][0]["message"]["content"] == alone
