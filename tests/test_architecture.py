@@ -89,7 +89,6 @@ def imported(file: Path) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file} imports relatively"
             yield node.module or ""
 
 
@@ -117,20 +116,36 @@ def test_only_config_reads_the_environment() -> None:
             assert "getenv" not in text, f"{file} reads the environment"
 
 
-@pytest.mark.parametrize("room", ["text", "link", "observe", "sources", "serve", "plan"])
-def test_room_runs_without_torch(room: str) -> None:
-    """Imports every module of the room in a fresh interpreter, so that indirect imports count."""
-    names = [".".join(file.relative_to(ROOT.parent).with_suffix("").parts) for file in modules(room)]
-    names = [name.removesuffix(".__init__") for name in names]
-    code = f"import importlib, sys\nfor n in {names!r}: importlib.import_module(n)\nsys.exit('torch' in sys.modules)"
+@pytest.mark.live
+def test_rooms_run_without_torch() -> None:
+    """Imports every module of the rooms in a fresh interpreter, so that indirect imports count."""
+    rooms = ("plan", "link", "sources", "text", "observe", "serve")
+    files = [file.relative_to(ROOT.parent).with_suffix("") for room in rooms for file in modules(room)]
+    names = [".".join(file.parts).removesuffix(".__init__") for file in files]
+    code = f"""
+import importlib, sys
+for name in {names!r}:
+    importlib.import_module(name)
+    if "torch" in sys.modules:
+        sys.exit(name + " imports torch")
+"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr or f"{room} imports torch"
+    assert done.returncode == 0, done.stderr
+
+
+def test_imports_are_absolute() -> None:
+    for file in ROOT.rglob("*.py"):
+        found = re.search(r"^\s*from \..*", file.read_text(encoding="utf-8"), re.MULTILINE)
+        assert not found, f"{file}: {found[0]}"
 
 
 def test_weights_are_never_unpickled() -> None:
+    unpicklers = {"pickle", "cPickle", "dill", "joblib"}
     for file in ROOT.rglob("*.py"):
-        assert not {"pickle", "cPickle", "dill", "joblib"} & set(imported(file)), f"{file} can unpickle"
-        for call in re.findall(r"torch\.load\(.*", file.read_text(encoding="utf-8")):
+        text = file.read_text(encoding="utf-8")
+        if any(name in text for name in unpicklers):  # Parsing every file takes seconds.
+            assert not unpicklers & set(imported(file)), f"{file} can unpickle"
+        for call in re.findall(r"torch\.load\(.*", text):
             assert "weights_only=True" in call, f"{file} can unpickle"
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import resource
+import os
 import struct
-import time
+import sys
+import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -151,24 +152,27 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_files_are_refused_quickly(tmp_path: Path, case: str) -> None:
+def test_hostile_files_are_refused_before_memory_is_allocated(tmp_path: Path, case: str) -> None:
     path = tmp_path / "hostile.gguf"
     path.write_bytes(HOSTILE[case])
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    started = time.process_time()
-    with pytest.raises(ModelError) as caught:
-        read_gguf(path)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ModelError) as caught:
+            read_gguf(path)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
     assert str(path) in str(caught.value)
-    assert time.process_time() - started < 2.0
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000, "kilobytes"
+    assert peak_bytes < 10_000_000
 
 
 def test_a_file_cut_at_any_byte_is_refused(sample: Path, tmp_path: Path) -> None:
     content = sample.read_bytes()
     path = tmp_path / "cut.gguf"
     last = max(tensor.offset + tensor.num_bytes for tensor in read_gguf(sample).tensors.values())
-    for length in [*range(1500), *range(1500, last, 37)]:
-        path.write_bytes(content[: min(length, last - 1)])
+    path.write_bytes(content[:last])
+    for length in reversed([*range(1500), *range(1500, last, 37)]):
+        os.truncate(path, min(length, last - 1))
         with pytest.raises(ModelError):
             read_gguf(path)
 
@@ -201,22 +205,26 @@ def test_random_bytes_are_refused_or_read(tmp_path_factory: pytest.TempPathFacto
         pass
 
 
-def test_a_large_vocabulary_is_read_in_well_under_a_second(tmp_path: Path) -> None:
-    tokens = [f"token_{index}é" for index in range(262_144)]
+def test_a_large_vocabulary_is_read_without_a_call_per_token(tmp_path: Path) -> None:
+    tokens = [f"token_{index}é" for index in range(20_000)]
     strings = b"".join(pack_string(token) for token in tokens)
     pairs = [pack_string("tokens") + struct.pack("<IIQ", 9, 8, len(tokens)) + strings]
     pairs.append(pack_string("scores") + struct.pack("<IIQ", 9, 6, len(tokens)) + b"\0" * 4 * len(tokens))
     path = tmp_path / "vocabulary.gguf"
     path.write_bytes(pack_file(pairs))
-    best = min(_timed(path) for _ in range(3))
-    assert best < 1.0
-    assert read_gguf(path).metadata["tokens"] == tokens
+    num_calls = 0
 
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
 
-def _timed(path: Path) -> float:
-    started = time.perf_counter()
-    read_gguf(path)
-    return time.perf_counter() - started
+    sys.setprofile(count)
+    try:
+        found = read_gguf(path)
+    finally:
+        sys.setprofile(None)
+    assert found.metadata["tokens"] == tokens
+    assert num_calls < len(tokens) / 10, "calls of Python functions"
 
 
 # --- models split into several files ---
