@@ -8,7 +8,6 @@ code runs uncaptured, its kernels interpreted.
 from __future__ import annotations
 
 import json
-import time
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,6 +17,7 @@ import pytest
 import torch
 from helpers.decode_table import want_few_programs
 from helpers.quick_interpreter import quick_interpreter
+from helpers.served import wait_until
 from helpers.small_decoder import decoder_for
 from helpers.triton_mode import device as place
 from helpers.triton_mode import interpreted
@@ -33,6 +33,7 @@ from millrace.engine.loop import _to_request
 from millrace.link.messages import NewRequest, pack_tokens
 from millrace.params import Grammar, SamplingParams
 from millrace.plan.drafts import DraftSettings
+from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.shapes.choice import make_shape_choice
 from millrace.plan.step import StepPlan
@@ -92,17 +93,21 @@ class Answers:
         )
 
     def run(self, asked: list[SamplingParams]) -> dict[int, list[int]]:
+        ready: list[Request] = []
         for index, params in enumerate(asked):
             prompt = pack_tokens(np.array(PROMPTS[index % len(PROMPTS)], np.int32))
             message = NewRequest(id=index, prompt=prompt, params=params, end_token_ids=(END,), arrival=0.0)
             request = _to_request(message, is_gpu=True)
             if not self.constrained.hold(request, 0.0):
-                self.scheduler.submit(request)
-        until = time.monotonic() + 60
-        while self.constrained.is_compiling:
-            assert time.monotonic() < until
-            for request in self.constrained.take_ready(0.0):
-                self.scheduler.submit(request)
+                ready.append(request)
+
+        def are_ready() -> bool:
+            ready.extend(self.constrained.take_ready(0.0))
+            return not self.constrained.is_compiling
+
+        wait_until(are_ready, "compiled grammars")
+        for request in sorted(ready, key=lambda request: request.id):
+            self.scheduler.submit(request)
         while self.cycle.advance():
             assert self.constrained.take_failed() == []
         assert self.num_ended == len(asked)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.engine_stats import stats_after
 
 from millrace import LLM, SamplingParams
 from millrace.config import DEFAULT_MODEL
@@ -125,8 +126,7 @@ def test_any_combination_gives_the_answers_of_lone_runs(kv_dtype: str, monkeypat
                     embedded = beside.submit(vectors_of, llm, rounds[0])
                 assert answers_of(llm, rounds[index]) == expected[index], settings
             assert embedded.result(300) == pytest.approx(vectors, abs=1e-3), settings
-            stats = llm._client.stats
-            assert stats is not None
+            stats = stats_after(llm, 3 * len(rounds[0]) + 2 * NUM_EMBEDDED)
             num_hits += stats.prefix_hit_tokens
             num_forced += stats.forced_tokens
             num_guided += sum(stats.drafts["grammar"].accepted) if "grammar" in stats.drafts else 0

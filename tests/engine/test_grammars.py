@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
 import pytest
+from helpers.served import wait_until
 
 pytest.importorskip("llguidance")
 
@@ -42,13 +44,6 @@ def grammars() -> Iterator[Grammars]:
     made.shut_down()
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.005)
-
-
 def open_all(grammars: Grammars, wanted: dict[int, Grammar]) -> None:
     for request_id, grammar in wanted.items():
         grammars.open(request_id, grammar, "", 0.0)
@@ -58,7 +53,7 @@ def open_all(grammars: Grammars, wanted: dict[int, Grammar]) -> None:
         ready.update(grammars.take_ready(0.0))
         return ready == set(wanted)
 
-    wait_for(all_ready)
+    wait_until(all_ready, "compiled grammars")
 
 
 def allowed(grammars: Grammars, request_ids: list[int]) -> list[set[int]]:
@@ -72,7 +67,7 @@ def test_a_request_becomes_ready_without_blocking() -> None:
     go_on = threading.Event()
 
     def load() -> GrammarEnvironment:
-        assert go_on.wait(30)
+        assert go_on.wait(60)
         return environment()
 
     grammars = Grammars(load)
@@ -80,7 +75,7 @@ def test_a_request_becomes_ready_without_blocking() -> None:
     assert grammars.take_ready(0.0) == []
     assert len(grammars) == 1
     go_on.set()
-    wait_for(lambda: grammars.take_ready(0.0) == [1])
+    wait_until(lambda: grammars.take_ready(0.0) == [1], "the compiled grammar")
     assert grammars.take_ready(0.0) == []
     assert grammars.take_failed() == []
     grammars.shut_down()
@@ -104,7 +99,7 @@ def test_an_answer_that_must_go_on_ends_only_where_nothing_else_may_follow(gramm
     grammars.open(2, longer, "", 0.0, 4)
     grammars.open(3, numbers, "", 0.0)
     ready: list[int] = []
-    wait_for(lambda: len(ready.extend(grammars.take_ready(0.0)) or ready) == 3)
+    wait_until(lambda: len(ready.extend(grammars.take_ready(0.0)) or ready) == 3, "compiled grammars")
     one = ord("1")
     seen = []
     for _ in range(5):
@@ -121,7 +116,7 @@ def test_an_answer_that_must_go_on_ends_only_where_nothing_else_may_follow(gramm
     out = np.zeros((4, NUM_WORDS), np.uint32)
     grammars.close(1)
     grammars.open(4, numbers, "", 0.0, 3)
-    wait_for(lambda: grammars.take_ready(0.0) == [4])
+    wait_until(lambda: grammars.take_ready(0.0) == [4], "the compiled grammar")
     grammars.fill([4], out, [[one, one, one]])
     ends = [bool(row[END // 32] >> END % 32 & 1) for row in out]
     assert ends == [False, False, False, True], "after three drafts it may end"
@@ -154,8 +149,8 @@ def test_a_token_outside_the_grammar_fails_its_request_only(grammars: Grammars) 
 
 def test_an_error_while_masks_are_computed_fails_its_request_only(grammars: Grammars) -> None:
     open_all(grammars, {1: OBJECT, 2: OBJECT, 3: OBJECT})
-    broken = grammars._matchers[2].inner
-    broken.consume_token(ord("x"))  # behind the wrapper's back, as when a limit of llguidance is reached
+    broken = grammars._matchers[2].inner  # Nothing public reaches a limit of llguidance.
+    broken.consume_token(ord("x"))
     assert broken.is_error()
     rows = allowed(grammars, [1, 2, 3])
     assert rows[0] == rows[2] == {ord("{")}
@@ -167,7 +162,7 @@ def test_an_error_while_masks_are_computed_fails_its_request_only(grammars: Gram
 def test_a_grammar_that_cannot_be_used_fails(grammars: Grammars) -> None:
     grammars.open(1, Grammar("json_schema", '{"not": {}}'), "", 0.0)
     open_all(grammars, {2: OBJECT})
-    wait_for(lambda: grammars.take_ready(0.0) == [] and not grammars._pending)
+    wait_until(lambda: grammars.take_ready(0.0) == [] and len(grammars) == 1, "the failure")
     assert grammars.take_failed() == [Failure(1, "The schema uses 'not', which is not supported; remove it.")]
     assert len(grammars) == 1
 
@@ -183,7 +178,7 @@ def test_a_vocabulary_that_cannot_be_loaded_is_tried_again() -> None:
 
     grammars = Grammars(load)
     grammars.open(1, OBJECT, "", 0.0)
-    wait_for(lambda: grammars.take_ready(0.0) == [] and not grammars._pending)
+    wait_until(lambda: grammars.take_ready(0.0) == [] and not len(grammars), "the failure")
     (failure,) = grammars.take_failed()
     assert "no such file" in failure.message
     open_all(grammars, {2: OBJECT})
@@ -194,7 +189,7 @@ def test_compiling_has_a_time_limit() -> None:
     go_on = threading.Event()
 
     def load() -> GrammarEnvironment:
-        assert go_on.wait(30)
+        assert go_on.wait(60)
         return environment()
 
     grammars = Grammars(load)
@@ -203,7 +198,7 @@ def test_compiling_has_a_time_limit() -> None:
     assert grammars.take_ready(100.0 + COMPILE_LIMIT_S + 1) == []
     assert [failure.request_id for failure in grammars.take_failed()] == [1]
     go_on.set()
-    wait_for(lambda: grammars.take_ready(120.0) == [2])
+    wait_until(lambda: grammars.take_ready(120.0) == [2], "the compiled grammar")
     grammars.shut_down()
 
 
@@ -215,20 +210,23 @@ def test_a_full_queue_fails_the_request(grammars: Grammars, monkeypatch: pytest.
 
 
 def test_a_grammar_that_stays_slow_ends_its_request_only(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real time is not waited for: every mask counts as slow, and only request 1 has used up its time."""
     open_all(grammars, {1: OBJECT, 2: OBJECT})
-    monkeypatch.setattr(grammars_module, "SLOW_MASKS_S", 0.0)
-    monkeypatch.setattr(grammars_module, "SLOW_MASK_S", 0.0)
-    allowed(grammars, [1, 2])
-    grammars._slow_s[1] = grammars_module.MAX_SLOW_S
+    # The clock is read before and after each mask: that of the first row takes time, and no other.
+    readings = itertools.accumulate(itertools.cycle([0.0, 0.6 * grammars_module.MAX_SLOW_S, 0.0, 0.0]))
+    slow = SimpleNamespace(thread_time=lambda: next(readings), monotonic=itertools.count().__next__)
+    monkeypatch.setattr(grammars_module, "time", slow)
+    for _ in range(2):  # From the second step on, masks are timed one by one.
+        allowed(grammars, [1, 2])
+        assert grammars.take_failed() == []
     rows = allowed(grammars, [1, 2])
     assert rows[1] == {ord("{")}
     (failure,) = grammars.take_failed()
     assert failure.request_id == 1
     assert "too long to follow" in failure.message
     grammars.close(1)
-    grammars.close(2)
-    assert not grammars._slow_s
+    open_all(grammars, {1: OBJECT})
+    allowed(grammars, [1, 2])
+    assert grammars.take_failed() == [], "a new request with this id has used no time"
 
 
 def test_closed_requests_are_forgotten(grammars: Grammars) -> None:
@@ -252,6 +250,7 @@ def test_the_grammar_travels_with_the_request() -> None:
     assert hash(received.params.grammar) == hash(grammar)
 
 
+@pytest.mark.live
 def test_importing_the_engine_does_not_import_llguidance() -> None:
     script = "import sys, millrace.engine.grammars; assert not {'llguidance', 'tokenizers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.engine_stats import stats_after
 from helpers.tiny_models import VOCAB, config_of, make_reference
 
 from millrace import LLM, SamplingParams
@@ -43,12 +43,7 @@ def answers(source: str, *, at_once: bool, **settings: object) -> tuple[list[lis
                 found += llm.generate(prompts(), chosen)
             else:
                 found += [llm.generate([prompt], chosen)[0] for prompt in prompts()]
-        # The last report comes when the engine becomes idle.
-        stats, until = llm._client.stats, time.monotonic() + 30
-        while stats is None or stats.output_tokens < len(found) * OUTPUT:
-            assert time.monotonic() < until
-            time.sleep(0.01)
-            stats = llm._client.stats
+        stats = stats_after(llm, len(found))
     return [one.token_ids for one in found], [one.cached_tokens for one in found], stats
 
 

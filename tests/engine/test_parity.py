@@ -6,6 +6,7 @@ import asyncio
 import random
 
 import pytest
+from helpers.engine_stats import stats_after
 
 from millrace import LLM, SamplingParams
 
@@ -69,12 +70,7 @@ def test_under_churn(lone_answers) -> None:
             for prompt, output in jobs
         ]
         await asyncio.gather(*tasks)
-        for _ in range(100):
-            stats = llm._client.stats
-            if stats is not None and stats.running == stats.waiting == 0 and llm._client.num_open == 0:
-                break
-            await asyncio.sleep(0.05)
-        assert stats is not None
+        stats = await asyncio.to_thread(stats_after, llm, len(jobs))
         assert stats.blocks_free + stats.blocks_cached == stats.blocks_total, "a KV block leaked"
         assert stats.prefix_hit_tokens > 0
 
@@ -92,9 +88,7 @@ def test_choices_share_the_prompt_and_follow_their_seeds() -> None:
         for index in range(4):
             (alone,) = llm.generate([prompt], SamplingParams(temperature=1.0, seed=42 + index, max_tokens=12))
             assert alone.text == texts[index]
-        stats = llm._client.stats
-        assert stats is not None
-        assert stats.prefix_hit_tokens >= 3 * 32
+        assert stats_after(llm, 8).prefix_hit_tokens >= 3 * 32
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

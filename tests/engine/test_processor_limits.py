@@ -1,6 +1,9 @@
+"""Measured limits of the processor: the best of a few starts on an idle machine, kept in a file."""
+
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,16 +35,20 @@ def test_the_best_of_the_first_idle_starts_is_kept(tmp_path: Path, monkeypatch: 
     assert processor_limits(torch.float32).bytes_per_s == 2.0, "a broken file is measured anew"
 
 
-def test_limits_are_plausible(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "READ_BYTES", 1 << 22)
-    monkeypatch.setattr(module, "SIZE", 128)
-    found = module._measure(torch.bfloat16)
-    assert 1e7 < found.bytes_per_s < 1e13
-    assert 1e7 < found.flops < 1e15
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_limits_are_work_over_time(is_slow: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_s, num_readings = (8.0 if is_slow else 2.0**-20), 0
 
+    def perf_counter() -> float:
+        nonlocal num_readings
+        num_readings += 1
+        return num_readings * run_s
 
-def test_slow_work_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[int] = []
-    monkeypatch.setattr(module, "MAX_S", -1.0)
-    module._best_s(lambda: runs.append(1))
-    assert len(runs) == 1
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(module, "READ_BYTES", 1 << 12)
+    monkeypatch.setattr(module, "SIZE", 16)
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=perf_counter))
+    found = processor_limits(torch.bfloat16)
+    assert (found.bytes_per_s, found.flops) == (module.READ_BYTES / run_s, 2 * module.SIZE**3 / run_s)
+    # One reading before the runs of each of the three kinds, and one after every run. Slow work runs once.
+    assert num_readings == 3 * (1 + (1 if is_slow else module.RUNS))

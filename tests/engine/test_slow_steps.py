@@ -6,15 +6,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-import torch
+from helpers.fake_runner import step_result
 
 from millrace.engine.cycle import Confirmed, Cycle
 from millrace.plan.request import BATCH, INTERACTIVE, Request
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import Ended, StepPlan
 from millrace.run.runner import StepResult
-
-NONE = np.zeros(0, np.int64)
 
 
 @dataclass
@@ -52,8 +50,8 @@ class Pending:
 
     def wait(self) -> StepResult:
         self.device.now = max(self.device.now, self.ends_at)
-        tokens = torch.full((int(self.plan.samples.sum()),), 5, dtype=torch.int32)
-        return StepResult(self.plan.step_no, tokens, None, NONE, NONE.astype(np.int32), ())
+        tokens = np.full(int(self.plan.samples.sum()), 5, np.int32)
+        return step_result(self.plan, tokens)
 
     def done(self) -> bool:
         return True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from millrace.errors import ModelError
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.layout import all_tensors, layout_of
-from millrace.models.weights import WeightSource, open_weights
+from millrace.models.weights import WeightSource, open_weights, random_weights
 from millrace.sources.resolve import resolve_model
 
 SIZES = {
@@ -99,8 +98,9 @@ def test_a_config_of_no_family_is_refused(tmp_path: Path) -> None:
         make(tmp_path, model_type="gpt_neox")
 
 
-def test_a_hundred_million_weights_take_about_a_second_at_most(tmp_path: Path) -> None:
-    weights = make(tmp_path, hidden_size=8192, intermediate_size=12288, num_attention_heads=64)
-    started = time.process_time()
-    assert weights.get(UP, dtype=torch.bfloat16).numel() > 100_000_000
-    assert time.process_time() - started < 8.0
+def test_weights_do_not_depend_on_the_chunks_they_are_made_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = make(tmp_path)
+    whole = weights.get(UP, dtype=torch.bfloat16)
+    monkeypatch.setattr(random_weights, "_CHUNK_ITEMS", 1000)  # Otherwise only tensors of many MB have several.
+    assert torch.equal(weights.get(UP, dtype=torch.bfloat16), whole)
+    assert len(whole.unique()) > 100

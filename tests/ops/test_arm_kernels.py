@@ -17,7 +17,7 @@ from millrace.ops.elementwise import activation, norm
 from millrace.ops.kv.cache import SCALE_BYTES, write_kv
 from millrace.ops.linear.stored import FORMATS, ORDERS, round_to_int8
 
-pytestmark = pytest.mark.skipif(bool(missing_tools()), reason=missing_tools())
+pytestmark = [pytest.mark.live, pytest.mark.skipif(bool(missing_tools()), reason=missing_tools())]
 
 BY_NAME = {target.name: target for target in TARGETS}
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

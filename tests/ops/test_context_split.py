@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from helpers.gpu_compiler import output_of
 from helpers.paged import make_attention_case, make_tiled, rewritten
-from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
 from millrace.ops.attention import PagedAttention, PlainRows, ReferenceAttention, TiledRows
@@ -28,12 +25,6 @@ SAME_PACKED = 2e-2
 SIZES: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 16, "dtype": HALF}
 UNWRITTEN = {"packed": (packed_items, SCALE_WORDS, torch.int16, 0x7FC1), "fp8": (int, SCALE_BYTES, torch.uint8, 255)}
 """By cache format: items per head, items per scale, dtype, and the value of unwritten entries, which reads as NaN."""
-
-
-@pytest.fixture(autouse=True)
-def quick() -> Iterator[None]:
-    with quick_interpreter() if interpreted else nullcontext():
-        yield
 
 
 def in_format(kv: torch.Tensor, held: str) -> torch.Tensor:
@@ -181,6 +172,7 @@ print("waits", "griddepcontrol.wait" in join.asm["ptx"] and "griddepcontrol.wait
 """
 
 
+@pytest.mark.live
 def test_both_kernels_compile_for_a_gpu() -> None:
     assert "wide True True\nwaits True" in output_of(COMPILE)
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.decode_table import want_few_programs
 from helpers.paged import make_attention_case, make_tiled, rewritten
-from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
 from millrace.ops.attention import PagedAttention, ReferenceAttention
@@ -21,6 +19,7 @@ from millrace.ops.kv.packed import packed_items
 from millrace.ops.triton.attention.decode import DecodeTuning, SplitWorkspace, decode
 from millrace.ops.triton.attention.paged_kv import HeadShape, PagedRows
 from millrace.ops.triton.attention.row_parts import UNIT, list_rows
+from millrace.run.packet import decode_rows
 from millrace.run.packet.decode_rows import num_words, write_decode_rows
 
 DTYPE = torch.float32 if interpreted else torch.bfloat16
@@ -31,12 +30,6 @@ HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 64, 16
 SWAPPED = DecodeTuning(tile=64, splits=3, warps=4, stages=3, swap=True)
 NARROW = DecodeTuning(tile=32, splits=3, warps=2, stages=3)
 LENGTHS = [70, 9, 200, 33]
-
-
-@pytest.fixture(autouse=True)
-def quick() -> Iterator[None]:
-    with quick_interpreter() if interpreted else nullcontext():
-        yield
 
 
 def in_format(kv: torch.Tensor, held: str) -> torch.Tensor:
@@ -127,9 +120,10 @@ def test_group_sizes_and_a_softcap(heads: int, kv_heads: int) -> None:
 
 @pytest.mark.parametrize("held", ["plain", "packed"])
 @pytest.mark.parametrize("queries", [1, 4])
-def test_listed_rows_with_lengths_on_the_device(queries: int, held: str) -> None:
+def test_listed_rows_with_lengths_on_the_device(queries: int, held: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The list splits the longest row; its lengths are only upper bounds."""
-    lengths = [70, 9, 1300, 33]
+    monkeypatch.setattr(decode_rows, "LONG_TOKENS", 128)
+    lengths = [40, 9, 400, 33]
     case = Case(lengths, queries)
     of_row = torch.zeros(6, dtype=torch.int32, device=device)
     of_row[:4] = case.given.seq_lens
@@ -211,9 +205,11 @@ def test_more_rows_than_entries_are_refused() -> None:
 
 @pytest.mark.parametrize("held", ["plain", "packed"])
 @pytest.mark.parametrize("queries", [1, 3])
-def test_attention_of_few_rows(queries: int, held: CacheFormat) -> None:
+def test_attention_of_few_rows(queries: int, held: CacheFormat, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the op, with lengths on the device: rows are split, and padding changes nothing."""
-    case = Case([70, 9, 700 if interpreted else 9000], queries)
+    if interpreted:
+        want_few_programs(monkeypatch)
+    case = Case([70, 9, 300 if interpreted else 9000], queries)
     attention, kv = PagedAttention(*case.arguments), in_format(case.kv, held)
     unknown = torch.full_like(case.given.seq_lens, 1 << 20)
     step = make_tiled(case.given, seq_lens=unknown, queries_per_row=queries, lengths_of_row=case.given.seq_lens)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers.paged import make_attention_case, make_tiled, rewritten
-from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
 from millrace.ops.attention import PagedAttention, ReferenceAttention
@@ -34,12 +31,6 @@ STEP = 2.0**-4
 """Half of the widest step between neighbouring float8 numbers, relative to the number."""
 SAME = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Tolerance between two versions that read the same FP8 cache."""
-
-
-@pytest.fixture(autouse=True)
-def quick() -> Iterator[None]:
-    with quick_interpreter() if interpreted else nullcontext():
-        yield
 
 
 def empty_fp8(kv: torch.Tensor) -> torch.Tensor:

@@ -78,6 +78,7 @@ int main() {
 """
 
 
+@pytest.mark.live
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86-64")
 @pytest.mark.parametrize("name", SETS)
 def test_products_are_those_of_the_portable_kernel(name: str, tmp_path: Path) -> None:

@@ -64,9 +64,10 @@ def test_native_supports_any_size(rows: int, k: int, n: int, dtype: torch.dtype,
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("k", "n"), [(576, 960), (1536, 576), (576, 3072), (2048, 640)])
 def test_batch_invariant_versions_do_not_depend_on_the_batch(k: int, n: int, dtype: torch.dtype) -> None:
-    x, weight, _ = tensors(300, k, n, dtype)
+    # Without instructions for bfloat16 its products take many times as long.
+    x, weight, _ = tensors(300, k, n // 5 if dtype == torch.bfloat16 else n, dtype)
     checked = 0
-    for version in runnable(linear.VERSIONS, dtype, k, n):
+    for version in runnable(linear.VERSIONS, dtype, k, len(weight)):
         if not version.is_batch_invariant(CPU):
             continue
         layer = version.make(weight, None)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from helpers.paged import make_attention_case, make_tiled, rewritten
-from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
 from millrace.ops.attention import PagedAttention, PlainRows, ReferenceAttention
@@ -35,12 +32,6 @@ DTYPE = torch.float32 if interpreted else BF16
 SAME = 2e-2
 UNWRITTEN = 0x7FC1
 """Word of an unwritten entry; two of them are NaN as a scale."""
-
-
-@pytest.fixture(autouse=True)
-def quick() -> Iterator[None]:
-    with quick_interpreter() if interpreted else nullcontext():
-        yield
 
 
 def attention_case(rows: list[tuple[int, int]], **sizes: Any) -> tuple[torch.Tensor, torch.Tensor, PlainRows]:

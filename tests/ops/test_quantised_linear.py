@@ -150,6 +150,7 @@ def test_descriptor_lists_the_parts() -> None:
     assert [(desc.parts[i].n, desc.parts[i].format) for i in range(2)] == [(32, 3), (17, 6)]
 
 
+@pytest.mark.live
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="other instruction sets of x86-64 are compiled for")
 def test_without_avx512_results_equal_dequantised_weights(tmp_path: Path) -> None:
     script = """
@@ -164,6 +165,7 @@ import torch
 from helpers.stored_blocks import dequantised, random_blocks
 from millrace.ops.linear.dense import NativeLinear
 from millrace.ops.linear.stored import FORMATS, StoredLinear, StoredPart, StoredWeight, pack_stored
+torch.manual_seed(0)
 for kind in FORMATS:
     blocks = random_blocks(kind, 45, 512)
     packed = pack_stored(kind, blocks, 45, 512)

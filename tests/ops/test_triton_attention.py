@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from helpers.paged import make_attention_case, make_rows
-from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
 from millrace.ops.attention import PagedAttention, ReferenceAttention, TiledRows
@@ -24,12 +21,6 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 HALF = torch.float16 if interpreted else torch.bfloat16
 """Triton's interpreter cannot multiply bfloat16."""
 SIZES: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 16, "dtype": HALF}
-
-
-@pytest.fixture(autouse=True)
-def quick() -> Iterator[None]:
-    with quick_interpreter() if interpreted else nullcontext():
-        yield
 
 
 def attend(version: Any, case: Any, window: int | None = None) -> torch.Tensor:

@@ -1,17 +1,19 @@
 """Kernels compiled ahead land in Triton's cache, and one that cannot be compiled does not stop the others.
 
-Each test runs its own process, because Triton may be in interpreter mode here; none needs a GPU."""
+What compiles runs in its own process, because Triton may be in interpreter mode here; no test needs a GPU."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from helpers.fake_clock import FakeClock
 from helpers.triton_mode import interpreted
 
 from millrace.config import Config
@@ -63,6 +65,7 @@ def compiling() -> dict[str, str]:
     return environment | {"PYTHONPATH": os.pathsep.join(sys.path)}
 
 
+@pytest.mark.live
 def test_the_server_fills_the_cache(tmp_path: Path) -> None:
     good, wide, bad = (json.dumps({**NORM, "constant_vals": constants(block)}) for block in (1024, 2048, 1000))
     environment = {**compiling(), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
@@ -84,41 +87,66 @@ def test_the_server_fills_the_cache(tmp_path: Path) -> None:
     assert run("-c", CHECK, json.dumps([good, wide, bad])).split() == ["True", "True", "False"]
 
 
-def test_a_build_pool_whose_server_died_has_no_open_requests(tmp_path: Path) -> None:
+class FakeServer:
+    """A build server without a process: the test replies in its place."""
+
+    def __init__(self) -> None:
+        reader, self.replies = os.pipe()
+        self.stdin, self.stdout = io.BytesIO(), os.fdopen(reader, "rb")
+        self.is_running = True
+
+    def reply(self, turn: int) -> None:
+        os.write(self.replies, str(turn).encode())
+
+    def kill(self) -> None:
+        if self.is_running:
+            os.close(self.replies)
+        self.is_running = False
+
+    def wait(self) -> None:
+        assert not self.is_running
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
+    server = FakeServer()
+    monkeypatch.setattr(kernel_build_pool.subprocess, "Popen", lambda *_, **__: server)
+    return server
+
+
+def test_a_build_pool_whose_server_died_has_no_open_requests(tmp_path: Path, server: FakeServer) -> None:
     build_pool = KernelBuildPool(tmp_path / "marks" / "mark")
     build_pool.request("{}", ("cuda", 90, 32), can_wait=True)
     assert build_pool.is_done(urgent_only=True)
     assert not build_pool.is_done()
     build_pool.request("[]", ("cuda", 90, 32))
     assert not build_pool.is_done(urgent_only=True)
-    build_pool._server.kill()
-    assert build_pool.is_done(20.0)
+    server.kill()
+    assert build_pool.is_done()
     build_pool.request("1", ("cuda", 90, 32))
     assert build_pool.is_done()
     build_pool.close()
     assert not (tmp_path / "marks").exists()
 
 
-SLOW = """
-import sys, time
-for line in sys.stdin:
-    time.sleep(0.3)
-    print(1, end="", flush=True)
-"""
-
-
-def test_a_build_pool_waits_while_replies_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_build_pool_waits_while_replies_come(
+    tmp_path: Path, server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = FakeClock()
+    monkeypatch.setattr(kernel_build_pool, "time", SimpleNamespace(monotonic=clock))
     build_pool = KernelBuildPool(tmp_path / "mark")
-    build_pool.close()
-    build_pool._server = subprocess.Popen([sys.executable, "-c", SLOW], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    monkeypatch.setattr(kernel_build_pool, "REPLY_LIMIT_S", 0.8)
-    for kernel in "abcde":
+    for kernel in "abc":
         build_pool.request(kernel, ("cuda", 90, 32), can_wait=True)
-    until = time.monotonic() + 20.0
-    while not build_pool.is_done(0.01):
-        assert time.monotonic() < until
-    assert build_pool._server.poll() is None, "the server was killed"
-    build_pool.close()
+    for _ in range(2):
+        clock.now += kernel_build_pool.REPLY_LIMIT_S
+        assert not build_pool.is_done()
+        server.reply(1)
+    assert not build_pool.is_done()
+    assert server.is_running
+    clock.now += kernel_build_pool.REPLY_LIMIT_S + 1.0
+    build_pool.is_done()
+    assert build_pool.is_done(), "no reply came within the limit"
+    assert not server.is_running
 
 
 def test_no_build_pool_without_a_gpu() -> None:
@@ -141,6 +169,7 @@ print(json.dumps({name: kernel.cache_key for name, kernel in kernels.items()}))
 """
 
 
+@pytest.mark.live
 def test_a_kernels_key_does_not_depend_on_earlier_compilation() -> None:
     """Otherwise the build server would store a kernel under a key that the engine does not look up."""
 

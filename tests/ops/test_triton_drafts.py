@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
 from millrace.ops.base.draft_sources import OWN_DRAFTS, PREDICTED
@@ -27,15 +25,6 @@ from millrace.ops.triton.drafts import (
 from millrace.run.drafting.ngram import propose_ngram
 
 MAX_ROWS, CONTEXT, MIDDLE = 9, 80, 80
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick() -> Iterator[None]:
-    if not interpreted:
-        yield
-        return
-    with quick_interpreter():
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from helpers.quick_interpreter import quick_interpreter
 from helpers.triton_mode import device, interpreted
 
 from millrace.ops.attention.qkv import TorchPrepareQkv, make_triton
@@ -28,12 +25,6 @@ from millrace.ops.triton.attention.qkv import PrepareQkvKernel, Shape, shape_for
 
 HALF = torch.float16 if interpreted else torch.bfloat16
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-
-
-@pytest.fixture(autouse=True)
-def quick() -> Iterator[None]:
-    with quick_interpreter() if interpreted else nullcontext():
-        yield
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
-from helpers.quick_interpreter import quick_interpreter
-from helpers.triton_mode import device, interpreted
+from helpers.triton_mode import device, interpreted  # noqa: F401 (conftest.py reads it)
 
 from millrace.ops.triton.row_records import ROW_DTYPE, ROW_WORDS, scatter_rows
 from millrace.ops.triton.sampling import values
@@ -17,15 +14,6 @@ from millrace.ops.triton.sampling.greedy import RACE_START, draw_greedy
 from millrace.run.sampling.noise import uniforms
 
 triton, tl = values.triton, values.tl
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quick() -> Iterator[None]:
-    if not interpreted:
-        yield
-        return
-    with quick_interpreter():
-        yield
 
 
 class GreedyDraw:

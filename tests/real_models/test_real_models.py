@@ -23,7 +23,7 @@ from millrace.sources.resolve import ModelFiles, resolve_model
 from millrace.text.tokenizers.load import load_tokenizer
 from millrace.text.tokenizers.tokenizer import Tokenizer
 
-pytestmark = [pytest.mark.real_models, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.real_models, pytest.mark.live, pytest.mark.timeout(1800)]
 
 ENGINE_RUN = Path(__file__).with_name("engine_run.py")
 ORACLE = Path(__file__).parents[1] / "helpers" / "transformers_oracle.py"

@@ -32,7 +32,7 @@ def check_round_trip(copier: BlockCopier, pool: list[torch.Tensor]) -> None:
     before = [layer.clone() for layer in pool]
     leaving = [copier.copy(copies(True, [3, 1, 8], [5, 6, 39])), copier.copy(copies(True, [11, 2], [0, 38]))]
     for pending in leaving:
-        assert 0.0 < pending.wait() < 10.0
+        assert pending.wait() > 0.0
         assert pending.done()
     for layer in pool:
         layer.zero_()
@@ -86,7 +86,7 @@ def test_pinned_memory_is_unpinned_before_its_addresses_are_reused(monkeypatch: 
     monkeypatch.setattr("millrace.run.device.host_blocks.CHUNK_BYTES", 16)
     host = HostBlocks(6, (2,), torch.int32, pinned_for=torch.device("cuda"))
     for thread in [thread for thread in threading.enumerate() if thread.name == "pin-host-blocks"]:
-        thread.join(10)
+        thread.join(60)
     assert pinned == {chunk.data_ptr() for chunk in host.chunks}
     in_use = host.run(2, 2)
     address = in_use.data_ptr()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,14 @@ from millrace.config import RunConfig
 from millrace.host.cores import memory_nodes, usable_cores
 from millrace.run.device import device as device_module
 from millrace.run.device.device import CpuDevice, fast_dtype, open_device
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_torch() -> Iterator[None]:
+    """A CPU device sets their number for the whole process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -78,15 +87,11 @@ def test_the_affinity_mask_is_respected(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_the_configured_number_of_threads_is_used() -> None:
-    before = torch.get_num_threads()
-    try:
-        device = open_device(RunConfig(device="cpu", threads=3))
-        assert "3 threads" in device.name()
-        assert torch.get_num_threads() == 3
-        assert device.launch(torch.get_num_threads, lambda result: result).wait() == 3
-        device.close()
-    finally:
-        torch.set_num_threads(before)
+    device = open_device(RunConfig(device="cpu", threads=3))
+    assert "3 threads" in device.name()
+    assert torch.get_num_threads() == 3
+    assert device.launch(torch.get_num_threads, lambda result: result).wait() == 3
+    device.close()
 
 
 @pytest.mark.parametrize(
@@ -119,7 +124,6 @@ def test_threads_stay_on_one_numa_node(asked: int, threads: int, stays: bool, mo
         assert os.sched_getaffinity(0) == mine
     finally:
         device.close()
-        torch.set_num_threads(1)
 
 
 @pytest.mark.parametrize(

@@ -130,11 +130,11 @@ def test_masks_are_copied_when_they_are_ready(is_early: bool) -> None:
             bits = ring.host(turn, ROWS)
             queued = thread.submit(queue, turn)
             try:
-                done = None if is_early else queued.result(10)
+                done = None if is_early else queued.result(60)
                 time.sleep(0.001)
                 assert done is None or not done.query()
                 bits[:] = number + 1
             finally:
                 ring.ready(turn)
-            queued.result(10).synchronize()
+            queued.result(60).synchronize()
             assert (seen == number + 1).all()

@@ -157,6 +157,7 @@ def test_refusals(model: str, answered: Path, tmp_path: Path) -> None:
         train(options_for("eagle", answered), model)
 
 
+@pytest.mark.live
 def test_time_bounds_the_training(model: str, answered: Path, tmp_path: Path) -> None:
     folder = copy_answers(answered, tmp_path / "out")
     report = train(options_for("medusa", folder, epochs=1e5, minutes=0.005), model)
