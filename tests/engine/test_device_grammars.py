@@ -97,6 +97,7 @@ class Answers:
         for index, params in enumerate(asked):
             prompt = pack_tokens(np.array(PROMPTS[index % len(PROMPTS)], np.int32))
             message = NewRequest(id=index, prompt=prompt, params=params, end_token_ids=(END,), arrival=0.0)
+            # What the engine's loop makes of a message.
             request = _to_request(message, is_gpu=True)
             if not self.constrained.hold(request, 0.0):
                 ready.append(request)

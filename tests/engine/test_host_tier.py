@@ -62,6 +62,7 @@ def test_repeats_of_a_large_working_set_return_from_host_memory(source: str, at_
 
 def test_failing_copies_change_no_token(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _, _ = answers(source, at_once=True)
+    # No real copy fails.
     copy, count = OrderedCopier._copy, 0
 
     def fail_sometimes(self: OrderedCopier, copies: object) -> None:

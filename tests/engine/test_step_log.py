@@ -94,7 +94,7 @@ def test_repeated_plans_are_short_and_read_back_whole(tmp_path: Path) -> None:
     size = file.stat().st_size
     log.plan(second)
     log.plan(a_plan(2, 2))
-    log._file.flush()
+    log._file.flush()  # Plans are flushed with the next tokens.
     assert file.stat().st_size - size < 3 * len(encode(Planned(first)))
     records = list(read_log(file))
     assert isinstance(records[0], RunnerSetup)

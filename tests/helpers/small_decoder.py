@@ -11,6 +11,7 @@ from helpers.tiny_models import StateDictSource, config_of, make_reference
 from millrace.models.decoder import Decoder
 from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
+from millrace.models.spec.model_spec import ModelSpec
 from millrace.ops.attention import PagedAttention
 
 
@@ -19,10 +20,18 @@ def decoder_for(device: torch.device, *, paged: bool, **changes: Any) -> Decoder
     model = make_reference("qwen3", **changes)
     spec = spec_from_config(config_of(model))
     decoder = build_decoder(spec, StateDictSource.of(model), device=device, dtype=torch.float32)
-    if paged and not isinstance(decoder.attention, PagedAttention):
-        attention = PagedAttention(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale, spec.attention_softcap
-        )
-        decoder._program.ops = dataclasses.replace(decoder._program.ops, attention=attention)
-        decoder.native_stack = None
+    return with_paged_attention(decoder) if paged else decoder
+
+
+def paged_attention(spec: ModelSpec) -> PagedAttention:
+    heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
+    return PagedAttention(*heads, spec.attention_scale, spec.attention_softcap)
+
+
+def with_paged_attention(decoder: Decoder) -> Decoder:
+    """The decoder with the GPU's attention, also without a GPU, where its kernels are interpreted."""
+    if not isinstance(decoder.attention, PagedAttention):
+        # Loading chooses by device: it offers no GPU's op on a CPU.
+        decoder._program.ops = dataclasses.replace(decoder._program.ops, attention=paged_attention(decoder.spec))
+        decoder.native_stack = None  # It has its own attention.
     return decoder

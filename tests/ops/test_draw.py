@@ -44,6 +44,7 @@ def native_sampler(rows: int, vocab: int) -> Sampler:
 
 def torch_sampler(rows: int, vocab: int) -> Sampler:
     sampler = native_sampler(rows, vocab)
+    # Without the native draw, which cannot be switched off.
     sampler._draw_native = None
     return sampler
 

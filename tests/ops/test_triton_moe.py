@@ -256,6 +256,7 @@ def test_an_aborted_step_affects_only_the_next() -> None:
     pairs = random_pairs(shape, HALF)
     experts = TritonExperts(ExpertWeights(8, iter(pairs)), "silu", PlainLinear)
     x, logits = torch.randn(9, 72).to(device, HALF), torch.randn(9, 8, device=device)
+    # Leaves the counters of the experts as an aborted step does.
     moe.route_and_group(logits, 2, True, experts._counters[0])
     experts.routed(x, logits, 2, True, route=route_reference)
     weights, ids = route_reference(logits, 2, True)

@@ -99,6 +99,7 @@ def test_drafts_that_are_never_accepted_end_even_if_they_seem_free() -> None:
 def test_rows_of_new_requests_start_from_the_average() -> None:
     machine = Machine(4, 0.8, memory_bound)
     machine.run(300)
+    # A decision does not show the averages that it follows from.
     before = machine.control._mean_survival.copy()
     machine.control.decide(machine.rows, machine.rows + 5000)
     assert np.allclose(machine.control._survival[machine.rows], before)

@@ -33,6 +33,7 @@ def decoding(
         num_drawn = int(plan.samples.sum())
         counts = None if plan.draft_places is None else np.ones(num_drawn, np.int32)
         scheduler.apply(plan.step_no, np.full(num_drawn, 9, np.int32), counts)
+    # Tests put fixed decisions in place of the controllers', which no plan can force.
     return scheduler, scheduler._drafts
 
 
@@ -168,6 +169,7 @@ def test_a_new_request_need_not_wait_for_rows_that_found_nothing() -> None:
     for _ in range(150):
         step(scheduler, 0, 0)
     assert drafts._looks is not None
+    # As if looking had helped other rows, of which there are none here.
     drafts._looks._useful = 1.0
     prompt = np.arange(3, dtype=np.int32)
     scheduler.submit(Request(id=7, prompt=prompt, max_tokens=30, row_params=DEFAULT_ROW_PARAMS))

@@ -77,6 +77,7 @@ def test_what_is_captured_when_idle_is_what_kernels_are_built_for() -> None:
 
 def test_a_step_whose_shape_has_no_graph_uses_a_larger_one_until_it_is_captured() -> None:
     shapes = PaddedShapes(FACTS)
+    # Nothing is captured yet, and nothing else will be: taking plans would count as capturing.
     shapes.captures._waiting.clear()
     shapes.captures.want(ShapeTable(FACTS).decode(32))
     assert len(captured(shapes)) == 1

@@ -122,6 +122,7 @@ def test_what_it_is_worth_grows_with_its_acceptance_and_falls_with_its_cost() ->
 def test_rows_of_new_requests_start_from_the_average() -> None:
     machine = Machine([0.8, 0.8], 0.05 * PLAIN_S)
     machine.run(400)
+    # A decision does not show the averages that it follows from.
     mean = machine.control._mean.copy()
     machine.control.decide(machine.rows, machine.rows + 5000)
     assert np.allclose(machine.control._survival[machine.rows], mean)

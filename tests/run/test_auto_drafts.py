@@ -100,6 +100,7 @@ def test_a_drafter_that_rests_is_told_nothing_and_no_token_changes(
     monkeypatch.setattr(TrainedControl, "__init__", resting(TrainedControl.__init__))
     model = load("llama_tied", spoilt=True) if make is None else make(tmp_path, decoder)
     runner = runner_of(decoder, model, 60, "auto")
+    # Who proposed a draft, and when it rests, shows in no token.
     assert runner._drafted is not None
     drafter, rests = runner._drafted._drafters._by_name[kind], [False]
     told: list[bool] = []

@@ -16,6 +16,7 @@ import pytest
 import torch
 from helpers.decode_table import change_decode_table, want_few_programs
 from helpers.quick_interpreter import quick_interpreter
+from helpers.small_decoder import with_paged_attention
 from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
 from helpers.triton_mode import device as place
 from helpers.triton_mode import interpreted
@@ -24,7 +25,6 @@ from millrace.config import RunConfig
 from millrace.models.decoder import Decoder
 from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
-from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.qkv import NativePrepareQkv
 from millrace.ops.base.greedy_head import DrawnTokens
 from millrace.ops.linear.dense import Head as LmHead
@@ -51,13 +51,7 @@ def decoder_for(case: str, device: torch.device, paged: bool, dtype: torch.dtype
     model = make_reference(case, num_hidden_layers=2)
     spec = spec_from_config(config_of(model))
     decoder = build_decoder(spec, StateDictSource.of(model), device=device, dtype=dtype)
-    if paged and not isinstance(decoder.attention, PagedAttention):
-        attention = PagedAttention(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale, spec.attention_softcap
-        )
-        decoder._program.ops = dataclasses.replace(decoder._program.ops, attention=attention)
-        decoder.native_stack = None  # it has its own attention
-    return decoder
+    return with_paged_attention(decoder) if paged else decoder
 
 
 def requests(count: int, seed: int, params: list[SamplingParams]) -> list[Request]:
@@ -216,6 +210,7 @@ def test_same_tokens_with_a_list_of_decode_rows(monkeypatch: pytest.MonkeyPatch)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     fast = CudaRunner(decoder_for("qwen3", place, True), device, token_budget=BUDGET, **SIZES)
     sizes = []
+    # Counts what the runner does itself: tokens do not show it.
     write = fast._writer.write
     monkeypatch.setattr(fast._writer, "write", lambda plan, *rest: sizes.append(plan.num_tokens) or write(plan, *rest))
     expected, _ = drive(plain, requests(7, 6, [GREEDY]), mixed_budget=0)
@@ -269,6 +264,7 @@ def test_a_cached_prefix_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) 
     decoder = with_kernels(decoder_for("qwen3_heads_of_64", place, True))
     runner = CudaRunner(decoder, device, token_budget=BUDGET, kv_dtype="packed", graphs=False, **SIZES)
     steps: list[StepPlan] = []
+    # Counts what the runner does itself: tokens do not show it.
     forward = runner._forward
     monkeypatch.setattr(runner, "_forward", lambda plan: steps.append(plan) or forward(plan))
     with quick_interpreter() if interpreted else nullcontext():
@@ -311,6 +307,7 @@ def test_a_step_is_a_body_and_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     fast = CudaRunner(decoder_for("llama", place, True), device, token_budget=BUDGET, **SIZES)
     steps: list[tuple[bool, list[object]]] = []
+    # Counts what the runner does itself: tokens do not show it.
     forward, run = fast._forward, fast._graphs.run_planned
 
     def forwarded(plan):
@@ -344,6 +341,7 @@ def test_two_head_groups_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -
     scored = msgspec.structs.replace(GREEDY, logprobs=2)
     kinds = [GREEDY, SamplingParams(temperature=0.9, seed=3, max_tokens=4, logprobs=1), GREEDY, GREEDY, scored, GREEDY]
     groups = []
+    # Counts what the runner does itself: tokens do not show it.
     draw = fast._head
     monkeypatch.setattr(fast, "_head", lambda variant, count: groups.append((variant, count)) or draw(variant, count))
     expected, expected_scores = drive(plain, requests(6, 1, kinds))

@@ -180,6 +180,7 @@ def test_every_way_to_run_a_step_agrees(config: dict[str, Any], deterministic: b
     whole, layers, op_by_op = (make_runner(tmp_path, config, deterministic) for _ in range(3))
     assert (whole.native_step is None) == (config is CAPPED)
     assert layers._decoder.native_stack is not None
+    # Without the native step, and without native layers: neither can be switched off.
     layers._native = op_by_op._native = None
     op_by_op._decoder.native_stack = None
     steps = busy_plans(3)

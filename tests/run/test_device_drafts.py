@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.decode_table import want_few_programs
 from helpers.quick_interpreter import quick_interpreter
-from helpers.small_decoder import decoder_for
+from helpers.small_decoder import decoder_for, with_paged_attention
 from helpers.tiny_models import StateDictSource, config_of, make_reference
 from helpers.triton_mode import device as place
 from helpers.triton_mode import interpreted
@@ -23,7 +23,6 @@ from millrace.config import RunConfig
 from millrace.models.decoder import Decoder
 from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
-from millrace.ops.attention import PagedAttention
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.request import Request
@@ -126,6 +125,7 @@ def test_bodies_with_places_are_warmed_up_with_what_accepts_their_drafts(monkeyp
     want_few_programs(monkeypatch)
     fast = CudaRunner(decoder_for(place, paged=True), CpuDevice(1), token_budget=BUDGET, speculate="ngram", **SIZES)
     ran: list[object] = []
+    # Records the graphs that a GPU would replay: tokens do not show them.
     monkeypatch.setattr(fast._graphs, "run_planned", lambda key, work, captures: ran.append(key) or work())
     table = fast._shape_table
     one, two = (table.decode(1, places=places) for places in (1, 2))
@@ -149,14 +149,8 @@ def other_model() -> Decoder:
     """Of another shape than the target: other heads, so that its attention has other tiles."""
     model = make_reference("llama_tied")
     spec = spec_from_config(config_of(model))
-    decoder = build_decoder(spec, StateDictSource.of(model), device=place, dtype=torch.float32)
-    if not isinstance(decoder.attention, PagedAttention):
-        attention = PagedAttention(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale, spec.attention_softcap
-        )
-        decoder._program.ops = dataclasses.replace(decoder._program.ops, attention=attention)
-        decoder.native_stack = None
-    return decoder
+    source = StateDictSource.of(model)
+    return with_paged_attention(build_decoder(spec, source, device=place, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("is_own", [True, False], ids=["itself", "another"])

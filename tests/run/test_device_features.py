@@ -17,6 +17,7 @@ import pytest
 import torch
 from helpers.decode_table import want_few_programs
 from helpers.quick_interpreter import quick_interpreter
+from helpers.small_decoder import paged_attention, with_paged_attention
 from helpers.tiny_models import StateDictSource, config_of, make_reference
 from helpers.triton_mode import device as place
 from helpers.triton_mode import interpreted
@@ -40,22 +41,15 @@ from millrace.run.runner import Runner
 CPU = torch.device("cpu")
 
 
-def paged_attention(spec: Any) -> PagedAttention:
-    heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
-    return PagedAttention(*heads, spec.attention_scale, spec.attention_softcap)
-
-
 def target_on(device: torch.device, *, paged: bool) -> Decoder:
     model = make_reference("llama")
     spec = spec_from_config(config_of(model))
     decoder = build_decoder(spec, StateDictSource.of(model), device=device, dtype=torch.float32)
-    if paged and not isinstance(decoder.attention, PagedAttention):
-        decoder._program.ops = dataclasses.replace(decoder._program.ops, attention=paged_attention(spec))
-        decoder.native_stack = None
-    return decoder
+    return with_paged_attention(decoder) if paged else decoder
 
 
-def with_paged_attention(drafter: Any) -> Any:
+def drafter_with_paged_attention(drafter: Any) -> Any:
+    """See `with_paged_attention`: loading offers no GPU's op on a CPU."""
     if isinstance(drafter, EagleDrafter) and not isinstance(drafter.attention, PagedAttention):
         assert drafter.spec.decoder is not None
         drafter._ops = dataclasses.replace(drafter._ops, attention=paged_attention(drafter.spec.decoder))
@@ -75,7 +69,7 @@ def test_drafts_follow_from_the_tokens_and_change_none(
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     target, reference = target_on(place, paged=True), target_on(CPU, paged=False)
     torch.manual_seed(5)
-    drafter = with_paged_attention(make(tmp_path, target))
+    drafter = drafter_with_paged_attention(make(tmp_path, target))
     runner = CudaRunner(target, device, token_budget=BUDGET, speculate=kind, drafter=drafter, **SIZES)
     seen: list[tuple[list[int], list[int]]] = []
     record_drafts(runner, seen, monkeypatch)
@@ -95,6 +89,7 @@ def test_drafts_follow_from_the_tokens_and_change_none(
 
 def record_drafts(runner: CudaRunner, seen: list[tuple[list[int], list[int]]], monkeypatch: pytest.MonkeyPatch) -> None:
     """What each row had, and its drafts, after each proposal."""
+    # Records what each graph would replay: tokens do not show it.
     run, work = runner._graphs.run, runner._work
     propose = work.propose_drafts
 
@@ -136,9 +131,10 @@ def test_what_drafts_is_warmed_up_with_the_bodies_that_have_places(
     """Also in the dry run that finds kernels, whose decoder has fewer layers: the drafter computes every step too."""
     want_few_programs(monkeypatch)
     target = target_on(place, paged=True)
-    drafter = with_paged_attention(eagle3(tmp_path, target))
+    drafter = drafter_with_paged_attention(eagle3(tmp_path, target))
     runner = CudaRunner(target, CpuDevice(1), token_budget=BUDGET, speculate="eagle", drafter=drafter, **SIZES)
     ran: list[object] = []
+    # Records the graphs that a GPU would replay: tokens do not show them.
     monkeypatch.setattr(runner._graphs, "run_planned", lambda key, work, captures: ran.append(key) or work())
     one, two = (runner._shape_table.decode(1, places=places) for places in (1, 2))
     with quick_interpreter(), torch.inference_mode():

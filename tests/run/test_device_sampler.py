@@ -164,6 +164,7 @@ def test_tokens_equal_those_of_the_reference(vocab: int, dtype: torch.dtype, cut
         logits = torch.from_numpy(rng.normal(size=(count, vocab)) * spread).to(dtype)
         positions = [12 + 3 * step] * count
         adjusted = logits.to(torch.float32, copy=True)
+        # The adjusted logits before the draw, which has only tokens.
         pair.reference._constrain(adjusted, np.array(rows, np.int32), np.array(positions, np.int32))
         expected, drawn = pair.expect(logits, rows, positions), pair.draw(logits, rows, positions)
         for at, spec in enumerate(specs):

@@ -44,6 +44,7 @@ def kernels_of(runner: CudaRunner, decoder: Decoder) -> set[str]:
     with dry_run(kernels.add):
         for part in capture_order(runner._shape_table):
             if isinstance(part, StepShape):
+                # The parts of a step are run one by one, without steps.
                 runner._work.send(None, part)
                 runner._work.body(part, decoder)
     return kernels

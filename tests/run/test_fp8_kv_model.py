@@ -16,6 +16,7 @@ from helpers.decode_table import want_few_programs
 from helpers.paged import PagedDriver
 from helpers.quick_interpreter import quick_interpreter
 from helpers.reference_ops import use_reference_ops
+from helpers.small_decoder import with_paged_attention
 from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
 from helpers.triton_mode import device as place
 from helpers.triton_mode import interpreted
@@ -27,7 +28,6 @@ from millrace.errors import ConfigError
 from millrace.models import load
 from millrace.models.decoder import Decoder
 from millrace.models.spec.families import spec_from_config
-from millrace.ops.attention import PagedAttention
 from millrace.ops.kv.cache import SCALE_BYTES
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.request import Request
@@ -98,11 +98,7 @@ def test_requests_with_a_shared_prefix_give_the_same_tokens(
     """Through CudaRunner; without a GPU its kernels are interpreted."""
     if interpreted:
         want_few_programs(monkeypatch)
-    decoder = decoder_of("llama", place)
-    spec = decoder.spec
-    attention = PagedAttention(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)
-    decoder._program.ops = dataclasses.replace(decoder._program.ops, attention=attention)
-    decoder.native_stack = None  # it has its own attention
+    decoder = with_paged_attention(decoder_of("llama", place))
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     sizes = {"num_blocks": 40, "block_size": 4, "max_rows": 3, "max_context": 32}
     runner = CudaRunner(decoder, device, token_budget=24, kv_dtype="fp8", **sizes)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.decode_table import want_few_programs
 from helpers.quick_interpreter import quick_interpreter
+from helpers.small_decoder import with_paged_attention
 from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
 from helpers.triton_mode import device as place
 from helpers.triton_mode import interpreted
@@ -19,7 +20,6 @@ from millrace.config import RunConfig
 from millrace.models.decoder import Decoder
 from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
-from millrace.ops.attention import PagedAttention
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.request import Request
@@ -84,12 +84,7 @@ def test_the_plain_runner() -> None:
 def test_the_gpu_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     if interpreted:
         want_few_programs(monkeypatch)
-    decoder = load(place, True)
-    if not isinstance(decoder.attention, PagedAttention):
-        spec = decoder.spec
-        attention = PagedAttention(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale)
-        decoder._program.ops = replace(decoder._program.ops, attention=attention)
-        decoder.native_stack = None  # it has its own attention
+    decoder = with_paged_attention(load(place, True))
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     runner = CudaRunner(decoder, device, num_blocks=BLOCKS, token_budget=BUDGET, **SIZES)
     with quick_interpreter() if interpreted else nullcontext():

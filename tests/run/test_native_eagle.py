@@ -124,6 +124,7 @@ def test_matrices_are_held_in_8_bits_where_their_inputs_allow_it(tmp_path: Path)
     files = eagle(tmp_path, decoder)
     drafter = load_drafter(files, decoder, quantization="int8")
     assert isinstance(drafter, EagleDrafter)
+    # Results do not show which form the weights have.
     layer = drafter._weights.layers[0]
     assert isinstance(drafter._weights.fc, StoredLinear)
     assert isinstance(layer.out, StoredLinear)

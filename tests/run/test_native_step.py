@@ -91,6 +91,7 @@ def test_whole_steps_draw_the_same_tokens(case: str, dtype: torch.dtype) -> None
     whole, apart = make_runner(case, dtype), make_runner(case, dtype)
     assert whole.native_step is not None
     assert all(whole.native_step.can_run(plan) for plan in steps[1:])
+    # Without the native step, which cannot be switched off.
     apart._native = None
     assert drawn_by(whole, steps) == drawn_by(apart, steps)
 

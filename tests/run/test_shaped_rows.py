@@ -162,6 +162,7 @@ def test_mirostat_reaches_its_surprise(version: int) -> None:
     tau = 3.0
     sampler = SamplerUnderTest(vocab=VOCAB)
     sampler.admit(0, SamplingParams(mirostat=version, mirostat_tau=tau, mirostat_eta=0.1, seed=3))
+    # Mirostat's state, which no draw shows exactly.
     mu = sampler.sampler._shaped._mu[0]
     seen = []
     for position in range(3, 1500):
@@ -241,6 +242,7 @@ def test_preempted_requests_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(shaped_rows, "MAX_PREEMPTED", 3)
     sampler = SamplerUnderTest(vocab=VOCAB)
+    # Only the memory shows that ended requests are forgotten.
     rows: ShapedRows = sampler.sampler._shaped
     for request in range(9):
         admission = Admission(0, request, np.array([1], np.int32), 1, RowParams(SamplingParams(mirostat=2)))

@@ -90,6 +90,7 @@ def test_rows_draw_the_same_with_shared_blocks_as_with_their_own(
 ) -> None:
     whole, apart = make_runner(case, dtype, kv_dtype), make_runner(case, dtype, kv_dtype)
     assert whole.native_step is not None
+    # Without the native step, which cannot be switched off.
     apart._native = None
     expected = drawn_together(make_runner(case, dtype, kv_dtype), shares_prefix=False)
     assert drawn_together(whole, shares_prefix=True) == expected

@@ -141,6 +141,7 @@ def test_memory_is_bounded() -> None:
     for number in range(3 * MAX_SCOPES):
         admit(drafter, 0, [1], f"tenant {number}")
         drafter.release(0, ids(range(MAX_SCOPE_TOKENS + 100)), has_ended=True)
+    # Only the memory shows that old texts were dropped.
     assert len(drafter._recent) == MAX_SCOPES
     assert all(len(recent.tokens) <= MAX_SCOPE_TOKENS for recent in drafter._recent.values())
     assert not drafter._rows
