@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from contract.real_server import TINY, RealServer, real_server, tiny_model
 from serve.wire import CHAT, eventually, get, post, request
+
+pytestmark = pytest.mark.live
 
 LINES = 40
 
@@ -43,13 +45,12 @@ def test_batch_continues_after_kill_and_restart(tmp_path: Path) -> None:
     server = RealServer(*options)
     try:
         batch_id = start_batch(server)
-        eventually(lambda: completed(server, batch_id) >= 3, within_s=30)
+        eventually(lambda: completed(server, batch_id) >= 3, within_s=60)
         before = completed(server, batch_id)
         server.signal(signal.SIGKILL)
         server.wait()
     finally:
         server.kill()
-    time.sleep(0.2)
     with real_server(*options) as again:
         assert completed(again, batch_id) >= before, "completed lines stay completed"
         eventually(lambda: get(again.port, f"/v1/batches/{batch_id}").json["status"] == "completed", within_s=60)

@@ -6,21 +6,31 @@ import http.client
 import os
 import signal
 import threading
-import time
 from pathlib import Path
 
-from helpers.served import MODEL, Served, Stream, is_ready, serving, wait_until
+import pytest
+from helpers.served import Served, Stream, is_ready, serving, wait_until
+from helpers.tiny_server import NAME, tiny_options
+
+pytestmark = [pytest.mark.live, pytest.mark.slow]
+
+ENDLESS = 30_000
+"""Tokens of a stream that runs until something ends it."""
+
+
+def open_stream(served: Served, max_tokens: int) -> Stream:
+    return served.open_stream(model=NAME, max_tokens=max_tokens)
 
 
 def answer(served: Served) -> int:
     # Answers are sampled; without `ignore_eos` about one in several hundred would end early.
-    asked = {"model": MODEL, "prompt": "Hi", "max_tokens": 2, "ignore_eos": True}
+    asked = {"model": NAME, "prompt": "Hi", "max_tokens": 2, "ignore_eos": True}
     return served.request("POST", "/v1/completions", asked)[0]
 
 
-def test_killed_engine_is_replaced_and_every_stream_gets_an_error() -> None:
-    with serving("--fronts", "2") as served:
-        streams = [served.open_stream(max_tokens=2000) for _ in range(4)]
+def test_killed_engine_is_replaced_and_every_stream_gets_an_error(tmp_path: Path) -> None:
+    with serving(*tiny_options(tmp_path), "--fronts", "2") as served:
+        streams = [open_stream(served, ENDLESS) for _ in range(4)]
         events = [iter(stream) for stream in streams]
         assert all("choices" in next(stream) for stream in events)
         os.kill(served.child("millrace.supervise.engine_child"), signal.SIGKILL)
@@ -37,7 +47,7 @@ def test_killed_engine_is_replaced_and_every_stream_gets_an_error() -> None:
         assert answer(served) == 503
         wait_until(lambda: is_ready(served) and answer(served) == 200, "the next engine serves")
         # Both fronts must have found the new engine; the kernel spreads connections over them.
-        wait_until(lambda: all(answer(served) == 200 for _ in range(8)), "both fronts serve")
+        wait_until(lambda: all(answer(served) == 200 for _ in range(20)), "both fronts serve")
         assert served.metric("millrace_engine_starts_total") == 2
         assert served.process.poll() is None
         kill_a_front(served)
@@ -48,7 +58,7 @@ def kill_a_front(served: Served) -> None:
     """Its own streams end, the others continue, it is replaced, and one scrape counts both fronts."""
     wait_until(lambda: served.metric("millrace_fronts_up") == 2, "two fronts")
     dead = served.child("front_child")
-    streams = [served.open_stream(max_tokens=40) for _ in range(12)]
+    streams = [open_stream(served, 40) for _ in range(20)]
     os.kill(dead, signal.SIGKILL)
     ends = [ends_whole(stream) for stream in streams]
     assert any(ends), "no stream of the other front continued"
@@ -61,7 +71,6 @@ def kill_a_front(served: Served) -> None:
         assert answer(served) == 200
     after = served.metric('millrace_requests_total{finish_reason="length",route="/v1/completions",status="200"}')
     assert after - before == 12, "one scrape counts the requests of all fronts"
-    assert not list(Path("/dev/shm").glob("millrace*"))
 
 
 def ends_whole(stream: Stream) -> bool:
@@ -74,31 +83,26 @@ def ends_whole(stream: Stream) -> bool:
 
 def drain(served: Served) -> None:
     """SIGTERM: not ready at once, running requests may finish, new ones are refused."""
-    stream = served.open_stream(max_tokens=100)
-    events = iter(stream)
+    events = iter(open_stream(served, 2000))
     next(events)
     served.process.send_signal(signal.SIGTERM)
-    time.sleep(0.2)
     assert list(events)[-1]["choices"][0]["finish_reason"] == "length"
-    assert served.process.wait(20) == 0
+    assert served.process.wait(60) == 0
 
 
-def test_a_second_signal_stops_at_once() -> None:
-    with serving("--drain-timeout-s", "60") as served:
-        stream = served.open_stream(max_tokens=7000)
-        events = iter(stream)
+def test_a_second_signal_stops_at_once(tmp_path: Path) -> None:
+    with serving(*tiny_options(tmp_path), "--drain-timeout-s", "3600") as served:
+        events = iter(open_stream(served, ENDLESS))
         next(events)
         served.process.send_signal(signal.SIGTERM)
-        wait_until(lambda: not is_ready(served), "not ready while draining", 5.0)
-        refused = served.request("POST", "/v1/completions", {"model": MODEL, "prompt": "Hi", "max_tokens": 2})
+        wait_until(lambda: not is_ready(served), "not ready while draining")
+        refused = served.request("POST", "/v1/completions", {"model": NAME, "prompt": "Hi", "max_tokens": 2})
         assert refused[0] == 503
         assert "shutting down" in refused[1]["error"]["message"]
         ends: list[dict[str, object]] = []
         reader = threading.Thread(target=lambda: ends.extend(events))
         reader.start()
-        began = time.monotonic()
         served.process.send_signal(signal.SIGTERM)
-        assert served.process.wait(15) == 0
-        assert time.monotonic() - began < 10
-        reader.join(5)
+        assert served.process.wait(60) == 0
+        reader.join(60)
         assert "shut down" in ends[-1]["error"]["message"]

@@ -6,9 +6,12 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 from helpers.served import MODEL, serving, wait_until
 
 from millrace.serve.tenancy.keyring import digest_of
+
+pytestmark = [pytest.mark.live, pytest.mark.slow]
 
 
 def test_request_can_be_explained_and_cancelled(tmp_path: Path) -> None:
@@ -49,10 +52,10 @@ def test_request_can_be_explained_and_cancelled(tmp_path: Path) -> None:
         assert ask("DELETE", "/v1/requests/blocker", who="other")[0] == 404
         status, cancelled = ask("DELETE", "/v1/requests/blocker")
         assert (status, cancelled["cancelled"]) == (200, True)
-        blocker.join(30)
+        blocker.join(60)
         assert results["blocker"][0] == 499
         assert results["blocker"][1]["error"]["code"] == "request_cancelled"
-        later.join(30)
+        later.join(60)
         status, answer = results["later"]
         assert status == 200
         by_answer_id = ask("GET", f"/v1/requests/{answer['id']}/explain")[1]

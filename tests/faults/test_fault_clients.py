@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from helpers.waiting import LIMIT_S
 
 from millrace.faults import kills
 from millrace.faults.wire import Address
+
+pytestmark = pytest.mark.live
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENT = b'e\r\ndata: {"x":1}\n\r\n'
@@ -29,7 +32,7 @@ def test_an_answer_is_counted_when_it_ends_although_the_connection_stays_open(ou
 
     async def run() -> kills.KillResult:
         result = kills.KillResult("engine")
-        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, asyncio.timeout(10):
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, asyncio.timeout(LIMIT_S):
             port = server.sockets[0].getsockname()[1]
             await kills._stream(Address("127.0.0.1", port, "m"), result)
             server.close()

@@ -7,23 +7,26 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 from helpers.served import MODEL, Served, serving, wait_until
+from helpers.tiny_server import tiny_source
 
 from millrace.bench.local_server import descendants
 from millrace.supervise.engine_child import ENGINE_NAME
-from millrace.terminal.model_download import is_downloaded
 
-SECOND = "gemma-3-270m"
+pytestmark = [pytest.mark.live, pytest.mark.slow]
+
+# A stream of the first model lasts while engines of the others come and go, so only that one is a real model.
 SETTINGS = f"""
 [server]
 max_loaded = 2
 [models.a]
 source = "{MODEL}"
 [models.b]
-source = "{SECOND if is_downloaded(SECOND) else MODEL}"
+source = "{{tiny}}"
 max_context = 1024
 [models.c]
-source = "{MODEL}"
+source = "{{tiny}}"
 aliases = ["gpt-4o"]
 """
 
@@ -51,7 +54,7 @@ def engines(served: Served) -> set[int]:
 
 def test_models_are_loaded_evicted_and_replaced_while_another_streams(tmp_path: Path) -> None:
     settings = tmp_path / "several.toml"
-    settings.write_text(SETTINGS)
+    settings.write_text(SETTINGS.format(tiny=tiny_source(tmp_path)))
     with serving("--fronts", "2", "--config", str(settings)) as served:
         assert len(engines(served)) == 1
         with ThreadPoolExecutor(8) as pool:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 
 import pytest
-from contract.test_generated_requests import CONFIG, write_model
 from helpers.served import serving
+from helpers.tiny_server import tiny_options
 
 from millrace.faults.disconnects import churn
 from millrace.faults.fuzz import fuzz
@@ -17,11 +16,7 @@ pytestmark = [pytest.mark.live, pytest.mark.slow]
 
 
 def test_mutated_requests_and_disconnects_break_and_leak_nothing(tmp_path: Path) -> None:
-    options = write_model(tmp_path)
-    # Large enough for the token ids and the prompts of the requests that are mutated.
-    larger = {**CONFIG, "vocab_size": 4096, "max_position_embeddings": 512}
-    (tmp_path / "config.json").write_text(json.dumps(larger))
-    with serving(*options, "--max-running", "16") as served:
+    with serving(*tiny_options(tmp_path), "--max-context", "512", "--max-running", "16") as served:
         url = f"http://127.0.0.1:{served.port}"
         fuzzed = asyncio.run(fuzz(url, served.process.pid, 2.0, seed=7))
         assert fuzzed.faults == []
