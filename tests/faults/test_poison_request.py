@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+from typing import Any
+
 import pytest
+from helpers.tiny_server import tiny_source
 
 from millrace import LLM, SamplingParams
 from millrace.errors import RequestFailed
+from millrace.plan.step import StepPlan
+from millrace.run.device.device import CpuDevice
 from millrace.run.runner import Runner
 
-POISON = 31337
+POISON = 3137
 
 
-def test_a_poison_request_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+# A step cannot be made to fail from outside, so these tests replace the runner's own method.
+def test_a_poison_request_fails_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     execute = Runner._execute
 
-    def poisoned(self, plan):
+    def poisoned(self: Runner, plan: StepPlan) -> Any:
         result = execute(self, plan)
         if any(POISON in self._table.tokens[row] for row in plan.rows):
             raise RuntimeError("this token is poison")
@@ -23,22 +31,17 @@ def test_a_poison_request_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runner, "_execute", poisoned)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompts = [[index + 50, index + 60, index + 70] for index in range(6)]
-    with LLM(dtype="float32", kv_tokens=4000) as llm:
+    with LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000) as llm:
         expected = [generation.token_ids for generation in llm.generate(prompts, params)]
-        results: list[object] = []
 
-        async def everything() -> None:
-            import asyncio
+        async def one(prompt: list[int]) -> list[int]:
+            return [part.token_id async for part in llm.stream(prompt, params) if part.token_id is not None]
 
-            async def one(prompt: list[int]) -> list[int]:
-                return [part.token_id async for part in llm.stream(prompt, params) if part.token_id is not None]
-
+        async def together() -> list[Any]:
             jobs = [one(prompt) for prompt in [*prompts[:3], [5, POISON, 6], *prompts[3:]]]
-            results.extend(await asyncio.gather(*jobs, return_exceptions=True))
+            return await asyncio.gather(*jobs, return_exceptions=True)
 
-        import asyncio
-
-        asyncio.run(everything())
+        results = asyncio.run(together())
         culprit = results.pop(3)
         assert isinstance(culprit, RequestFailed)
         assert "this token is poison" in culprit.message
@@ -46,17 +49,15 @@ def test_a_poison_request_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         assert llm.generate([prompts[0]], params)[0].token_ids == expected[0]
 
 
-def test_device_failure_ends_every_request_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from millrace.run.device.device import CpuDevice
-
-    def broken(self, plan):
+def test_device_failure_ends_every_request_with_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(self: Runner, plan: StepPlan) -> Any:
         raise RuntimeError("the device fell over")
 
-    def probe(self):
+    def probe(self: CpuDevice) -> None:
         raise RuntimeError("the device is gone")
 
     monkeypatch.setattr(CpuDevice, "probe", probe)
-    with LLM(dtype="float32", kv_tokens=4000) as llm:
+    with LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000) as llm:
         monkeypatch.setattr(Runner, "_execute", broken)
         with pytest.raises(RequestFailed, match="the device is gone"):
             llm.generate(["hello"], SamplingParams(max_tokens=4))
