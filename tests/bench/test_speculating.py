@@ -65,6 +65,7 @@ def test_a_point_ends_when_its_interval_is_narrow_or_its_time_is_over() -> None:
     narrow = Point("chat", 1, sides(*[10.0] * 16), sides(*[10.0] * 16))
     wide = Point("chat", 1, sides(*[10.0] * 5), sides(9.0, 12.0, 8.0, 11.0, 10.0))
     few = Point("chat", 1, sides(10.0, 10.0), sides(10.0, 10.0))
+    # The public entry measures servers for minutes.
     assert bench._is_done(narrow, 5.0, 60.0)
     assert not bench._is_done(wide, 5.0, 60.0)
     assert bench._is_done(wide, 55.0, 60.0), "no round fits any more"

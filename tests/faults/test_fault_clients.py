@@ -34,6 +34,7 @@ def test_an_answer_is_counted_when_it_ends_although_the_connection_stays_open(ou
         result = kills.KillResult("engine")
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, asyncio.timeout(LIMIT_S):
             port = server.sockets[0].getsockname()[1]
+            # One client: the public entry starts many, and kills a process.
             await kills._stream(Address("127.0.0.1", port, "m"), result)
             server.close()
         return result

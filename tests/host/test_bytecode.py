@@ -11,6 +11,8 @@ import pytest
 
 from millrace.host import bytecode
 
+pytestmark = pytest.mark.live
+
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

@@ -20,7 +20,7 @@ def test_an_unmeasured_device_gets_a_fraction_of_its_data_sheet_rate() -> None:
 
 
 def test_every_entry_is_complete_and_plausible() -> None:
-    for name in module._known_devices():
+    for name in module._known_devices():  # The table of the package, which has no public list of its names.
         limits = device_limits(name)
         assert 0.5 * limits.flops <= limits.step_flops < limits.flops, name
         assert 50 < limits.flops / limits.bytes_per_s < 500, name

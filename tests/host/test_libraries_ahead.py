@@ -144,6 +144,7 @@ def test_touched_spans_are_heads_and_tails_of_sections(
     ], "no binaries for the GPU, nothing that is not loaded, nothing twice"
 
 
+@pytest.mark.live
 def test_only_missing_parts_are_read(library: tuple[Path, dict[str, tuple[int, int]]]) -> None:
     path, at = library
     touched = touched_pieces(at, 2 * MB)
@@ -213,6 +214,7 @@ def broken_libraries(folder: Path) -> list[Path]:
     return paths
 
 
+@pytest.mark.live
 def test_script_skips_unreadable_files(library: tuple[Path, dict[str, tuple[int, int]]], tmp_path: Path) -> None:
     path, at = library
     if page_reader.available_bytes() < page_reader.MIN_AVAILABLE_BYTES:
@@ -249,6 +251,7 @@ def test_nothing_is_read_with_little_available_memory(
     assert asked == [str(path)]
 
 
+@pytest.mark.live
 def test_libraries_next_to_a_package_are_read_without_importing_it(
     library: tuple[Path, dict[str, tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,25 +1,17 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 import pytest
-from serve.front_under_test import Front, running_front, saying
+from link.test_engine_client import READY
 
+from millrace.link.messages import EngineStats
 from millrace.observe.device_use import device_use
 from millrace.observe.history import FrontCounts, Sample
 
 
-@pytest.fixture(scope="module")
-def front() -> Iterator[Front]:
-    with running_front(saying("hello")) as running:
-        yield running
-
-
-def test_shares_of_the_limits_over_the_last_seconds(front: Front) -> None:
-    stats, ready = front.call(front.engine.stats), front.state.client.ready
-    assert ready is not None
-    ready = msgspec.structs.replace(ready, device_bytes_per_s=1000.0, device_flops=0.0)
+def test_shares_of_the_limits_over_the_last_seconds() -> None:
+    stats = EngineStats(**dict.fromkeys(EngineStats.__struct_fields__, 0))
+    ready = msgspec.structs.replace(READY, device_bytes_per_s=1000.0, device_flops=0.0)
 
     def at(second: float, read: float, step: int = 5) -> Sample:
         return Sample(second, msgspec.structs.replace(stats, bytes_read=read, step_no=step), FrontCounts())

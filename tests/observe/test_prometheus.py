@@ -6,7 +6,6 @@ import json
 import shutil
 import socket
 import subprocess
-import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.served import wait_until
 from serve.front_under_test import MODEL, Front, endless, running_front
 from serve.wire import CHAT, get, post
 
@@ -22,6 +22,8 @@ from millrace.config import Config, replace
 from millrace.observe.slo.dashboard import panels
 from millrace.observe.slo.objective import parse_objectives
 from millrace.serve.describe.sampler import take_sample
+
+pytestmark = pytest.mark.live
 
 SLOS = "ttft p95 < 500 ms; standard: itl p99 < 80 ms"
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="Debian's prometheus is not installed")
@@ -78,7 +80,7 @@ def prometheus(front: Front, directory: Path) -> Iterator[str]:
 
 
 def ask(url: str, query: str) -> list[Any]:
-    with urllib.request.urlopen(f"{url}/api/v1/query?query={urllib.parse.quote(query)}", timeout=10) as answer:
+    with urllib.request.urlopen(f"{url}/api/v1/query?query={urllib.parse.quote(query)}", timeout=60) as answer:
         body = json.loads(answer.read())
     assert body["status"] == "success", query
     return list(body["data"]["result"])
@@ -96,10 +98,7 @@ def scraped(url: str, front: Front, wanted: int) -> bool:
 @needs_prometheus
 def test_prometheus_scrapes_and_answers_every_query_of_the_dashboard(front: Front, tmp_path: Path) -> None:
     with prometheus(front, tmp_path) as url:
-        deadline = time.monotonic() + 60
-        while not scraped(url, front, wanted=3):
-            assert time.monotonic() < deadline, "Prometheus did not scrape the front"
-            time.sleep(0.2)
+        wait_until(lambda: scraped(url, front, wanted=3), "Prometheus has scraped the front")
         empty = []
         for panel in panels(parse_objectives(SLOS)):
             for query, _ in panel.queries:

@@ -99,6 +99,7 @@ def test_the_dashboard_has_a_panel_per_objective() -> None:
     assert len(set(places)) == len(places)
 
 
+@pytest.mark.live
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Debian's prometheus) is not installed")
 def test_alert_rules_are_valid_for_prometheus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["slo", "rules", "--slos", "; ".join(map(str, OBJECTIVES))]) == 0

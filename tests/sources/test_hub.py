@@ -23,6 +23,8 @@ from millrace.sources.drafters import drafter_folder
 from millrace.sources.names import HubName, parse_name
 from millrace.sources.resolve import resolve_model
 
+pytestmark = pytest.mark.live
+
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 8}
 METADATA = {
     "llama.block_count": 1,
