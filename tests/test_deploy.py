@@ -27,6 +27,7 @@ OF_OTHER_PROGRAMS = {
 def test_every_option_exists(path: Path) -> None:
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)
+    # argparse has no public list of options.
     known = set(parser._option_string_actions) | OF_OTHER_PROGRAMS
     found = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text(encoding="utf-8")))
     assert found <= known

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import itertools
 import json
 import re
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +16,7 @@ import msgspec
 import numpy as np
 import pydantic
 import pytest
+import torch
 from helpers.tiny_models import config_of, make_reference
 
 from millrace.errors import BadRequest, ConfigError, RequestFailed
@@ -162,14 +161,8 @@ def check_neighbours(llm: LLM) -> None:
         rounds = 0
         while rounds < 3 or not all(sender.done() for sender in senders):
             rounds += 1
-            times = [time.monotonic()]
-            tokens = []
-            for part in llm.stream("ab", **fields):
-                times.append(time.monotonic())
-                tokens.append(part.token_id)
-            assert tokens == [*alone.token_ids, None]
-            assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 8.0
-        assert all(sender.result(1) for sender in senders)
+            assert [part.token_id for part in llm.stream("ab", **fields)] == [*alone.token_ids, None]
+        assert all(sender.result(60) for sender in senders)
 
 
 @pytest.mark.parametrize(
@@ -226,20 +219,28 @@ def test_embeddings_are_of_length_one_and_close_for_equal_meanings() -> None:
     assert short == pytest.approx(last[0][:8] / np.linalg.norm(last[0][:8]))
 
 
-def test_a_closed_engine_leaves_no_memory() -> None:
+def test_a_closed_engine_leaves_no_tensors(tmp_path: Path) -> None:
     """Without the garbage collector's own rounds, which come at some later time or never."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config_of(make_reference("llama"))))
     left = []
+    gc.collect()
     gc.disable()
     try:
-        for _ in range(3):
-            with LLM(dtype="float32", max_running=2, kv_tokens=2048) as opened:
-                opened.generate([[400, 401]], max_tokens=4, temperature=0.0)
-            left.append(resident_bytes())
+        for _ in range(2):
+            with LLM(f"random:{path}", device="cpu", dtype="float32", kv_tokens=512) as opened:
+                opened.generate([[40, 41]], max_tokens=4, temperature=0.0)
+                open_bytes = tensor_bytes()
+            left.append(tensor_bytes())
     finally:
         gc.enable()
-    assert left[2] - left[0] < 300e6, "the weights alone are 540 MB"
+    assert left[1] == left[0] < open_bytes
 
 
-def resident_bytes() -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS"))
+def tensor_bytes() -> int:
+    """Bytes of all tensors of this process, each storage once."""
+    storages = {}
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.Tensor):  # Some modules answer `isinstance` with a warning.
+            storages[one.untyped_storage().data_ptr()] = one.untyped_storage().nbytes()
+    return sum(storages.values())

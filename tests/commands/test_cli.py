@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import socket
 import subprocess
 import sys
@@ -28,28 +27,17 @@ def millrace(*arguments: str, **more: object) -> subprocess.CompletedProcess[str
 
 @pytest.mark.live
 @pytest.mark.parametrize("arguments", [["--help"], ["config"], ["--version"], ["serve", "--help"], ["nonsense"]])
-def test_light_commands_import_nothing_heavy_and_are_instant(arguments: list[str]) -> None:
+def test_light_commands_import_nothing_heavy(arguments: list[str]) -> None:
     """`config` checks sampling defaults, which are a msgspec struct."""
     heavy = {"torch", "aiohttp", "rich", "numpy", "tokenizers", *(() if arguments == ["config"] else ("msgspec",))}
     code = (
         "import sys; from millrace.cli import main\n"
         f"try: main({arguments!r})\nexcept SystemExit: pass\n"
-        f"heavy = {heavy!r} & set(sys.modules)\n"
+        f"heavy = sorted({heavy!r} & set(sys.modules))\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)"
     )
-    best_s = 1e9
-    for _ in range(5):
-        before_s = cpu_seconds_of_children()
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-        best_s = min(best_s, cpu_seconds_of_children() - before_s)
-        assert done.returncode == 0, done.stderr
-    # The bar is 0.15 s on an idle machine; on a busy one even CPU time can double.
-    assert best_s < 0.4
-
-
-def cpu_seconds_of_children() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_help_has_examples() -> None:
@@ -329,6 +317,7 @@ def test_a_server_of_several_models_is_found_by_any_of_them(tmp_path: Path, monk
             choose_server("sec")
 
 
+@pytest.mark.live  # It asks for a free port.
 def test_formats_of_every_model_are_checked_at_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "several.toml"
     file.write_text('[models.a]\nsource = "smollm2"\n[models.b]\nsource = "smollm2"\ntool_format = "nonsense"\n')

@@ -142,7 +142,7 @@ def on_terminal(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> tuple[
     monkeypatch.setenv("TERM", "xterm-256color")
     with standard_output(monkeypatch, terminal) as problems:
         code = exit_code(arguments)
-    reader.join(10)
+    reader.join(60)
     os.close(screen)
     return code, seen.decode(errors="replace").replace("\r\n", "\n"), problems.getvalue()
 

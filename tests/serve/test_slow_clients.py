@@ -161,7 +161,7 @@ def test_a_bug_in_one_stream_does_not_affect_others(front: Front) -> None:
         def broken(token_id: int) -> str:
             raise ZeroDivisionError("a defect")
 
-        job.choices[0]._push = broken
+        job.choices[0]._push = broken  # No request can make it fail.
 
     front.call(front.engine.pause)
     with connected(front.port) as bad, connected(front.port) as good:

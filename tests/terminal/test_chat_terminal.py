@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 from helpers.fake_openai import FakeServer, running
+from helpers.served import wait_until
 from helpers.terminal import on_terminal
 
 pytestmark = pytest.mark.live
@@ -46,11 +46,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program() -> None:
         t.ctrl_c()
         t.expect("(stopped)")
         t.expect(PROMPT)
-        for _ in range(100):
-            if server.disconnects:
-                break
-            time.sleep(0.05)
-        assert server.disconnects == 1, "the server must notice the disconnect"
+        wait_until(lambda: server.disconnects == 1, "the server notices the disconnect")
         t.type("go on\r")
         t.expect("w1")
         t.ctrl_c()

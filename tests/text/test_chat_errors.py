@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,12 @@ from millrace.text.chat.template import ChatTemplate, load_chat_template
 from millrace.text.tokenizers.tokenizer import Tokenizer
 
 USER = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture
+def without_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only counted work stops a template."""
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", float("inf"))
 
 
 def render(template: str, messages: Any = USER, **options: Any) -> str:
@@ -75,11 +80,10 @@ def test_template_errors_are_sentences(template: str, message: str) -> None:
         "{% for a in range(1000) %}{% for b in range(900) %}{{ 'x' * 1000 }}{% endfor %}{% endfor %}",
     ],
 )
+@pytest.mark.usefixtures("without_clock")
 def test_templates_that_use_too_much_are_stopped(template: str) -> None:
-    start = time.perf_counter()
     with pytest.raises(BadRequest, match=r"was stopped: .*--chat-template"):
         render(template)
-    assert time.perf_counter() - start < 30
 
 
 def test_a_slow_template_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,6 +101,7 @@ def test_limits_do_not_affect_normal_templates() -> None:
     assert render("{{ ['a'] + ['b'] }}{{ 'x'.ljust(3) }}|{{ 'a'.replace('a', 'b') }}") == "['a', 'b']x  |b"
 
 
+@pytest.mark.usefixtures("without_clock")
 def test_each_rendering_has_its_own_budget() -> None:
     template = ChatTemplate({"default": "{% for a in range(900000) %}{% endfor %}done"}, {})
     with ThreadPoolExecutor(4) as pool:

@@ -1,12 +1,14 @@
-"""Tokenizing takes linear time, does not block other threads, and is thread-safe."""
+"""Tokenizing copes with very long words, does not block other threads, and is thread-safe."""
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from helpers.served import wait_until
 from text import corpus
 
 from millrace.params import SamplingParams
@@ -17,12 +19,10 @@ MEGABYTE = 1_000_000
 
 
 @pytest.mark.parametrize("unit", ["a", "xq", " ", "\n", "!", "中文", "👍", "0", "é"])
-def test_very_long_word_is_tokenized_in_bounded_time(default_tokenizer: Tokenizer, unit: str) -> None:
+def test_very_long_word(default_tokenizer: Tokenizer, unit: str) -> None:
+    """A second at most; work that grows with the square of the length would take hours."""
     text = unit * (300_000 // len(unit))
-    start = time.perf_counter()
-    ids = default_tokenizer.encode(text)
-    assert time.perf_counter() - start < 20  # about 0.3 s on an idle machine
-    assert default_tokenizer.decode(ids) == text
+    assert default_tokenizer.decode(default_tokenizer.encode(text)) == text
 
 
 def test_very_long_word_for_sentence_piece(sentence_piece: Tokenizer) -> None:
@@ -31,20 +31,30 @@ def test_very_long_word_for_sentence_piece(sentence_piece: Tokenizer) -> None:
 
 
 def test_other_threads_run_while_a_long_text_is_tokenized(default_tokenizer: Tokenizer) -> None:
-    text = (" ".join(corpus.SENTENCES) * 1000)[: 2 * MEGABYTE]
-    done = threading.Event()
+    """This thread wakes several times while the other is in one and the same call."""
+    text = (" ".join(corpus.SENTENCES) * 1000)[: MEGABYTE // 2]
+    calls = [0]
+    is_seen = threading.Event()
 
     def encode() -> None:
-        default_tokenizer.encode(text)
-        done.set()
+        while not is_seen.is_set():
+            calls[0] += 1
+            default_tokenizer.encode(text)
+
+    def wakes_within_a_call() -> bool:
+        seen = []
+        for _ in range(5):
+            time.sleep(0.001)
+            seen.append(calls[0])
+        return len(set(seen)) == 1 and seen[0] > 0
 
     worker = threading.Thread(target=encode)
     worker.start()
-    ticks = 0
-    while not done.wait(0.005):
-        ticks += 1
-    worker.join()
-    assert ticks > 10
+    try:
+        wait_until(wakes_within_a_call, "this thread runs while the other tokenizes")
+    finally:
+        is_seen.set()
+        worker.join()
 
 
 def test_threads_share_a_tokenizer(default_tokenizer: Tokenizer) -> None:
@@ -65,12 +75,15 @@ def test_threads_share_a_tokenizer(default_tokenizer: Tokenizer) -> None:
 
 
 def test_pushing_a_token_is_cheap(default_tokenizer: Tokenizer) -> None:
+    """One function call for a token of whole characters, and no call inside it."""
     ids = default_tokenizer.encode("The quick brown fox jumps over the lazy dog. " * 200)
-    best = float("inf")
-    for _ in range(5):
-        push = TextStream(default_tokenizer, SamplingParams()).push
-        start = time.perf_counter()
-        for token_id in ids:
-            push(token_id)
-        best = min(best, (time.perf_counter() - start) / len(ids))
-    assert best < 2e-6  # about 0.1 µs on an idle machine
+    push = TextStream(default_tokenizer, SamplingParams()).push
+    for token_id in ids:  # The table of texts is filled as tokens appear.
+        push(token_id)
+    calls: list[str] = []
+    sys.setprofile(lambda frame, event, argument: calls.append(event) if event.endswith("call") else None)
+    for token_id in ids:
+        push(token_id)
+    sys.setprofile(None)
+    assert calls.count("call") == len(ids)
+    assert calls.count("c_call") == 1, "this test's own call of setprofile"

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import msgspec
 import pytest
+from helpers.served import wait_until
 
+from millrace.bench.local_server import descendants
 from millrace.errors import BadRequest, Overloaded
 from millrace.params import MAX_GRAMMAR_BYTES, Grammar
 from millrace.text.grammar import compiler as compiler_module
@@ -35,7 +39,7 @@ def length_of(grammar: Grammar) -> int:
 
 def test_each_grammar_is_compiled_once() -> None:
     compiler = GrammarCompiler(length_of)
-    results = [compiler.submit(numbered(index % 3)).result(10) for index in range(9)]
+    results = [compiler.submit(numbered(index % 3)).result(60) for index in range(9)]
     assert results == [12] * 9
     assert (compiler.num_compiled, compiler.num_hits) == (3, 6)
     compiler.close()
@@ -44,7 +48,7 @@ def test_each_grammar_is_compiled_once() -> None:
 def test_scopes_share_nothing() -> None:
     compiler = GrammarCompiler(length_of)
     for scope in ("a", "b", "a"):
-        compiler.submit(numbered(1), scope).result(10)
+        compiler.submit(numbered(1), scope).result(60)
     assert (compiler.num_compiled, compiler.num_hits) == (2, 1)
     compiler.close()
 
@@ -53,11 +57,11 @@ def test_scopes_share_nothing() -> None:
 def test_the_least_recently_used_is_forgotten(limits: dict[str, int], size: int) -> None:
     compiler = GrammarCompiler(length_of, **limits)
     for number in (1, 2, 1, 3):  # 2 is the least recently used when 3 comes
-        compiler.submit(numbered(number, size)).result(10)
+        compiler.submit(numbered(number, size)).result(60)
     assert compiler.num_compiled == 3
-    compiler.submit(numbered(1, size)).result(10)
+    compiler.submit(numbered(1, size)).result(60)
     assert compiler.num_compiled == 3
-    compiler.submit(numbered(2, size)).result(10)
+    compiler.submit(numbered(2, size)).result(60)
     assert compiler.num_compiled == 4
     compiler.close()
 
@@ -72,10 +76,10 @@ def test_a_wrong_grammar_is_remembered_and_a_failure_is_not() -> None:
         raise OSError("the disk is gone")
 
     compiler = GrammarCompiler(build)
-    assert [compiler.submit(numbered(1)).result(10) for _ in range(2)] == [Unusable("It is wrong.")] * 2
+    assert [compiler.submit(numbered(1)).result(60) for _ in range(2)] == [Unusable("It is wrong.")] * 2
     assert len(calls) == 1
     for _ in range(2):
-        assert isinstance(compiler.submit(numbered(2)).exception(10), OSError)
+        assert isinstance(compiler.submit(numbered(2)).exception(60), OSError)
     assert len(calls) == 3
     compiler.close()
 
@@ -83,14 +87,14 @@ def test_a_wrong_grammar_is_remembered_and_a_failure_is_not() -> None:
 def test_too_many_waiting_grammars_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler_module, "MAX_PENDING", 3)
     go_on = threading.Event()
-    compiler = GrammarCompiler(lambda grammar: go_on.wait(30))
+    compiler = GrammarCompiler(lambda grammar: go_on.wait(60))
     waiting = [compiler.submit(numbered(number)) for number in range(3)]
     assert compiler.submit(numbered(0)) is waiting[0]
     with pytest.raises(Overloaded, match="3 grammars"):
         compiler.submit(numbered(3))
     go_on.set()
-    assert all(future.result(10) for future in waiting)
-    assert compiler.submit(numbered(3)).result(10)
+    assert all(future.result(60) for future in waiting)
+    assert compiler.submit(numbered(3)).result(60)
     compiler.close()
 
 
@@ -104,20 +108,20 @@ def test_a_tenant_delays_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         if not grammar.source.startswith('{"const": 1'):
             return True
         is_busy.set()
-        return go_on.wait(30)
+        return go_on.wait(60)
 
     compiler = GrammarCompiler(build)
     slow = [compiler.submit(numbered(10 + number), "hostile") for number in range(3)]
     with pytest.raises(Overloaded, match="Of yours, 3 grammars"):
         compiler.submit(numbered(19), "hostile")
-    assert is_busy.wait(10)
+    assert is_busy.wait(60)
     for number in range(4):
-        assert compiler.submit(numbered(number + 20), "a").result(10)
-        assert compiler.submit(numbered(number + 20), "b").result(10)
+        assert compiler.submit(numbered(number + 20), "a").result(60)
+        assert compiler.submit(numbered(number + 20), "b").result(60)
     assert begun[0] == numbered(10)
     assert numbered(11) not in begun
     go_on.set()
-    assert all(future.result(10) for future in slow)
+    assert all(future.result(60) for future in slow)
     compiler.close()
 
 
@@ -127,13 +131,13 @@ def test_scopes_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def build(grammar: Grammar) -> bool:
         begun.append(grammar.source[10])
-        return go_on.wait(30)
+        return go_on.wait(60)
 
     compiler = GrammarCompiler(build)
     asked = ((0, ""), (1, "a"), (2, "a"), (3, "a"), (4, "b"), (5, "c"), (6, "b"))
     futures = [compiler.submit(numbered(number), scope) for number, scope in asked]
     go_on.set()
-    assert all(future.result(10) for future in futures)
+    assert all(future.result(60) for future in futures)
     assert begun == ["0", "1", "4", "5", "2", "6", "3"]
     compiler.close()
 
@@ -147,11 +151,11 @@ def test_a_grammar_that_takes_much_memory_is_forgotten_sooner(monkeypatch: pytes
 
     monkeypatch.setattr(compiler_module, "resident_bytes", lambda: used[0])
     compiler = GrammarCompiler(build, max_cached_bytes=500)
-    compiler.submit(numbered(1)).result(10)
-    compiler.submit(numbered(7)).result(10)
-    compiler.submit(numbered(2)).result(10)
+    compiler.submit(numbered(1)).result(60)
+    compiler.submit(numbered(7)).result(60)
+    compiler.submit(numbered(2)).result(60)
     assert compiler.num_compiled == 3
-    compiler.submit(numbered(7)).result(10)
+    compiler.submit(numbered(7)).result(60)
     assert compiler.num_compiled == 4
     compiler.close()
 
@@ -207,7 +211,7 @@ def test_a_long_error_is_cut() -> None:
 
 @pytest.mark.live
 def test_a_grammar_that_takes_too_long_costs_only_its_sender() -> None:
-    pool = CheckPool(limit_s=1.0)
+    pool = CheckPool(limit_s=60.0)  # The process itself ends after some CPU time.
     compiler = GrammarCompiler(pool, on_close=pool.close)
     slow = compiler.submit(SLOW)
     quick = compiler.submit(Grammar("json_schema", '{"type": "integer"}'))
@@ -222,11 +226,19 @@ def test_a_grammar_that_takes_too_long_costs_only_its_sender() -> None:
 
 
 @pytest.mark.live
+def test_a_check_that_does_not_answer_in_time_is_refused() -> None:
+    pool = CheckPool(limit_s=0.0)
+    with pytest.raises(GrammarError, match="too much time or memory"):
+        pool(numbered(1))
+    pool.close()
+
+
+@pytest.mark.live
 def test_a_grammar_that_takes_too_much_memory_is_refused() -> None:
-    pool = CheckPool(limit_s=60.0)
+    pool, others = CheckPool(limit_s=60.0), check_processes()
     pool(Grammar("json_object"))
-    [process] = pool._idle
-    resource.prlimit(process._process.pid, resource.RLIMIT_AS, (1 << 20, 1 << 20))
+    [process] = check_processes() - others
+    resource.prlimit(process, resource.RLIMIT_AS, (1 << 20, 1 << 20))
     with pytest.raises(GrammarError, match="too much time or memory"):
         pool(Grammar("json_schema", json.dumps({"enum": [f"value {number}" for number in range(7000)]})))
     pool(numbered(1))
@@ -235,17 +247,24 @@ def test_a_grammar_that_takes_too_much_memory_is_refused() -> None:
 
 @pytest.mark.live
 def test_a_check_process_that_somebody_ended_is_replaced() -> None:
-    pool = CheckPool()
+    pool, others = CheckPool(limit_s=60.0), check_processes()
     pool(numbered(1))
-    [process] = pool._idle
-    process._process.terminate()  # As a service manager does with all processes of a server that shall drain.
+    [process] = check_processes() - others
+    os.kill(process, signal.SIGTERM)  # As a service manager does with all processes of a server that shall drain.
     pool(numbered(2))
-    assert pool._idle == [process]
-    process._process.kill()
-    process._process.wait()
+    assert check_processes() - others == {process}
+    os.kill(process, signal.SIGKILL)
+    wait_until(lambda: process not in check_processes(), "the process has ended")
     pool(numbered(3))
-    assert pool._idle != [process]
+    assert len(check_processes() - others) == 1
     pool.close()
+    assert check_processes() == others
+
+
+def check_processes() -> set[int]:
+    """Ids of this process's children that check grammars and run."""
+    files = {pid: Path(f"/proc/{pid}/cmdline") for pid in descendants(os.getpid())}
+    return {pid for pid, file in files.items() if file.exists() and b"check_server" in file.read_bytes()}
 
 
 @pytest.mark.live

@@ -181,6 +181,7 @@ def _plain_end() -> Tokenizer:
 def _hidden_token() -> Tokenizer:
     """Decoding hides a token that the vocabulary does not mark as special."""
     plain = _plain_end()
+    # No loader makes such a tokenizer from a whole file.
     return Tokenizer(plain._backend, end_token_ids=plain.end_token_ids, special_ids=frozenset((298,)))
 
 
