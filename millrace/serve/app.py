@@ -32,6 +32,7 @@ from millrace.serve.state import FrontState, ModelText
 from millrace.serve.tenancy.keyring import Keyring
 from millrace.serve.tenancy.quotas import Quotas
 from millrace.settings_changes import with_live_changes
+from millrace.sources.embedding_models import is_trained_to_embed
 from millrace.sources.resolve import resolve_model
 from millrace.sources.sampling_defaults import sampling_defaults
 from millrace.text.chat.template import load_chat_template
@@ -248,6 +249,7 @@ def load_state(
         model_name=first.name,
         metrics=FrontMetrics({model.name: clients[model.name] for model in models}, parse_objectives(observe.slos)),
         sampling_defaults=text.sampling_defaults,
+        is_embedder=text.is_embedder,
         keyring=Keyring(Path(server.keys_file)) if server.keys_file else None,
         quotas=Quotas(directory, max(1, server.fronts), client.front_index),
         audit=AuditLog(observe.audit_log) if observe.audit_log else None,
@@ -287,6 +289,7 @@ def read_text(config: Config) -> ModelText:
         tokenizer,
         load_chat_template(files, tokenizer, config.model.chat_template),
         sampling_defaults(files, config.model.generation_defaults),
+        is_trained_to_embed(files),
     )
 
 

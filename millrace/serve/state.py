@@ -82,6 +82,7 @@ class ModelText:
     tokenizer: Tokenizer
     template: ChatTemplate
     sampling_defaults: SamplingDefaults
+    is_embedder: bool = False
 
 
 def _text_pool() -> ThreadPoolExecutor:
@@ -118,6 +119,8 @@ class FrontState:
     metrics: FrontMetrics
     sampling_defaults: SamplingDefaults = NEUTRAL_DEFAULTS
     """Sampling of requests that set none."""
+    is_embedder: bool = False
+    """True if the model was trained to give embeddings."""
     text_pool: ThreadPoolExecutor = field(default_factory=_text_pool)
     """Threads that render and tokenise long texts, so that they do not stall other streams."""
     grammar_check: GrammarCompiler[None] = field(default_factory=_grammar_check)
@@ -196,6 +199,7 @@ class FrontState:
             tokenizer=text.tokenizer,
             template=text.template,
             sampling_defaults=text.sampling_defaults,
+            is_embedder=text.is_embedder,
             model_name=name,
             longest_token_bytes=0,
             shared_store=self.store,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _WANTED = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", "*.jinja"),
+    *("modules.json", "config_sentence_transformers.json"),
 )
 _UNWANTED = ("consolidated*", "*/*")
 """Copies of the weights in other formats, and all subdirectories."""

@@ -15,7 +15,6 @@ from millrace.config import DEFAULT_MODEL
 
 
 @pytest.mark.live
-@pytest.mark.slow
 def test_front_is_measured_over_the_null_engine() -> None:
     cost = FrontBench(DEFAULT_MODEL, fronts=1, streams=8, tokens=16, seconds=1.0).run()
     assert cost.errors == 0

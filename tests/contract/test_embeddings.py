@@ -11,8 +11,10 @@ import openai
 import pytest
 from contract.real_server import RealServer, real_server
 from contract.schema_check import DOCUMENT, problems, schemas
+from serve.front_under_test import running_front
 from serve.wire import eventually, post
 
+from millrace.serve.generate.vectors import NOT_TRAINED
 from millrace.sources.resolve import resolve_model
 from millrace.text.tokenizers.load import load_tokenizer
 
@@ -144,3 +146,22 @@ def test_a_batch_may_ask_for_embeddings(client: openai.OpenAI) -> None:
     written = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
     assert sorted(one["custom_id"] for one in written) == ["0", "1", "2"]
     assert all(len(one["response"]["body"]["data"][0]["embedding"]) > 100 for one in written)
+
+
+def test_a_chat_model_says_that_it_was_not_trained_for_embeddings(server: RealServer) -> None:
+    for path, body in (
+        ("/v1/embeddings", {"input": "x"}),
+        ("/api/embed", {"input": "x"}),
+        ("/api/embeddings", {"prompt": "x"}),
+    ):
+        reply = post(server.port, path, {"model": MODEL, **body})
+        assert (reply.status, reply.headers["x-millrace-warning"]) == (200, NOT_TRAINED), path
+    answered = post(server.port, "/v1/completions", {"model": MODEL, "prompt": "x", "max_tokens": 1})
+    assert "x-millrace-warning" not in answered.headers
+
+
+def test_a_model_for_embeddings_has_no_warning() -> None:
+    with running_front() as front:
+        front.state.is_embedder = True
+        reply = post(front.port, "/v1/embeddings", {"input": "x"})
+        assert (reply.status, "x-millrace-warning" in reply.headers) == (200, False)

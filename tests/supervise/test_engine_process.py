@@ -11,7 +11,7 @@ from millrace.supervise import spare_engine
 from millrace.supervise.engine_process import EngineChild, EngineProcess
 from millrace.supervise.spare_engine import SpareEngine
 
-pytestmark = [pytest.mark.live, pytest.mark.slow]
+pytestmark = pytest.mark.live
 
 
 async def _message_at_death(engine: EngineProcess) -> str:

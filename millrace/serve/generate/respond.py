@@ -80,7 +80,7 @@ async def answer(
         job.request_id, job.path, job.owner = request[REQUEST_ID], request.path, owner_of(request)
         if out is not None:
             return await _stream(work, job, out)
-        headers = {REQUEST_ID_HEADER: request[REQUEST_ID], "Server": "millrace"}
+        headers = {REQUEST_ID_HEADER: request[REQUEST_ID], "Server": "millrace", **work.headers}
         body = await whole_answer(work, job)
         return web.Response(body=body, headers=headers, content_type="application/json")
     finally:

@@ -15,10 +15,12 @@ from millrace.serve.generate.events import TextDelta, Usage
 from millrace.serve.generate.generation import Generation, Prompt
 from millrace.serve.generate.prompts import encode_texts
 from millrace.serve.generate.writer import TextOnly
+from millrace.serve.http.ids import WARNING_HEADER
 from millrace.serve.state import FrontState
 
 MAX_INPUTS = 2048
 """In one request, as in OpenAI's API."""
+NOT_TRAINED = "This model was not trained for embeddings, so its vectors compare badly. Serve one that was."
 
 
 async def encoded_inputs(state: FrontState, texts: list[str], field: str, *, may_cut: bool = False) -> list[Prompt]:
@@ -39,6 +41,11 @@ async def encoded_inputs(state: FrontState, texts: list[str], field: str, *, may
         if not prompt.token_ids:
             raise BadRequest(f"Text {number} of '{field}' has no tokens; send at least one character.", param=field)
     return prompts
+
+
+def vector_headers(state: FrontState) -> dict[str, str]:
+    """A warning if the model's vectors are those of a model for text."""
+    return {} if state.is_embedder else {WARNING_HEADER: NOT_TRAINED}
 
 
 def vector_generation(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from millrace.errors import DeadlineExceeded
 from millrace.observe.audit import AuditLog
@@ -32,6 +32,8 @@ class Work:
     conclude: Callable[[Job], Awaitable[bytes]] | None = None
     """Runs after the last token and before the end of the answer (`holds_end`). Returns the body, or the last frames of
     a stream."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """Further headers of an answer that is not streamed."""
 
 
 Prepare = Callable[[FrontState, bytes, float, str], Awaitable[Work]]

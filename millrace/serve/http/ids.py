@@ -8,6 +8,8 @@ import secrets
 from aiohttp import web
 
 REQUEST_ID_HEADER = "X-Request-Id"
+WARNING_HEADER = "X-Millrace-Warning"
+"""Of an answer that is what was asked for, but may not be what is needed."""
 _VALID_ID = re.compile(r"[!-~]{1,128}")
 
 

@@ -18,7 +18,7 @@ from millrace.serve.generate.generation import Prompt
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.respond import answer
 from millrace.serve.generate.sampling import deadline_of
-from millrace.serve.generate.vectors import VectorWriter, encoded_inputs, vector_generation
+from millrace.serve.generate.vectors import VectorWriter, encoded_inputs, vector_generation, vector_headers
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder, read_body
 from millrace.serve.http.ids import new_id
@@ -128,7 +128,8 @@ async def _respond(
         deadline=deadline_of(None, state.config, received),
     )
     try:
-        return await answer(request, Work(state, generation, make_writer), received)
+        work = Work(state, generation, make_writer, headers=vector_headers(state))
+        return await answer(request, work, received)
     finally:
         if keep_s is not None:
             await state.control.keep_alive(state.model_name, keep_s)

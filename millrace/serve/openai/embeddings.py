@@ -17,7 +17,7 @@ from millrace.serve.generate.job import Job
 from millrace.serve.generate.priority import priority_of
 from millrace.serve.generate.respond import respond
 from millrace.serve.generate.sampling import deadline_of, salt_of
-from millrace.serve.generate.vectors import MAX_INPUTS, VectorWriter, encoded_inputs, vector_generation
+from millrace.serve.generate.vectors import MAX_INPUTS, VectorWriter, encoded_inputs, vector_generation, vector_headers
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder
 from millrace.serve.http.ids import new_id
@@ -91,7 +91,12 @@ async def prepare_embeddings(state: FrontState, body: bytes, received: float, ow
         asked_priority=priority_of(request.priority),
         cache_salt=salt_of(request.cache_salt),
     )
-    return Work(state, generation, lambda job: EmbeddingsWriter(job, request.dimensions, request.encoding_format))
+    return Work(
+        state,
+        generation,
+        lambda job: EmbeddingsWriter(job, request.dimensions, request.encoding_format),
+        headers=vector_headers(state),
+    )
 
 
 async def _prompts(state: FrontState, request: EmbeddingsRequest) -> list[Prompt]:

@@ -9,7 +9,7 @@ from aiohttp.typedefs import Middleware
 
 from millrace.errors import Forbidden
 from millrace.serve.http.app_keys import EXTRA_HEADERS
-from millrace.serve.http.ids import REQUEST_ID_HEADER
+from millrace.serve.http.ids import REQUEST_ID_HEADER, WARNING_HEADER
 from millrace.serve.tenancy.keyring import DEFAULT_TENANT, Keyring
 from millrace.serve.tenancy.owner import TENANT
 from millrace.web.pages import is_open as is_page
@@ -21,7 +21,7 @@ OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json"})
 tenants in `/metrics`."""
 CHANGING = frozenset({hdrs.METH_POST, hdrs.METH_PUT, hdrs.METH_PATCH, hdrs.METH_DELETE})
 PREFLIGHT_AGE_S = 600
-EXPOSED = f"{REQUEST_ID_HEADER}, Retry-After"
+EXPOSED = f"{REQUEST_ID_HEADER}, {WARNING_HEADER}, Retry-After"
 
 
 def authorise(get_keyring: Callable[[], Keyring | None]) -> Middleware:
