@@ -43,7 +43,8 @@ SWITCHES = {
 
 _ADAPTERS = "LoRA adapters are not supported yet. Merge the adapter into the model's weights and serve those."
 _IMAGES = "Images are not supported yet: models take text only."
-_ONE_GPU = "A model runs on one GPU here; use a smaller or quantised model (--quantization fp8)."
+_ONE_GPU = "Several GPUs per model are not supported yet; use a smaller or quantised model (--quantization fp8)."
+_REPLICAS = "Routing across replicas is not supported yet; start one server per GPU behind a load balancer."
 _ONE_DEVICE = "A model runs wholly on one device: --device cuda or --device cpu."
 _EMBEDDINGS = "Every model serves embeddings (POST /v1/embeddings) without an option. Leave it out."
 _RERANKING = "Reranking is not supported yet; embeddings are (POST /v1/embeddings)."
@@ -120,7 +121,8 @@ ADVICE = {
     "--tensor-parallel-size": _ONE_GPU,
     "--tp-size": _ONE_GPU,
     "--pipeline-parallel-size": _ONE_GPU,
-    "--data-parallel-size": "Start one server per GPU behind a load balancer.",
+    "--data-parallel-size": _REPLICAS,
+    "--dp-size": _REPLICAS,
     "--swap-space": "Use --kv-host-gib for a KV tier in host memory.",
     "--trust-remote-code": "Code from model repositories is never run here. Leave it out.",
     "--generation-config": "Use --generation-defaults model or neutral.",
