@@ -44,7 +44,7 @@ class Terminal:
         time.sleep(0.3)
         self.type("\x03")
 
-    def expect(self, text: str, timeout_s: float = 20.0) -> str:
+    def expect(self, text: str, timeout_s: float = 60.0) -> str:
         """Read until `text` appears; return the text before it. Colours are removed."""
         deadline = time.monotonic() + timeout_s
         while text not in self._seen:
@@ -54,7 +54,7 @@ class Terminal:
         self._consumed += len(before) + len(text)
         return before
 
-    def wait(self, timeout_s: float = 20.0) -> int:
+    def wait(self, timeout_s: float = 60.0) -> int:
         deadline = time.monotonic() + timeout_s
         while self._read(deadline):
             pass
