@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from serve.front_under_test import running_front, saying
+from web.watched import LIMIT_MS
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
@@ -22,18 +22,11 @@ def browser() -> Iterator[Browser]:
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         pytest.skip("Chromium is not installed")
+    playwright.expect.set_options(timeout=LIMIT_MS)
     with playwright.sync_playwright() as running:
         # Containers seldom allow Chromium's own sandbox; the pages under test are ours.
-        started = running.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-dev-shm-usage"])
+        started = running.chromium.launch(
+            executable_path=path, timeout=LIMIT_MS, args=["--no-sandbox", "--disable-dev-shm-usage"]
+        )
         yield started
         started.close()
-
-
-@pytest.fixture(scope="module")
-def page_of_modules(browser: Browser) -> Iterator[Page]:
-    """A page of the server from which a test imports single modules."""
-    with running_front(saying("Hello")) as front:
-        page = browser.new_page()
-        page.goto(front.url + "/docs")
-        yield page
-        page.close()

@@ -14,6 +14,8 @@ from millrace.link.messages import NewRequest, unpack_tokens
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
+LIMIT_MS = 60_000
+"""For every wait: generous, because only a defect lasts so long."""
 DESKTOP: dict[str, Any] = {"viewport": {"width": 1440, "height": 900}}
 PHONE: dict[str, Any] = {
     "viewport": {"width": 390, "height": 844},
@@ -27,7 +29,7 @@ PHONE: dict[str, Any] = {
 def watched_page(browser: Browser, url: str, *, allowed_errors: tuple[str, ...] = (), **options: Any) -> Iterator[Page]:
     """A page in a fresh profile. Fails at the end if something went wrong in it, or if it reached for another host."""
     context = browser.new_context(**{**DESKTOP, **options})
-    context.set_default_timeout(20_000)
+    context.set_default_timeout(LIMIT_MS)
     page = context.new_page()
     problems: list[str] = []
     page.on("console", lambda message: message.type == "error" and problems.append(message.text))
