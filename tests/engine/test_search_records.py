@@ -6,8 +6,10 @@ import msgspec
 import numpy as np
 
 from millrace.engine.ledger import Ledger
-from millrace.link.messages import FRONT_SHIFT, Finish, NewRequest, pack_tokens
+from millrace.link.messages import FRONT_SHIFT, EngineStats, Finish, NewRequest, pack_tokens
 from millrace.observe.histograms import SEQUENCE, TTFT
+from millrace.observe.slo.objective import parse_objectives
+from millrace.observe.slo.tracker import SloTracker
 from millrace.params import SamplingParams
 from millrace.plan.request import Request, end_of
 
@@ -50,6 +52,10 @@ def test_the_steps_of_a_search_are_one_request() -> None:
     assert (len(ledger), dict(ledger.finished)) == (0, {"stop": 1})
     assert ledger.named("answer", "mine") == [entry]
     assert ledger.histograms.values[[TTFT, SEQUENCE], :, :-1].sum(axis=(1, 2)).tolist() == [1, 1]
+    figures = msgspec.structs.replace(EngineStats(*[0] * 13), histograms=ledger.histograms.tobytes())
+    tracker = SloTracker(parse_objectives("ttft p90 < 1 s; e2e p90 < 1 s"))
+    tracker.sample(0.0, figures)
+    assert tracker.total == [1, 1], "one request uses the error budgets once"
     [tenant] = ledger.tenants.figures()
     assert msgspec.structs.astuple(tenant) == ("mine", 0, 0, 1, 3, 0, 4)
 

@@ -1,4 +1,4 @@
-"""A beam search is one request: in metrics, objectives and explanations, and when it is cancelled through any front."""
+"""A beam search is one request: in metrics and explanations, and when it is cancelled through any front."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ COUNTERS = (
     'millrace_sequences_total{priority="standard"}',
     'millrace_good_sequences_total{priority="standard"}',
 )
-OBJECTIVE = "ttft p90 < 300 s"
 
 
 def search(served: Served, name: str, **fields: Any) -> Any:
@@ -26,12 +25,11 @@ def search(served: Served, name: str, **fields: Any) -> Any:
 def counts(served: Served) -> list[float]:
     _, page = served.request("GET", "/metrics")
     lines = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
-    [slo] = served.request("GET", "/v1/stats")[1]["slos"]
-    return [*(float(lines.get(name, "0")) for name in COUNTERS), slo["total"]]
+    return [float(lines.get(name, "0")) for name in COUNTERS]
 
 
 def test_a_search_is_one_request() -> None:
-    with serving("--fronts", "2", "--slos", OBJECTIVE) as served:
+    with serving("--fronts", "2") as served:
         wait_until(lambda: served.metric("millrace_fronts_up") == 2, "two fronts")
         status, answer = search(served, "counted", max_tokens=5)
         assert (status, answer["usage"]["completion_tokens"]) == (200, 5)
@@ -40,8 +38,8 @@ def test_a_search_is_one_request() -> None:
         (sequence,) = explained["sequences"]
         assert (sequence["finish_reason"], sequence["output_tokens"]) == ("length", 5)
         assert sequence["prompt_tokens"] == answer["usage"]["prompt_tokens"]
-        wait_until(lambda: counts(served)[0] >= 1 and counts(served)[-1] >= 1, "the engine's report")
-        assert counts(served) == [1.0] * (len(COUNTERS) + 1)
+        wait_until(lambda: counts(served)[0] >= 1, "the engine's report")
+        assert counts(served) == [1.0] * len(COUNTERS)
         assert served.metric("millrace_engine_prompt_tokens_total") == answer["usage"]["prompt_tokens"]
 
         results: dict[str, Any] = {}
