@@ -23,12 +23,12 @@ RESERVED_SHARE = 1 / 4
 MIN_CHUNK = 16
 """Tokens that chunks get in any step."""
 YIELDING_SHARE = 1 / 2
-"""Chunks of classes less urgent than a decoding row lengthen its steps by at most this share on average: it keeps two
-thirds of its pace."""
-YIELDING_PERIOD = 4
-"""One in so many steps has no such chunks: the model of step time could not tell otherwise what the rest takes."""
-MIN_YIELDING_CHUNK = 2
-"""Tokens that such chunks get in the other steps."""
+"""Chunks of classes less urgent than a decoding row lengthen its steps by this share on average: it keeps two thirds of
+its pace."""
+MIN_YIELDING_CHUNK = 8
+"""Steps save their shares up for such a chunk until it has so many tokens: a chunk has a cost of its own."""
+YIELDING_PERIODS = (2, 8)
+"""Least and most steps from one such chunk to the next. Steps between them show what the decode rows take alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class StepBudget:
         self.step_s = target.step_s if target is not None else 0.0
         self._first_chunk = target.first_chunk if target is not None else 0
         self.times = StepTimeModel(target.rates, target.uncertainty) if target is not None else None
-        self._num_yielding = 0
-        """Steps in which chunks yielded."""
+        self._saved_s, self._num_saving = 0.0, 0
+        """Time saved up for chunks that yield to decode rows, and the number of steps that saved."""
 
     def for_chunks(self, rows: Rows, singles: Int64s, behind: Int64s, waiting: Sequence[int]) -> ChunkBudget:
         """Tokens for chunks, in a step that also gives one token to each of the rows `singles`. `behind`: rows with
@@ -95,17 +95,21 @@ class StepBudget:
         limit_s = stretch * self.step_s / times.pace
         chunk_s = max(limit_s - decode_s, RESERVED_SHARE * max(limit_s, decode_s))
         tokens = min(tokens, max(self._in_time(times, chunk_s, rows, singles, behind), MIN_CHUNK))
-        if urgent == BATCH:
+        if not (sum(waiting[urgent + 1 :]) or (len(behind) and rows.priority[behind].max() > urgent)):
             return ChunkBudget(tokens, tokens)
         return ChunkBudget(tokens, min(tokens, self._yielding(times, decode_s, rows, singles, behind)), urgent)
 
     def _yielding(self, times: StepTimeModel, decode_s: float, rows: Rows, singles: Int64s, behind: Int64s) -> int:
-        """Tokens for chunks of classes less urgent than the decoding rows, which take `decode_s` without them."""
-        self._num_yielding += 1
-        if self._num_yielding % YIELDING_PERIOD == 0:
+        """Tokens for chunks of classes less urgent than the decode rows, which take `decode_s` alone. The step saves its
+        share for a later one, or has such chunks; these have at least two tokens, however long a token takes."""
+        self._saved_s += YIELDING_SHARE * decode_s
+        self._num_saving += 1
+        least, most = YIELDING_PERIODS
+        tokens = self._in_time(times, self._saved_s, rows, singles, behind)
+        if self._num_saving < least or (tokens < MIN_YIELDING_CHUNK and self._num_saving < most):
             return 0
-        chunk_s = YIELDING_SHARE * YIELDING_PERIOD / (YIELDING_PERIOD - 1) * decode_s
-        return max(self._in_time(times, chunk_s, rows, singles, behind), MIN_YIELDING_CHUNK)
+        self._saved_s, self._num_saving = 0.0, 0
+        return max(tokens, 2)
 
     def _by_tokens(self, num_singles: int, is_many: bool) -> int:
         """The token budget does not count rows that decode: otherwise a prompt that fills it exactly would be split,

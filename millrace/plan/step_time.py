@@ -39,7 +39,8 @@ PACE_GAIN, MAX_PACE = 0.5, 2.0
 OBSERVE_EVERY = 8
 """After the first steps, one in so many repeated decode steps is observed: they all tell the same."""
 OBSERVE_S = 0.05
-"""After the first steps, steps are observed so far apart: on a fast device the fit would take a share of each."""
+"""After the first steps, steps are observed so far apart: on a fast device the fit would take a share of each. Steps of
+the same kind, with or without prompt tokens, are twice as far apart, so both kinds are observed if they alternate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,8 @@ class StepTimeModel:
         """Of the plan observed last."""
         self._unobserved_s = 0.0
         """Time of the steps since the last one that was observed."""
+        self._was_mixed = False
+        """True if that one had prompt tokens."""
         self.most_prompt_tokens = 0
         """In one observed step."""
         self.pace = 1.0
@@ -85,14 +88,19 @@ class StepTimeModel:
         self._num_seen += 1
         repeats, self._epoch = plan.repeats(self._epoch), plan.epoch
         self._unobserved_s += seconds
-        says_little = self._unobserved_s < OBSERVE_S or (repeats and self._num_seen % OBSERVE_EVERY)
+        says_little = not self._is_due(plan) or (repeats and self._num_seen % OBSERVE_EVERY)
         if says_little and self._num_seen > NUM_FIRST:
             return
-        self._unobserved_s = 0.0
+        self._unobserved_s, self._was_mixed = 0.0, _is_mixed(plan)
         if seconds > 0:
             parts = _parts(plan)
             self.most_prompt_tokens = max(self.most_prompt_tokens, int(parts[1]))
             self._fit(parts * self._scale, seconds)
+
+    def _is_due(self, plan: StepPlan) -> bool:
+        if self._unobserved_s < OBSERVE_S:
+            return False
+        return self._unobserved_s >= 2 * OBSERVE_S or _is_mixed(plan) != self._was_mixed
 
     def decode_s(self, num_rows: int, context: int) -> float:
         """Predicted time of a step with these decode rows, whose contexts have this many tokens together."""
@@ -144,6 +152,10 @@ class StepTimeModel:
     def _publish(self) -> None:
         rates: list[float] = (self._factors * self._scale).tolist()
         self.step_s, self.prompt_token_s, self.decode_row_s, self.context_token_s, self.pair_s = rates
+
+
+def _is_mixed(plan: StepPlan) -> bool:
+    return bool(plan.counts.max() > 1)
 
 
 def _parts(plan: StepPlan) -> Floats:

@@ -140,6 +140,16 @@ def test_only_some_repeated_decode_steps_are_observed_after_the_first() -> None:
     assert model.step_s > before
 
 
+def test_steps_with_and_without_prompt_tokens_are_both_observed_if_they_alternate() -> None:
+    """The longer ones alone would not tell that those without became slower and prompt tokens faster."""
+    model = StepTimeModel(SLOW)
+    decode, mixed = a_step([100], [1]), a_step([100, 0], [1, 8])
+    for decode_s in [0.024] * NUM_FIRST + [0.036] * 200:
+        model.observe(decode, decode_s)
+        model.observe(mixed, 0.048)
+    assert model.decode_s(1, 100) == pytest.approx(0.036, rel=0.1)
+
+
 @pytest.mark.parametrize("context", [0, 500, 8000])
 def test_prompt_tokens_take_the_given_time(context: int) -> None:
     model = StepTimeModel(SLOW)
@@ -169,5 +179,5 @@ def test_the_pace_follows_the_last_steps_and_leaves_the_rates_alone() -> None:
     assert paces[-1] < 1.06
     model.observe(plan, 100 * seconds(plan))
     assert model.pace == MAX_PACE
-    model.observe(plan, 0.1 * seconds(plan))
+    model.observe(plan, 0.2 * seconds(plan))
     assert 1.0 <= model.pace < MAX_PACE

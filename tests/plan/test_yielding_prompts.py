@@ -8,7 +8,7 @@ from dataclasses import astuple
 import numpy as np
 import pytest
 
-from millrace.plan.budget import MANY_PREFILLS, YIELDING_PERIOD, StepTarget
+from millrace.plan.budget import MANY_PREFILLS, YIELDING_PERIODS, StepTarget
 from millrace.plan.request import BATCH, INTERACTIVE, STANDARD, Request
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import StepPlan
@@ -19,6 +19,7 @@ RATES = StepRates(step_s=0.02, prompt_token_s=0.003, decode_row_s=0.004, context
 TARGET_S = 0.2
 STREAM, PROMPT = 0, 1
 LONG = 3300
+LONGEST = YIELDING_PERIODS[1]
 
 
 class Device:
@@ -100,14 +101,13 @@ def test_a_stream_keeps_two_thirds_of_its_pace_beside_a_less_urgent_prompt(strea
     alone_s = time_of_stream(device)
     assert all(device.tokens_of(plan, STREAM) == 1 for plan, _ in steps)
     times = [seconds for _, seconds in steps]
-    assert max(times) < 1.7 * alone_s
-    assert max(pace_of(times)) < 1.52 * alone_s
-    assert np.mean(times) > 1.25 * alone_s, "the prompt uses what it may"
+    assert 1.3 < np.mean(times) / alone_s < 1.52
+    assert max(pace_of(times)) < 1.7 * alone_s
 
 
 def pace_of(times: list[float]) -> list[float]:
-    """Mean time of each `YIELDING_PERIOD` steps in a row."""
-    return np.convolve(times, np.full(YIELDING_PERIOD, 1 / YIELDING_PERIOD), "valid").tolist()
+    """Mean time of each few steps in a row."""
+    return np.convolve(times, np.full(2 * LONGEST, 0.5 / LONGEST), "valid").tolist()
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_many_less_urgent_prompts_do_not_make_steps_longer() -> None:
     alone_s = device.start(STREAM, INTERACTIVE)
     for number in range(2 * MANY_PREFILLS):
         device.submit(PROMPT + number, 400, BATCH)
-    assert max(pace_of([device.step()[1] for _ in range(100)])) < 1.55 * alone_s
+    assert max(pace_of([device.step()[1] for _ in range(100)])) < 1.7 * alone_s
 
 
 def test_every_prompt_ends_however_slow_its_tokens_are() -> None:
