@@ -100,8 +100,8 @@ class StepBudget:
         return ChunkBudget(tokens, min(tokens, self._yielding(times, decode_s, rows, singles, behind)), urgent)
 
     def _yielding(self, times: StepTimeModel, decode_s: float, rows: Rows, singles: Int64s, behind: Int64s) -> int:
-        """Tokens for chunks of classes less urgent than the decode rows, which take `decode_s` alone. The step saves its
-        share for a later one, or has such chunks; these have at least two tokens, however long a token takes."""
+        """Tokens for chunks of classes less urgent than the decode rows, which take `decode_s` alone. A step saves its
+        share for a later one, or has such chunks, of at least two tokens however long these take."""
         self._saved_s += YIELDING_SHARE * decode_s
         self._num_saving += 1
         least, most = YIELDING_PERIODS
