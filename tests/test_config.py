@@ -215,12 +215,6 @@ def test_unknown_variable_is_refused_with_the_nearest(monkeypatch: pytest.Monkey
         load_config()
 
 
-def test_variables_of_the_test_suite_are_no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FUZZ", "REQUESTS", "SEED", "OPENAI_OPENAPI"):
-        monkeypatch.setenv(f"MILLRACE_{name}", "7")
-    assert load_config().config == Config()
-
-
 def test_child_processes_take_the_tree_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = as_dict(replace(Config(), server__port=1234))
     monkeypatch.setenv("MILLRACE_PORT", "9001")
