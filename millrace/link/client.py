@@ -349,7 +349,7 @@ class EngineClient:
     def _limits_or_raise(self) -> EngineReady:
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
-        limits = self.limits if self.is_unloaded else self.ready
+        limits = self.ready or self.limits
         if limits is None:
             raise EngineUnavailable("The engine is still loading the model; try again in a few seconds.")
         return limits

@@ -249,8 +249,8 @@ class FrontState:
         client = self.client
         if client.failure is not None:
             raise EngineUnavailable(client.failure)
-        # A model that was unloaded since this request waited for it is loaded again when the request is submitted.
-        limits = client.limits if client.is_unloaded else client.ready
+        # A model that was unloaded since this request waited for it is loaded again; its engine then takes the request.
+        limits = client.ready or client.limits
         if limits is None:
             raise EngineUnavailable(f"{loading_state(self.model_name, self.client)}; try again in a few seconds.")
         return limits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -14,16 +15,18 @@ from typing import Any
 import pytest
 from serve.front_under_test import MODEL, TEMPLATE, Front, byte_tokenizer, running_front, saying
 from serve.null_engine import NullEngine
+from serve.wire import eventually
 
 from millrace.errors import BadRequest, EngineUnavailable
 from millrace.link.client import EngineClient
-from millrace.params import NEUTRAL_DEFAULTS
+from millrace.params import NEUTRAL_DEFAULTS, Grammar
 from millrace.serve.describe.sampler import take_sample
-from millrace.serve.generate import early_stream
+from millrace.serve.generate import early_stream, grammars
 from millrace.serve.ollama.keep_alive import keep_alive_s
 from millrace.serve.served_models import ServedModel
 from millrace.serve.state import FrontState, ModelText
 from millrace.text.chat.template import ChatTemplate
+from millrace.text.grammar.compiler import GrammarCompiler
 
 pytestmark = pytest.mark.live
 
@@ -330,6 +333,34 @@ def test_a_stream_whose_model_fails_to_load_ends_with_the_error(
     monkeypatch.setattr(client, "on_wanted", lambda: client.give_up("It does not fit."))
     assert ask(front, "POST", path, {"model": OTHER, **body})[0] == 503, "without a stream: a plain error"
     assert front.state.metrics.counts.errors == before + 1
+
+
+def test_a_request_whose_model_is_loaded_anew_before_it_is_submitted_waits(
+    served: tuple[Front, Control, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    front, control, _ = served
+    complete(front, OTHER)
+    is_checking, is_over = threading.Event(), threading.Event()
+
+    def check(grammar: Grammar) -> None:
+        is_checking.set()
+        is_over.wait(60)
+
+    state = front.state.models.find(OTHER).state
+    monkeypatch.setattr(state, "grammar_check", GrammarCompiler(check))
+    monkeypatch.setattr(grammars, "CHECK_LIMIT_S", 60.0)
+    monkeypatch.setattr(control, "holds", True)
+    fields = {"model": OTHER, "prompt": "Hi", "max_tokens": 20, "structured_outputs": {"choice": ["a"]}}
+    with ThreadPoolExecutor(1) as other:
+        answer = other.submit(ask, front, "POST", "/v1/completions", fields)
+        assert is_checking.wait(60)
+        ask(front, "POST", f"/v1/models/{OTHER}/unload")
+        front.call(front.state.models.find(OTHER).client.want)
+        is_over.set()
+        eventually(lambda: bool(control.engine.received) or answer.done())
+        front.call(control.end_load)
+        assert answer.result(60)[0] == 200
+    state.grammar_check.close()
 
 
 def test_a_loading_model_that_takes_too_long_is_a_bounded_wait(
