@@ -59,7 +59,7 @@ test-models: setup-dev ## Fetch the further real models (about 2 GB) and hold th
 
 fuzz: setup-dev ## Fresh random cases from SEED: SIZE requests to each endpoint, 100 × SIZE to the real engine, property tests
 	@echo "── fuzz: repeat this run with make fuzz SEED=$(SEED) SIZE=$(SIZE) TESTS=\"$(or $(TESTS),$(FUZZED))\""
-	@MILLRACE_FUZZ=$(SIZE) MILLRACE_REQUESTS=$(SIZE)00 MILLRACE_SEED=$(SEED) PYTHONHASHSEED=$$(($(SEED) % 4294967296)) \
+	@FUZZ_SIZE=$(SIZE) FUZZ_REQUESTS=$(SIZE)00 FUZZ_SEED=$(SEED) PYTHONHASHSEED=$$(($(SEED) % 4294967296)) \
 		OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --timeout=0 --hypothesis-seed=$(SEED) \
 		$(or $(TESTS),$(FUZZED)) || { echo "Repeat one test with make fuzz SEED=$(SEED) SIZE=$(SIZE) TESTS=NAME." \
 		"Keep the case: an @example or a line in the file's list of found cases."; exit 1; }

@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> str:
     hash_seed = os.environ.get("PYTHONHASHSEED", "random")
-    return f"seed {SEED} (MILLRACE_SEED), hash seed {hash_seed}, generated cases {'new' if FUZZ else 'fixed'}"
+    return f"seed {SEED} (FUZZ_SEED), hash seed {hash_seed}, generated cases {'new' if FUZZ else 'fixed'}"
 
 
 @pytest.hookimpl(tryfirst=True)

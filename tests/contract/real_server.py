@@ -110,9 +110,7 @@ def tiny_model(directory: Path, *, max_context: int = 256) -> tuple[str, ...]:
     """Write the files of a tiny random model; returns the options of its server."""
     (directory / "config.json").write_text(json.dumps({**_CONFIG, "max_position_embeddings": max_context}))
     (directory / "template.jinja").write_text(_TEMPLATE)
-    # The weights' own seed is given, because MILLRACE_SEED would set it too.
     return (
-        *("--seed", "0"),
         *(f"random:{directory / 'config.json'}", "--served-name", TINY, "--dtype", "float32"),
         *("--kv-tokens", str(max(8192, 2 * max_context)), "--chat-template", str(directory / "template.jinja")),
         *("--threads", "1", "--data-dir", str(directory / "data")),

@@ -2,7 +2,7 @@
 
 Each has a random combination of valid parameters. It is answered, streamed and whole with the same text and as the
 OpenAPI document says, or refused with an error that names the field. The same requests are sent in every run;
-`MILLRACE_REQUESTS=50000` sends more, `MILLRACE_SEED=7` others. A request that failed is kept in `KEPT`.
+`FUZZ_REQUESTS=50000` sends more, `FUZZ_SEED=7` others. A request that failed is kept in `KEPT`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 from contract.real_server import TINY, TINY_VOCAB, RealServer, real_server, tiny_model
 from contract.schema_check import DOCUMENT, problems, schemas
+from helpers.suite import SEED
 from serve.wire import CHAT, COMPLETIONS, Reply, chat_text, completion_text, events, get, post
 
 pytestmark = pytest.mark.live
 
-SIZE = int(os.environ.get("MILLRACE_REQUESTS", "1000"))
-SEED = int(os.environ.get("MILLRACE_SEED", "0"))
+SIZE = int(os.environ.get("FUZZ_REQUESTS", "1000"))
 """Of the first request; each further one adds one."""
 THREADS = 8
 
@@ -236,7 +236,7 @@ class Checker:
         try:
             return self.check(path, body)
         except AssertionError as error:
-            raise AssertionError(f"Repeat with MILLRACE_SEED={seed} MILLRACE_REQUESTS=1: {error}") from error
+            raise AssertionError(f"Repeat with FUZZ_SEED={seed} FUZZ_REQUESTS=1: {error}") from error
 
     def check(self, path: str, body: dict[str, Any]) -> str:
         """Send one request, whole and, if it is answered, streamed. Returns "answered" or "refused"."""

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from helpers.suite import SEED
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from serve.front_under_test import MODEL, VOCAB, Front, running_front, saying
 from serve.wire import post
@@ -21,8 +22,7 @@ from millrace.serve.describe.openapi import openapi_document
 
 pytestmark = pytest.mark.live
 
-SIZE = int(os.environ.get("MILLRACE_FUZZ", "4"))
-SEED = int(os.environ.get("MILLRACE_SEED", "0"))
+SIZE = int(os.environ.get("FUZZ_SIZE", "4"))
 CHECKS = (
     *("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance"),
     *("negative_data_rejection", "unsupported_method"),

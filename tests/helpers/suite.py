@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-SEED = int(os.environ.get("MILLRACE_SEED", "0"))
-FUZZ = "MILLRACE_FUZZ" in os.environ
+SEED = int(os.environ.get("FUZZ_SEED", "0"))
+FUZZ = "FUZZ_SIZE" in os.environ
 TAIL_LINES = 40
 """Lines of a failed test's log that the closing summary repeats."""
 PROGRAMS_OF_THE_PARALLEL_PART = frozenset(

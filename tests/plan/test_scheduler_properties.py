@@ -8,12 +8,12 @@
 from __future__ import annotations
 
 import math
-import os
 import random
 from collections import deque
 
 import numpy as np
 import pytest
+from helpers.suite import FUZZ
 from helpers.toy_device import ToyDevice, lone_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +29,6 @@ from millrace.plan.step import BlockCopies, StepPlan
 from millrace.plan.step_time import StepRates
 
 VOCAB = 11
-FUZZ = "MILLRACE_FUZZ" in os.environ
 
 
 class World:
