@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from millrace.plan.request import BATCH
 from millrace.plan.rows import Rows
 from millrace.plan.seating import Seating
-from millrace.plan.step import Int64s
+from millrace.plan.step import Int64s, StepPlan
 from millrace.plan.step_time import StepRates, StepTimeModel
+from millrace.plan.yielding import YieldingTime
 
 MANY_PREFILLS, MANY_PREFILLS_SHARE = 8, 1 / 8
 """With at least this many requests waiting for their first token, and more than this many per decoding row, steps use
@@ -22,13 +23,6 @@ RESERVED_SHARE = 1 / 4
 """Chunks get this share of a step's time, however long its decode rows take: prefill always advances."""
 MIN_CHUNK = 16
 """Tokens that chunks get in any step."""
-YIELDING_SHARE = 1 / 2
-"""Chunks of classes less urgent than a decoding row lengthen its steps by this share on average: it keeps two thirds of
-its pace."""
-MIN_YIELDING_CHUNK = 8
-"""Steps save their shares up for such a chunk until it has so many tokens: a chunk has a cost of its own."""
-YIELDING_PERIODS = (2, 8)
-"""Least and most steps from one such chunk to the next. Steps between them show what the decode rows take alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +66,10 @@ class StepBudget:
         self.step_s = target.step_s if target is not None else 0.0
         self._first_chunk = target.first_chunk if target is not None else 0
         self.times = StepTimeModel(target.rates, target.uncertainty) if target is not None else None
-        self._saved_s, self._num_saving = 0.0, 0
-        """Time saved up for chunks that yield to decode rows, and the number of steps that saved."""
+        self._yielding: YieldingTime | None = None
+        """None if no prompt yields."""
+        self._all_yield = False
+        """True if there are no other prompts, so that a step's chunks are theirs."""
 
     def for_chunks(self, rows: Rows, singles: Int64s, behind: Int64s, waiting: Sequence[int]) -> ChunkBudget:
         """Tokens for chunks, in a step that also gives one token to each of the rows `singles`. `behind`: rows with
@@ -96,20 +92,19 @@ class StepBudget:
         chunk_s = max(limit_s - decode_s, RESERVED_SHARE * max(limit_s, decode_s))
         tokens = min(tokens, max(self._in_time(times, chunk_s, rows, singles, behind), MIN_CHUNK))
         if not (sum(waiting[urgent + 1 :]) or (len(behind) and rows.priority[behind].max() > urgent)):
+            self._yielding = None
             return ChunkBudget(tokens, tokens)
-        return ChunkBudget(tokens, min(tokens, self._yielding(times, decode_s, rows, singles, behind)), urgent)
+        self._yielding = self._yielding or YieldingTime()
+        self._all_yield = sum(waiting[: urgent + 1]) == 0 and not (rows.priority[behind] <= urgent).any()
+        yielding = self._yielding.take(decode_s, lambda time_s: self._in_time(times, time_s, rows, singles, behind))
+        return ChunkBudget(tokens, min(tokens, yielding), urgent)
 
-    def _yielding(self, times: StepTimeModel, decode_s: float, rows: Rows, singles: Int64s, behind: Int64s) -> int:
-        """Tokens for chunks of classes less urgent than the decode rows, which take `decode_s` alone. A step saves its
-        share for a later one, or has such chunks, of at least two tokens however long these take."""
-        self._saved_s += YIELDING_SHARE * decode_s
-        self._num_saving += 1
-        least, most = YIELDING_PERIODS
-        tokens = self._in_time(times, self._saved_s, rows, singles, behind)
-        if self._num_saving < least or (tokens < MIN_YIELDING_CHUNK and self._num_saving < most):
-            return 0
-        self._saved_s, self._num_saving = 0.0, 0
-        return max(tokens, 2)
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """A completed step occupied the device for this long."""
+        if self.times is not None:
+            self.times.observe(plan, seconds)
+        if self._yielding is not None and self._all_yield:
+            self._yielding.measure(seconds, has_chunk=bool((~plan.samples).any() or plan.counts.max() > 1))
 
     def _by_tokens(self, num_singles: int, is_many: bool) -> int:
         """The token budget does not count rows that decode: otherwise a prompt that fills it exactly would be split,

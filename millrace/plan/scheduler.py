@@ -329,8 +329,7 @@ class Scheduler:
 
     def observe_step(self, plan: StepPlan, seconds: float) -> None:
         """A completed step occupied the device for this long."""
-        if self.budget.times is not None:
-            self.budget.times.observe(plan, seconds)
+        self.budget.observe(plan, seconds)
         self._drafts.observe_time(plan, seconds)
 
     # -- preemption and release ------------------------------------------------------------------------------------

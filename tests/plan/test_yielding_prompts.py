@@ -8,18 +8,19 @@ from dataclasses import astuple
 import numpy as np
 import pytest
 
-from millrace.plan.budget import MANY_PREFILLS, YIELDING_PERIODS, StepTarget
+from millrace.plan.budget import MANY_PREFILLS, StepTarget
 from millrace.plan.request import BATCH, INTERACTIVE, STANDARD, Request
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import StepPlan
 from millrace.plan.step_time import StepRates
+from millrace.plan.yielding import PERIODS
 
 RATES = StepRates(step_s=0.02, prompt_token_s=0.003, decode_row_s=0.004, context_token_s=2e-6, pair_s=2e-7)
 """A small machine: a stream alone has steps of 24 ms."""
 TARGET_S = 0.2
 STREAM, PROMPT = 0, 1
 LONG = 3300
-LONGEST = YIELDING_PERIODS[1]
+LONGEST = PERIODS[1]
 
 
 class Device:
@@ -130,6 +131,19 @@ def test_the_pace_is_kept_with_noisy_times_and_wrong_first_rates(factor: float) 
     device.submit(PROMPT, 3 * LONG, BATCH)
     times = [seconds for _, seconds in steps_until_first_token(device, PROMPT)]
     assert 1.1 < np.mean(times[20:]) / time_of_stream(device) < 1.6
+
+
+def test_the_pace_is_kept_on_a_machine_that_other_work_slows_down_at_times() -> None:
+    """For three seconds out of six, everything takes 2.5 times as long."""
+    device = Device()
+    device.start(STREAM, INTERACTIVE)
+    device.submit(PROMPT, 2 * LONG, BATCH)
+    ratios = []
+    while device.num_output.get(PROMPT, 0) == 0:
+        factor = 2.5 if device.now % 6 > 3 else 1.0
+        device.true = StepRates(*(factor * rate for rate in astuple(RATES)))
+        ratios.append(device.step()[1] / time_of_stream(device))
+    assert 1.3 < np.mean(ratios) < 1.6
 
 
 def time_of_stream(device: Device) -> float:
