@@ -24,7 +24,7 @@ from millrace.plan.scheduler import Scheduler
 
 pytestmark = pytest.mark.timeout(900)
 
-NUM_REQUESTS, OUTPUT, NUM_EMBEDDED = 8, 16, 3
+NUM_REQUESTS, OUTPUT, NUM_EMBEDDED, SHARED = 8, 16, 3, 60
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -52,11 +52,11 @@ ALONE: dict[str, Any] = {"max_running": 1, "prefix_cache": False, "step_ms": 0.0
 
 
 def requests_of(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
-    shared = [rng.randrange(300, 40_000) for _ in range(150)]
+    shared = [rng.randrange(300, 40_000) for _ in range(SHARED)]
     phrase = [rng.randrange(300, 40_000) for _ in range(6)]
     requests = []
     for index in range(NUM_REQUESTS):
-        prompt = shared[: rng.randrange(0, 150)] + phrase * rng.randrange(1, 4)
+        prompt = shared[: rng.randrange(SHARED)] + phrase * rng.randrange(1, 4)
         prompt += [rng.randrange(300, 40_000) for _ in range(rng.randrange(1, 9))]
         grammar = rng.choice(GRAMMARS)
         params = SamplingParams(
@@ -116,7 +116,7 @@ def test_any_combination_gives_the_answers_of_lone_runs(kv_dtype: str, monkeypat
     # Three drafts, however long a step takes, so that the tokens that a grammar forces are always among them.
     speculate = {"float16": "draft", "int8": "auto"}[kv_dtype]
     own_draft = {"speculate": speculate, "drafter": DEFAULT_MODEL, "draft_tokens": 3, "step_ms": 0.0}
-    for limits in ({"kv_tokens": 400, "max_running": 12}, {"kv_tokens": 4000, "max_running": 3} | own_draft):
+    for limits in ({"kv_tokens": 200, "max_running": 12}, {"kv_tokens": 4000, "max_running": 3} | own_draft):
         settings = {name: rng.choice(values) for name, values in SETTINGS.items()} | limits
         if not settings["prefix_cache"]:
             settings["kv_host_gib"] = 0.0  # the host tier holds blocks of the prefix cache
