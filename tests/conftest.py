@@ -48,7 +48,12 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    seed_generators()
+    seed_generators(SEED)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    seed_generators(SEED + 1)  # A test draws the same after fixtures that are shared, and made only once.
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
 import pytest
-from helpers.seeded import pytest_runtest_call, pytest_runtest_setup
-
-__all__ = ["pytest_runtest_call", "pytest_runtest_setup"]
 
 
 @pytest.fixture(scope="session")

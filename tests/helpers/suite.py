@@ -23,13 +23,13 @@ PROGRAMS_OF_THE_PARALLEL_PART = frozenset(
 """Compilers and questions to the system: they end by themselves and wait for nobody."""
 
 
-def seed_generators() -> None:
+def seed_generators(seed: int) -> None:
     """The same numbers for each test, whichever tests ran before it in this process."""
-    random.seed(SEED)
+    random.seed(seed)
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(SEED)
+        numpy.random.seed(seed % 2**32)
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(SEED)
+        torch.manual_seed(seed)
 
 
 class Outcomes:

@@ -4,9 +4,6 @@ from collections.abc import Iterator
 
 import pytest
 from helpers.quick_interpreter import quick_interpreter
-from helpers.seeded import pytest_runtest_call, pytest_runtest_setup
-
-__all__ = ["pytest_runtest_call", "pytest_runtest_setup"]
 
 
 @pytest.fixture(autouse=True, scope="module")
