@@ -31,6 +31,9 @@ settings.register_profile(
 settings.load_profile("millrace")
 
 
+LONG_FILES = ("engine/test_parity.py", "engine/test_features_together.py", "run/test_cuda_runner.py")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--outcomes", type=Path, help="write counts and the ends of failed tests' logs to this file")
 
@@ -62,6 +65,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # Triton kernel tests run on the GPU if there is one, so `-m gpu` includes them.
         if getattr(getattr(item, "module", None), "interpreted", None) is False:
             item.add_marker("gpu")
+    # Long files first: a worker that began one last would go on alone.
+    items.sort(key=lambda item: not item.path.as_posix().endswith(LONG_FILES))
     on_gpu = [item for item in items if item.get_closest_marker("gpu") is not None]
     if not on_gpu:
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import pytest
 from helpers.served import MODEL, Served, serving, wait_until
 
 COUNTERS = (
@@ -28,6 +29,7 @@ def counts(served: Served) -> list[float]:
     return [float(lines.get(name, "0")) for name in COUNTERS]
 
 
+@pytest.mark.live
 def test_a_search_is_one_request() -> None:
     with serving("--fronts", "2") as served:
         wait_until(lambda: served.metric("millrace_fronts_up") == 2, "two fronts")

@@ -27,6 +27,7 @@ def program(path: Path, script: str) -> Path:
     return path
 
 
+@pytest.mark.live
 def test_old_objects_are_deleted(tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir()
@@ -44,6 +45,7 @@ def test_without_a_compiler_the_reason_is_given(tmp_path: Path) -> None:
         build(tmp_path, compilers=("no-such-compiler",))
 
 
+@pytest.mark.live
 def test_compiler_error_is_quoted_and_leaves_no_files(tmp_path: Path) -> None:
     broken = program(tmp_path / "broken", "echo 'error: out of ideas' >&2; exit 1")
     with pytest.raises(NativeUnavailable, match="out of ideas"):

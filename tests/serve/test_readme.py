@@ -32,6 +32,7 @@ def test_each_item_names_what_asks_for_it() -> None:
     assert rest.strip() == "What asks for these gets an error that says so:", "every item is in the list"
 
 
+@pytest.mark.live
 @pytest.mark.parametrize(("item", "ask"), ASKS, ids=[ask for _, ask in ASKS])
 def test_what_is_not_there_is_refused(front: Front, capsys: pytest.CaptureFixture[str], item: str, ask: str) -> None:
     if ask.startswith("--"):
