@@ -424,13 +424,17 @@ def test_a_stream_calls_the_model_as_the_client_did(
     served: tuple[Front, Control, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     front, _, _ = served
-    monkeypatch.setattr(early_stream, "COMMENT_EVERY_S", 0.03)
     complete(front, OTHER)
     ask(front, "POST", f"/v1/models/{OTHER}/unload")
+    model = front.state.models.find(OTHER)
+    monkeypatch.setattr(early_stream, "COMMENT_EVERY_S", 0.02)
+    monkeypatch.setattr(front.state, "loading_wait_s", 0.1)
+    monkeypatch.setattr(model.client, "on_wanted", lambda: None)  # It stays unloaded.
     steps = ask(front, "GET", "/v1/steps?model=alias")[1]
     assert steps["error"]["message"] == "The model 'alias' is unloaded, so it runs no steps."
     waited = ask(front, "POST", "/v1/completions", {"model": "alias", "prompt": "Hi", "stream": True})[1]
     assert waited.startswith(": The model 'alias' is still loading")
+    front.call(lambda: model.client.give_up("stopped"))
 
 
 def test_an_unknown_model_is_called_as_the_client_did(served: tuple[Front, Control, list[int]]) -> None:

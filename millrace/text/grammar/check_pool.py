@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +19,8 @@ CHECK_LIMIT_S = 6.0
 """Time for one grammar on a machine that is busy; the process itself limits its CPU time."""
 START_LIMIT_S = 30.0
 """Time for the first reply of a process, which imports llguidance."""
+END_LIMIT_S = 5.0
+"""Time from the end of a process's output to its own."""
 _READ_BYTES = 1 << 16
 
 
@@ -33,6 +36,17 @@ class CheckPool:
 
     def __call__(self, grammar: Grammar) -> None:
         """Raise `GrammarError` if no answer can be held to the grammar."""
+        try:
+            problem = self._check(grammar)
+        except _Killed:  # A second time it may be because of the grammar.
+            try:
+                problem = self._check(grammar)
+            except _Killed:
+                raise too_complex(grammar) from None
+        if problem is not None:
+            raise GrammarError(problem)
+
+    def _check(self, grammar: Grammar) -> str | None:
         process = self._take()
         try:
             problem = process.check(grammar, self._limit_s)
@@ -40,8 +54,7 @@ class CheckPool:
             process.end()
             raise
         self._give_back(process)
-        if problem is not None:
-            raise GrammarError(problem)
+        return problem
 
     def _take(self) -> _CheckProcess:
         """A process that runs: somebody else, such as the kernel when memory is short, may have ended an idle one."""
@@ -69,6 +82,14 @@ class CheckPool:
             process.end()
 
 
+class _Killed(Exception):
+    """Somebody else, such as the kernel when memory is short, ended the process during a check."""
+
+
+def too_complex(grammar: Grammar) -> GrammarError:
+    return GrammarError(f"The {grammar.noun} is too complex: its check took too much time or memory; simplify it.")
+
+
 class _CheckProcess:
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -84,18 +105,19 @@ class _CheckProcess:
         return self._process.poll() is None
 
     def check(self, grammar: Grammar, limit_s: float) -> str | None:
-        """What is wrong with the grammar. Raises `GrammarError` if it takes too much; then the process is of no use."""
+        """What is wrong with the grammar. Raises `GrammarError` if it takes too much, `_Killed` if somebody else ended
+        the process; then the process is of no use."""
         if self._is_new:  # Loading does not count: the first reply is to a grammar that takes no time.
             self._send(Grammar("json_object"))
-            if self._reply(START_LIMIT_S) is None:
+            if not self._reply(START_LIMIT_S):
                 raise RuntimeError("The process that checks grammars did not start.")
             self._is_new = False
         self._send(grammar)
         reply = self._reply(limit_s)
         if reply is None:
-            raise GrammarError(
-                f"The {grammar.noun} is too complex: its check took too much time or memory; simplify it."
-            )
+            raise too_complex(grammar)
+        if not reply:  # It ends by SIGKILL neither when it reaches its limits nor when it fails.
+            raise _Killed if self._process.wait(END_LIMIT_S) == -signal.SIGKILL else too_complex(grammar)
         return msgspec.json.decode(reply, type=str | None)
 
     def _send(self, grammar: Grammar) -> None:
@@ -106,7 +128,7 @@ class _CheckProcess:
             self._process.stdin.flush()
 
     def _reply(self, limit_s: float) -> bytes | None:
-        """The next line, or None if it does not come in time or the process ends."""
+        """The next line; None if it does not come in time, empty if the process ends."""
         assert self._process.stdout is not None
         until, reply = time.monotonic() + limit_s, b""
         while not reply.endswith(b"\n"):
@@ -115,7 +137,7 @@ class _CheckProcess:
                 return None
             part = self._process.stdout.read1(_READ_BYTES)  # type: ignore[attr-defined]
             if not part:
-                return None
+                return b""
             reply += part
         return reply
 

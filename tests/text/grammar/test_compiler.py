@@ -9,11 +9,11 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import pytest
-from helpers.served import wait_until
 
 from millrace.bench.local_server import descendants
 from millrace.errors import BadRequest, Overloaded
@@ -254,8 +254,13 @@ def test_a_check_process_that_somebody_ended_is_replaced() -> None:
     pool(numbered(2))
     assert check_processes() - others == {process}
     os.kill(process, signal.SIGKILL)
-    wait_until(lambda: process not in check_processes(), "the process has ended")
     pool(numbered(3))
+    [process] = check_processes() - others
+    os.kill(process, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as other:
+        checked = other.submit(pool, numbered(4))
+        os.kill(process, signal.SIGKILL)  # The check has begun, or begins now.
+        checked.result(60)
     assert len(check_processes() - others) == 1
     pool.close()
     assert check_processes() == others
