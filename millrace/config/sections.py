@@ -148,8 +148,8 @@ class PlanConfig:
     step_ms: float = setting(
         -1.0,
         "milliseconds that a step with decoding requests should take at most: its prompt tokens follow from measured"
-        " step times; prompts less urgent than a decoding request lengthen steps by half at most; 0 = only tokens limit"
-        " a step; -1 = automatic: 200 on a CPU, 90 on a GPU",
+        " step times; prompts less urgent than a decoding request leave it two thirds of its pace; 0 = only tokens"
+        " limit a step; -1 = automatic: 200 on a CPU, 90 on a GPU",
         minimum=-1.0,
     )
     block_size: int = setting(16, "tokens per KV block", minimum=1)
