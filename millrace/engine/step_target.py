@@ -10,7 +10,7 @@ from millrace.config import Config
 from millrace.host.device_limits import DeviceLimits
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.plan.budget import StepTarget
-from millrace.plan.step_time import StepRates
+from millrace.plan.pacing.step_time import StepRates
 
 CPU_STEP_MS, CUDA_STEP_MS = 200.0, 90.0
 """Default for step_ms. On a GPU the mixed budget usually keeps steps at about half of it."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from millrace.plan.pacing.step_time import StepRates, StepTimeModel
+from millrace.plan.pacing.yielding import YieldingTime
 from millrace.plan.request import BATCH
 from millrace.plan.rows import Rows
 from millrace.plan.seating import Seating
 from millrace.plan.step import Int64s, StepPlan
-from millrace.plan.step_time import StepRates, StepTimeModel
-from millrace.plan.yielding import YieldingTime
 
 MANY_PREFILLS, MANY_PREFILLS_SHARE = 8, 1 / 8
 """With at least this many requests waiting for their first token, and more than this many per decoding row, steps use

@@ -14,10 +14,10 @@ import math
 import numpy as np
 
 from millrace.plan.budget import ChunkBudget, StepBudget
+from millrace.plan.pacing.step_time import Floats
 from millrace.plan.request import BATCH, Request
 from millrace.plan.rows import Rows
 from millrace.plan.step import Int64s
-from millrace.plan.step_time import Floats
 
 KEPT_THROUGHPUT = 0.92
 """Rows are left out only as far as the predicted tokens per second stay above this share of those with all rows."""

@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.plan.budget import StepTarget
+from millrace.plan.pacing.step_time import StepRates
 from millrace.plan.request import BATCH, INTERACTIVE, STANDARD, Request
 from millrace.plan.row_choice import MAX_TURNS
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import StepPlan
-from millrace.plan.step_time import StepRates
 
 RATES = StepRates(step_s=0.02, prompt_token_s=0.008, decode_row_s=0.008, context_token_s=1e-9, pair_s=1e-9)
 """22 rows take 0.2 s, and 60 rows take 0.5 s."""

@@ -22,11 +22,11 @@ from millrace.plan.budget import StepTarget
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.host_tier import HostTierSettings
+from millrace.plan.pacing.step_time import StepRates
 from millrace.plan.queue.policy import make_policy
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import BlockCopies, StepPlan
-from millrace.plan.step_time import StepRates
 
 VOCAB = 11
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from millrace.plan.budget import StepTarget
+from millrace.plan.pacing.step_time import StepRates
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import StepPlan
-from millrace.plan.step_time import StepRates
 
 BUDGET, ROWS, PROMPT = 8192, 512, 512
 

@@ -8,8 +8,8 @@ from dataclasses import astuple
 import numpy as np
 import pytest
 
+from millrace.plan.pacing.step_time import MAX_PACE, NUM_FIRST, OBSERVE_EVERY, StepRates, StepTimeModel
 from millrace.plan.step import NO_EPOCH, StepPlan, exact_shape
-from millrace.plan.step_time import MAX_PACE, NUM_FIRST, OBSERVE_EVERY, StepRates, StepTimeModel
 
 SLOW = StepRates(0.019, 0.008, 0.007, 2e-6, 3e-6)
 """A small machine."""

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from millrace.plan.budget import MANY_PREFILLS, StepTarget
+from millrace.plan.pacing.step_time import StepRates
+from millrace.plan.pacing.yielding import PERIODS
 from millrace.plan.request import BATCH, INTERACTIVE, STANDARD, Request
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import StepPlan
-from millrace.plan.step_time import StepRates
-from millrace.plan.yielding import PERIODS
 
 RATES = StepRates(step_s=0.02, prompt_token_s=0.003, decode_row_s=0.004, context_token_s=2e-6, pair_s=2e-7)
 """A small machine: a stream alone has steps of 24 ms."""
