@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from millrace.config import RunConfig
-from millrace.engine.figures.processor_limits import processor_limits
 from millrace.models.drafters.load import drafter_bytes, load_drafter, open_drafter
 from millrace.models.drafters.program import EagleDrafter
 from millrace.models.load import load_decoder
@@ -25,6 +24,7 @@ from millrace.plan.step import Admission, StepPlan, exact_shape
 from millrace.run.cpu.draft_pass import NativeEaglePass
 from millrace.run.cpu.native_step import NativeStep
 from millrace.run.device.device import open_device
+from millrace.run.device.processor_limits import processor_limits
 from millrace.run.drafting.chain import DraftInputs, DraftPass
 from millrace.run.drafting.models import allocate_drafter_kv
 from millrace.run.drafting.passes import DraftTable, EaglePass

@@ -12,7 +12,6 @@ import torch
 from millrace.config import Config, allowed_processors
 from millrace.engine.constrained import ConstrainedRequests
 from millrace.engine.drafting.find import DrafterSource, find_drafter
-from millrace.engine.figures.processor_limits import processor_limits
 from millrace.engine.figures.step_figures import StepWork
 from millrace.engine.fingerprint import weights_digest
 from millrace.engine.grammars import make_grammars
@@ -20,7 +19,6 @@ from millrace.engine.loop import Engine
 from millrace.engine.memory_plan import NO_DRAFTER, MemoryPlan, make_memory_plan
 from millrace.engine.step_target import make_step_target, target_step_s
 from millrace.errors import ConfigError
-from millrace.host.device_limits import DeviceLimits, device_limits
 from millrace.host.free_memory import available_bytes
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import EngineLoading, EngineReady
@@ -28,13 +26,14 @@ from millrace.models.load import check_quantization, has_quantised_weights, load
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.ops.cpp.native import native_notes
-from millrace.plan.drafting.control import MAX_DRAFTS, MAX_PADDED_DRAFTS
+from millrace.plan.drafting.control import MAX_DRAFTS
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.host_tier import HostTierSettings
 from millrace.plan.queue.policy import make_policy
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.shapes.choice import make_shape_choice
+from millrace.run.device.defaults import DeviceDefaults
 from millrace.run.device.device import Device, open_device
 from millrace.run.device.kv_pool import KvFormat, bytes_per_token, resolve_kv_dtype
 from millrace.run.device.precision import Precision, choose_precision
@@ -73,21 +72,21 @@ def build_engine(
         deterministic=config.run.deterministic,
         has_int8_products=precision.quantization == "int8",
     )
-    limits = _limits(device)
+    limits = device.limits()
     drafter = find_drafter(config, files, spec, precision.quantization, on_loading)
     plan = make_memory_plan(
         config,
         spec,
+        device.defaults,
         dtype=dtype,
         weights_bytes=weight_bytes(files, dtype, precision.quantization, device.torch_device),
-        device_kind=device.kind,
         free_bytes=device.free_bytes(),
         kv_dtype=kv_dtype,
         step_flops=limits.step_flops,
         host_free_bytes=available_bytes(),
         drafter=NO_DRAFTER if drafter is None else drafter.memory(dtype, kv_dtype, device.torch_device),
     )
-    drafts = draft_settings(config, plan.max_running, is_gpu=device.kind == "cuda", drafter=drafter)
+    drafts = draft_settings(config, plan.max_running, device.defaults, drafter)
     host_tier = HostTierSettings(plan.host_slots, plan.block_bytes, plan.copy_batch_bytes)
     decoder = load_decoder(
         files,
@@ -119,10 +118,9 @@ def build_engine(
         setup = _setup(config, plan, precision, kv_dtype, host_tier)
         runner = LoggedRunner(runner, StepLog(Path(config.plan.step_log).expanduser(), setup))
     target = make_step_target(
-        config,
+        target_step_s(config, device.defaults),
         spec,
-        device_kind=device.kind,
-        limits=limits,
+        limits,
         weights_bytes=plan.weights_bytes,
         kv_token_bytes=kv_token_bytes,
     )
@@ -142,11 +140,11 @@ def build_engine(
         host_tier=host_tier,
         shapes=make_shape_choice(runner.shapes),
     )
-    measured = processor_limits(dtype) if device.kind == "cpu" else limits
+    measured = device.measured_limits(dtype)
     kind = "" if drafter is None else drafter.kind
     ready = msgspec.structs.replace(
         _ready(config, files, spec, precision, device, plan),
-        drafters=offered_drafters(config.plan.speculate, device.kind, kind),
+        drafters=offered_drafters(config.plan.speculate, device.defaults.pads_drafts, kind),
         device_bytes_per_s=measured.bytes_per_s,
         device_flops=measured.flops,
     )
@@ -187,17 +185,18 @@ def _setup(
 
 
 def draft_settings(
-    config: Config, max_running: int, *, is_gpu: bool, drafter: DrafterSource | None = None
+    config: Config, max_running: int, defaults: DeviceDefaults, drafter: DrafterSource | None = None
 ) -> DraftSettings:
-    """A step verifies at most as many tokens as it may have rows: buffers exist for that many. On a GPU all drafts come
-    from one drafter, and every place has one; on a CPU a drafter with fewer drafts leaves places unused."""
+    """A step verifies at most as many tokens as it may have rows: buffers exist for that many. Without padding a
+    drafter with fewer drafts leaves places unused."""
     speculate, fixed = config.plan.speculate, config.plan.draft_tokens
     if speculate == "off":
         return DraftSettings()
-    most = MAX_PADDED_DRAFTS if is_gpu else MAX_DRAFTS
+    most, pads = min(MAX_DRAFTS, defaults.max_drafts or MAX_DRAFTS), defaults.pads_drafts
     if fixed > most:
-        raise ConfigError(f"--draft-tokens is {fixed}; a GPU verifies at most {most} per step.", param="draft_tokens")
-    has_one_source = is_gpu or speculate != AUTO
+        message = f"--draft-tokens is {fixed}; this device verifies at most {most} per step."
+        raise ConfigError(message, param="draft_tokens")
+    has_one_source = pads or speculate != AUTO
     if drafter is not None and drafter.max_drafts is not None and has_one_source:
         if fixed > drafter.max_drafts:
             raise ConfigError(
@@ -205,14 +204,14 @@ def draft_settings(
                 f" --draft-tokens {drafter.max_drafts} or less.",
                 param="draft_tokens",
             )
-        most = min(most, drafter.max_drafts) if is_gpu else most
+        most = min(most, drafter.max_drafts) if pads else most
     return DraftSettings(
         max_drafts=fixed or min(config.plan.max_drafts, most),
         max_places=max_running,
         is_fixed=bool(fixed),
-        is_padded=is_gpu,
-        is_weighed=not is_gpu and speculate in (AUTO, *TEXT_DRAFTERS),
-        has_trained=drafter is not None and speculate == AUTO and not is_gpu,
+        is_padded=pads,
+        is_weighed=not pads and speculate in (AUTO, *TEXT_DRAFTERS),
+        has_trained=drafter is not None and speculate == AUTO and not pads,
     )
 
 
@@ -224,13 +223,6 @@ def step_work(spec: ModelSpec, weights_bytes: int, kv_token_bytes: int) -> StepW
         # Two products, each with two FLOPs per element of a head.
         pair_flops=4.0 * spec.q_size * spec.num_layers,
     )
-
-
-def _limits(device: Device) -> DeviceLimits:
-    """All 0 for a CPU."""
-    if device.kind == "cpu":
-        return DeviceLimits(0.0, 0.0, 0.0)
-    return device_limits(device.name(), device.torch_device.index or 0)
 
 
 def _ready(
@@ -251,6 +243,6 @@ def _ready(
         memory_plan=plan.parts(),
         notes=(*plan.notes, *precision.notes, *native_notes(device.torch_device)),
         num_parameters=spec.num_parameters,
-        step_ms=1e3 * target_step_s(config, device.kind),
+        step_ms=1e3 * target_step_s(config, device.defaults),
         fingerprint="mr-" + hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12],
     )

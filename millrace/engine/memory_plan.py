@@ -10,37 +10,20 @@ from dataclasses import dataclass
 
 import torch
 
-from millrace.config import DEFAULT_MAX_RUNNING, Config
-from millrace.engine.step_target import CUDA_STEP_MS, target_step_s
+from millrace.config import Config
+from millrace.engine.step_target import target_step_s
 from millrace.errors import MemoryPlanError
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.plan.kv.groups import KvGroups
-from millrace.plan.shapes.table import PLACES
+from millrace.run.device.defaults import DeviceDefaults
 from millrace.run.device.kv_pool import KvFormat, bytes_per_token
 
 GIB = 1 << 30
 MIN_KV_TOKENS = 256
-GRAPHS_BYTES = 1 << 30
-"""Memory reserved for captured CUDA graphs."""
-CPU_BUDGETS = (512, 512)
-"""Default token budget and mixed budget on a CPU."""
-CUDA_BUDGET = 8192
-MIN_MIXED_BUDGET = 2048
-"""Lowest default mixed budget on a GPU."""
 SMOOTH_SHARE = 0.5
 """The default mixed budget fills this share of a step's target time; the rest is for decode rows and context."""
-CPU_RUNNING, CUDA_RUNNING = 256, DEFAULT_MAX_RUNNING
-"""Default for max_running."""
-CPU_COPY_BATCH, CUDA_COPY_BATCH = 4 << 20, 32 << 20
-"""Bytes of KV blocks copied to or from host memory at once. On a CPU steps wait for a batch; on a GPU only its size
-in device memory matters."""
 MAX_HOST_SHARE = 0.9
 """Maximum share of the machine's free memory for KV blocks in host memory."""
-CPU_FRACTION, CUDA_FRACTION = 0.25, 0.9
-"""Largest share of the free memory for the KV pool by default."""
-CPU_KV_TOKENS = 1 << 16
-"""Default size of the KV pool on a CPU, if the model's context is not longer: 64 requests of 1,024 tokens. The machine
-keeps the rest of its memory for other programs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +67,7 @@ class MemoryPlan:
     """Size of a batch of copies between the pool and host memory."""
     drafter: DrafterMemory = NO_DRAFTER
     history_bytes: int = 0
-    """The tokens of every row, from which a GPU drafts."""
+    """The column of every row's tokens, if the device drafts from one."""
     notes: tuple[str, ...] = ()
     """What was chosen automatically, why, and the settings that change it."""
 
@@ -111,45 +94,45 @@ class MemoryPlan:
 def make_memory_plan(
     config: Config,
     spec: ModelSpec,
+    defaults: DeviceDefaults,
     *,
     dtype: torch.dtype,
     weights_bytes: int,
-    device_kind: str,
     free_bytes: int,
     kv_dtype: KvFormat = "full",
     step_flops: float = 0.0,
     host_free_bytes: int = 0,
     drafter: DrafterMemory = NO_DRAFTER,
 ) -> MemoryPlan:
-    """`step_flops` is the FLOP/s that whole steps reach on a GPU (`DeviceLimits`); 0 if unknown. `host_free_bytes`:
-    free memory of the machine, of which a GPU uses what `kv_host_gib` says; on a CPU all is one memory."""
+    """`step_flops` is the FLOP/s that whole steps reach (`DeviceLimits`); 0 if unknown. `host_free_bytes`: free memory
+    of the machine, of which a device with memory of its own uses what `kv_host_gib` says."""
     free_bytes = max(0, free_bytes - int(config.memory.reserved_gib * GIB))
-    max_running = _max_running(config, device_kind)
-    token_budget, mixed_budget = _budgets(config, spec, device_kind, max_running, step_flops)
+    max_running = _max_running(config, defaults)
+    token_budget, mixed_budget = _budgets(config, spec, defaults, max_running, step_flops)
     max_context = _max_context(config, spec)
-    activation_bytes = _worst_step_bytes(spec, max_running, token_budget, dtype, device_kind)
+    activation_bytes = _worst_step_bytes(spec, max_running, token_budget, dtype, defaults)
     if drafter.spec is not None:
-        activation_bytes += _worst_step_bytes(drafter.spec, max_running, token_budget, dtype, device_kind)
-    activation_bytes += _read_states_bytes(drafter, config, max_running, token_budget, dtype, device_kind)
+        activation_bytes += _worst_step_bytes(drafter.spec, max_running, token_budget, dtype, defaults)
+    activation_bytes += _read_states_bytes(drafter, config, defaults, max_running, token_budget, dtype)
     groups, block_size = KvGroups(spec.kv_groups.windows), config.plan.block_size
     block_bytes = (bytes_per_token(spec, dtype, kv_dtype) + drafter.block_token_bytes) * block_size
     batch_bytes, host_slots = 0, _host_slots(config, block_bytes)
     if host_slots:
-        batch_bytes = max(block_bytes, CPU_COPY_BATCH if device_kind == "cpu" else CUDA_COPY_BATCH)
-        if device_kind == "cpu":
-            free_bytes = _free_beside_host_blocks(config, free_bytes)
-        else:
+        batch_bytes = max(block_bytes, defaults.copy_batch_bytes)
+        if defaults.has_own_memory:
             _free_beside_host_blocks(config, host_free_bytes)
             activation_bytes += 2 * batch_bytes  # a buffer for each direction
+        else:
+            free_bytes = _free_beside_host_blocks(config, free_bytes)
     all_weights = weights_bytes + drafter.weights_bytes
-    history_bytes = _history_bytes(config, max_running, max_context, device_kind)
+    history_bytes = _history_bytes(config, max_running, max_context, defaults)
     fixed = all_weights + activation_bytes + history_bytes
     if fixed + groups.blocks_for(MIN_KV_TOKENS, block_size) * block_bytes > free_bytes:
         raise _too_big(spec, dtype, all_weights, activation_bytes + history_bytes, free_bytes)
     most_useful = max_running * groups.blocks_for(max_context, block_size)
-    if device_kind == "cpu" and not config.memory.fraction:
-        most_useful = min(most_useful, groups.blocks_for(max(CPU_KV_TOKENS, max_context), block_size))
-    num_blocks = _num_blocks(config, device_kind, free_bytes - fixed, block_bytes, groups, most_useful)
+    if defaults.max_kv_tokens is not None and not config.memory.fraction:
+        most_useful = min(most_useful, groups.blocks_for(max(defaults.max_kv_tokens, max_context), block_size))
+    num_blocks = _num_blocks(config, defaults, free_bytes - fixed, block_bytes, groups, most_useful)
     if fixed + num_blocks * block_bytes > free_bytes:
         fits = (free_bytes - fixed) / GIB
         raise MemoryPlanError(
@@ -175,7 +158,7 @@ def make_memory_plan(
         copy_batch_bytes=batch_bytes,
         drafter=drafter,
         history_bytes=history_bytes,
-        notes=tuple(_notes(config, device_kind, kv_tokens, num_blocks * block_bytes, max_context, fitting_context)),
+        notes=tuple(_notes(config, defaults, kv_tokens, num_blocks * block_bytes, max_context, fitting_context)),
     )
 
 
@@ -191,12 +174,12 @@ def _fitting_context(config: Config, max_context: int, kv_tokens: int) -> int:
 
 
 def _notes(
-    config: Config, device_kind: str, kv_tokens: int, kv_bytes: int, max_context: int, fitting_context: int
+    config: Config, defaults: DeviceDefaults, kv_tokens: int, kv_bytes: int, max_context: int, fitting_context: int
 ) -> Iterator[str]:
     if _is_pool_automatic(config):
-        fraction = config.memory.fraction or (CPU_FRACTION if device_kind == "cpu" else CUDA_FRACTION)
-        reason = f"at most {fraction:.0%} of the free memory"
-        if device_kind == "cpu" and not config.memory.fraction and kv_tokens >= max(CPU_KV_TOKENS, max_context):
+        reason = f"at most {config.memory.fraction or defaults.kv_fraction:.0%} of the free memory"
+        limit = None if config.memory.fraction else defaults.max_kv_tokens
+        if limit is not None and kv_tokens >= max(limit, max_context):
             reason = f"enough for {kv_tokens // 1024:,} requests of 1,024 tokens at once"
         yield f"KV pool: {kv_bytes / GIB:.1f} GiB, {reason}. More or less: --kv-gib or --kv-tokens."
     if fitting_context < max_context:
@@ -221,26 +204,29 @@ def _free_beside_host_blocks(config: Config, free_bytes: int) -> int:
     return free_bytes - wanted
 
 
-def _max_running(config: Config, device_kind: str) -> int:
+def _max_running(config: Config, defaults: DeviceDefaults) -> int:
     """The setting, or the device's default, which an explicit token budget limits: decoding rows come on top of the
     budget, and a small budget is chosen to keep steps short."""
-    default = CPU_RUNNING if device_kind == "cpu" else CUDA_RUNNING
+    default = defaults.max_running
     return config.plan.max_running or min(default, config.plan.token_budget or default)
 
 
-def _budgets(config: Config, spec: ModelSpec, device_kind: str, max_running: int, step_flops: float) -> tuple[int, int]:
+def _budgets(
+    config: Config, spec: ModelSpec, defaults: DeviceDefaults, max_running: int, step_flops: float
+) -> tuple[int, int]:
     """Token budget (decoding rows not counted) and mixed budget (all tokens of a step that decodes). The default token
     budget is at least the number of rows, so decoding rows at most double it."""
-    default, mixed = CPU_BUDGETS if device_kind == "cpu" else (CUDA_BUDGET, _smooth_budget(config, spec, step_flops))
-    token_budget = config.plan.token_budget or max(default, max_running)
-    return token_budget, min(config.plan.mixed_budget or mixed, token_budget)
+    token_budget = config.plan.token_budget or max(defaults.token_budget, max_running)
+    return token_budget, min(
+        config.plan.mixed_budget or _smooth_budget(config, spec, defaults, step_flops), token_budget
+    )
 
 
-def _smooth_budget(config: Config, spec: ModelSpec, step_flops: float) -> int:
-    """Tokens that this GPU computes in a step that also decodes, at 2 FLOPs per active parameter and token."""
-    smooth_s = SMOOTH_SHARE * (target_step_s(config, "cuda") or CUDA_STEP_MS / 1e3)
+def _smooth_budget(config: Config, spec: ModelSpec, defaults: DeviceDefaults, step_flops: float) -> int:
+    """Tokens that the device computes in a step that also decodes, at 2 FLOPs per active parameter and token."""
+    smooth_s = SMOOTH_SHARE * (target_step_s(config, defaults) or defaults.step_ms / 1e3)
     tokens = smooth_s * step_flops / (2 * spec.active_parameters)
-    return max(MIN_MIXED_BUDGET, min(CUDA_BUDGET, int(tokens) // 1024 * 1024))
+    return max(defaults.min_mixed_budget, min(defaults.token_budget, int(tokens) // 1024 * 1024))
 
 
 def _max_context(config: Config, spec: ModelSpec) -> int:
@@ -251,7 +237,7 @@ def _max_context(config: Config, spec: ModelSpec) -> int:
 
 
 def _num_blocks(
-    config: Config, device_kind: str, left: int, block_bytes: int, groups: KvGroups, most_useful: int
+    config: Config, defaults: DeviceDefaults, left: int, block_bytes: int, groups: KvGroups, most_useful: int
 ) -> int:
     """Blocks of the KV pool, by the settings or by the free memory that is `left`."""
     memory = config.memory
@@ -259,13 +245,13 @@ def _num_blocks(
         return max(1, memory.kv_tokens // config.plan.block_size) * groups.num_groups
     if memory.kv_gib:
         return max(1, int(memory.kv_gib * GIB) // block_bytes)
-    fraction = memory.fraction or (CPU_FRACTION if device_kind == "cpu" else CUDA_FRACTION)
+    fraction = memory.fraction or defaults.kv_fraction
     # Never more than all rows at full context can use.
     return max(1, min(int(left * fraction) // block_bytes, most_useful))
 
 
 def _worst_step_bytes(
-    spec: ModelSpec, max_running: int, token_budget: int, dtype: torch.dtype, device_kind: str
+    spec: ModelSpec, max_running: int, token_budget: int, dtype: torch.dtype, defaults: DeviceDefaults
 ) -> int:
     """Upper bound on a step's memory beside weights and KV pool: live activations and float32 logits."""
     widest_mlp = max(spec.inner_size, spec.moe.inner_size * spec.moe.top_k if spec.moe is not None else 0)
@@ -276,29 +262,30 @@ def _worst_step_bytes(
     # Sampling holds scaled logits, their softmax and a float64 cumulative sum at once; penalties hold a count and a
     # mark per vocabulary token and row.
     worst = max_tokens * per_token * max(dtype.itemsize, 4) + 5 * logits + 5 * logits // 4
-    # A GPU holds them twice, for captured and for uncaptured steps, plus the graphs.
-    return worst if device_kind == "cpu" else 2 * worst + GRAPHS_BYTES
+    return defaults.num_activations * worst + defaults.graphs_bytes
 
 
 def _read_states_bytes(
-    drafter: DrafterMemory, config: Config, max_running: int, token_budget: int, dtype: torch.dtype, device_kind: str
+    drafter: DrafterMemory,
+    config: Config,
+    defaults: DeviceDefaults,
+    max_running: int,
+    token_budget: int,
+    dtype: torch.dtype,
 ) -> int:
     """The target's states that a drafter reads: those inside the target, of all tokens of a step, and the last ones of
-    each row. A CPU keeps what the drafter lacks, up to a block's worth; a GPU has a column with all places."""
-    tapped = (token_budget + max_running) * drafter.tap_width
-    if device_kind == "cpu":
-        kept = max_running * (config.plan.block_size + 1) * drafter.kept_width
-        return (tapped + kept) * dtype.itemsize
-    # As for activations: for captured and for uncaptured steps. Padding has a row of its own.
-    return (2 * tapped + (max_running + 1) * PLACES[-1] * drafter.kept_width) * dtype.itemsize
+    each row."""
+    tapped = defaults.num_activations * (token_budget + max_running) * drafter.tap_width
+    places = config.plan.block_size + 1 if defaults.kept_places is None else defaults.kept_places
+    return (tapped + (max_running + defaults.padding_rows) * places * drafter.kept_width) * dtype.itemsize
 
 
-def _history_bytes(config: Config, max_running: int, max_context: int, device_kind: str) -> int:
-    """The column `history` of `DeviceDrafts`, which every drafter has on a GPU. Padding has a row of its own, and each
-    row a place behind its context. An upper bound if the KV pool shortens the context."""
-    if device_kind == "cpu" or config.plan.speculate == "off":
+def _history_bytes(config: Config, max_running: int, max_context: int, defaults: DeviceDefaults) -> int:
+    """The column `history` of `DeviceDrafts`, in which each row has a place behind its context. An upper bound if the
+    KV pool shortens the context."""
+    if not defaults.keeps_history or config.plan.speculate == "off":
         return 0
-    return (max_running + 1) * (max_context + 1) * 4
+    return (max_running + defaults.padding_rows) * (max_context + 1) * 4
 
 
 def _too_big(spec: ModelSpec, dtype: torch.dtype, weights: int, activations: int, free: int) -> MemoryPlanError:

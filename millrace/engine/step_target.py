@@ -1,7 +1,7 @@
 """How long a step with decoding rows should take, and first rates for the model of step time.
 
-On a GPU the rates follow from its FLOP/s and bandwidth. Of a CPU little is known before its first steps: the rates are
-those of a slow one, and the first steps correct them.
+The rates follow from the device's FLOP/s and bandwidth. Where those are unknown, as on a CPU, the rates are those of a
+slow one, and the first steps correct them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from millrace.host.device_limits import DeviceLimits
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.plan.budget import StepTarget
 from millrace.plan.pacing.step_time import StepRates
+from millrace.run.device.defaults import DeviceDefaults
 
-CPU_STEP_MS, CUDA_STEP_MS = 200.0, 90.0
-"""Default for step_ms. On a GPU the mixed budget usually keeps steps at about half of it."""
-SLOW_CPU = DeviceLimits(flops=80e9, bytes_per_s=5e9, step_flops=40e9)
+SLOW_DEVICE = DeviceLimits(flops=80e9, bytes_per_s=5e9, step_flops=40e9)
 FIRST_CHUNK = 64
 """Prompt tokens beside decode rows on a device of unknown speed, until larger steps were measured."""
 OVERHEAD_S = 3e-4
@@ -22,15 +21,14 @@ OVERHEAD_S = 3e-4
 
 
 def make_step_target(
-    config: Config, spec: ModelSpec, *, device_kind: str, limits: DeviceLimits, weights_bytes: int, kv_token_bytes: int
+    step_s: float, spec: ModelSpec, limits: DeviceLimits, *, weights_bytes: int, kv_token_bytes: int
 ) -> StepTarget | None:
-    """None if no time is to limit steps. `limits`: of the GPU; not used for a CPU."""
-    step_s = target_step_s(config, device_kind)
+    """None if no time is to limit steps. `step_s`: see `target_step_s`."""
     if step_s == 0:
         return None
-    is_unknown = device_kind == "cpu" or limits.step_flops <= 0 or limits.bytes_per_s <= 0
+    is_unknown = limits.step_flops <= 0 or limits.bytes_per_s <= 0
     if is_unknown:
-        limits = SLOW_CPU
+        limits = SLOW_DEVICE
     token_s = 2 * spec.active_parameters / limits.step_flops
     rates = StepRates(
         step_s=OVERHEAD_S + weights_bytes / limits.bytes_per_s,
@@ -43,7 +41,6 @@ def make_step_target(
     return StepTarget(step_s, rates, first_chunk=FIRST_CHUNK if is_unknown else 0)
 
 
-def target_step_s(config: Config, device_kind: str) -> float:
+def target_step_s(config: Config, defaults: DeviceDefaults) -> float:
     """The setting, or the device's default; 0 if no time is to limit steps."""
-    default_ms = CPU_STEP_MS if device_kind == "cpu" else CUDA_STEP_MS
-    return (default_ms if config.plan.step_ms < 0 else config.plan.step_ms) / 1e3
+    return (defaults.step_ms if config.plan.step_ms < 0 else config.plan.step_ms) / 1e3

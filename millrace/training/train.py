@@ -14,7 +14,7 @@ from millrace.llm import LLM
 from millrace.models.load import load_decoder
 from millrace.models.spec.families import spec_from_config
 from millrace.models.weights import open_weights
-from millrace.run.device.device import fast_dtype, open_device
+from millrace.run.device.device import open_device
 from millrace.sources.resolve import ModelFiles, resolve_model
 from millrace.text.tokenizers.load import load_tokenizer
 from millrace.training.answers import make_answers
@@ -91,7 +91,7 @@ def train_drafter(
 def _load_target(options: TrainOptions, config: Config, files: ModelFiles) -> tuple[Target, int]:
     """(target, tokens per optimiser step)."""
     device = open_device(config.run)
-    dtype = fast_dtype(device) if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
+    dtype = device.defaults.dtype if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
     decoder = load_decoder(files, device=device.torch_device, dtype=dtype, seed=config.model.seed)
     batch_tokens = options.batch_tokens or _BATCH_TOKENS[device.kind]
     return Target(decoder, open_weights(files, seed=config.model.seed)), batch_tokens

@@ -18,6 +18,7 @@ from millrace.engine.build import draft_settings
 from millrace.engine.drafting.find import DraftModelSource, find_drafter
 from millrace.errors import ConfigError
 from millrace.models.spec.families import spec_from_config
+from millrace.run.device.defaults import CPU_DEFAULTS, CUDA_DEFAULTS
 from millrace.sources.resolve import ModelFiles, resolve_model
 
 
@@ -110,7 +111,7 @@ def test_only_a_cpu_with_auto_chooses_between_text_and_a_drafter() -> None:
     def chooses(speculate: str, *, is_gpu: bool, has_drafter: bool) -> bool:
         config = dataclasses.replace(Config(), plan=dataclasses.replace(PlanConfig(), speculate=speculate))
         drafter: Any = SimpleNamespace(max_drafts=None) if has_drafter else None
-        return draft_settings(config, 64, is_gpu=is_gpu, drafter=drafter).has_trained
+        return draft_settings(config, 64, CUDA_DEFAULTS if is_gpu else CPU_DEFAULTS, drafter).has_trained
 
     assert chooses("auto", is_gpu=False, has_drafter=True)
     assert not chooses("auto", is_gpu=True, has_drafter=True)
@@ -121,11 +122,11 @@ def test_only_a_cpu_with_auto_chooses_between_text_and_a_drafter() -> None:
 def test_a_gpu_verifies_fewer_drafts_than_a_cpu() -> None:
     def most(*, is_gpu: bool, **settings: Any) -> int:
         config = dataclasses.replace(Config(), plan=dataclasses.replace(PlanConfig(), speculate="auto", **settings))
-        return draft_settings(config, 64, is_gpu=is_gpu).max_drafts
+        return draft_settings(config, 64, CUDA_DEFAULTS if is_gpu else CPU_DEFAULTS).max_drafts
 
     assert (most(is_gpu=False), most(is_gpu=True)) == (15, 7)
     assert most(is_gpu=True, max_drafts=3) == most(is_gpu=True, draft_tokens=3) == 3
-    with pytest.raises(ConfigError, match="draft-tokens is 8; a GPU verifies at most 7"):
+    with pytest.raises(ConfigError, match="draft-tokens is 8; this device verifies at most 7"):
         most(is_gpu=True, draft_tokens=8)
 
 
@@ -134,7 +135,7 @@ def test_a_row_has_at_most_as_many_places_as_a_drafter_has_heads() -> None:
 
     def most(speculate: str, *, is_gpu: bool, **settings: Any) -> int:
         config = dataclasses.replace(Config(), plan=dataclasses.replace(PlanConfig(), speculate=speculate, **settings))
-        return draft_settings(config, 64, is_gpu=is_gpu, drafter=heads).max_drafts
+        return draft_settings(config, 64, CUDA_DEFAULTS if is_gpu else CPU_DEFAULTS, heads).max_drafts
 
     assert most("medusa", is_gpu=True) == most("auto", is_gpu=True) == 3
     assert most("medusa", is_gpu=True, max_drafts=2) == 2

@@ -9,6 +9,7 @@ from millrace.config import Config, load_config
 from millrace.engine.memory_plan import GIB, NO_DRAFTER, DrafterMemory, MemoryPlan, make_memory_plan
 from millrace.errors import ConfigError, MemoryPlanError
 from millrace.models.spec.families import spec_from_config
+from millrace.run.device.defaults import CPU_DEFAULTS, CUDA_DEFAULTS
 from millrace.run.device.device import CpuDevice
 from millrace.run.drafting.device_drafts import DeviceDrafts
 
@@ -40,9 +41,9 @@ def plan(
     return make_memory_plan(
         config,
         spec_from_config(LLAMA),
+        CPU_DEFAULTS if step_flops is None else CUDA_DEFAULTS,
         dtype=dtype,
         weights_bytes=int(weights_gib * GIB),
-        device_kind="cpu" if step_flops is None else "cuda",
         free_bytes=int(free_gib * GIB),
         step_flops=step_flops or 0.0,
         host_free_bytes=int(host_free_gib * GIB),

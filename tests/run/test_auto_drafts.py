@@ -220,8 +220,8 @@ def test_each_drafter_hears_of_its_own_drafts() -> None:
 
 
 def test_what_requests_may_name() -> None:
-    assert offered_drafters("auto", "cpu", "eagle") == ("off", "eagle", "ngram", "suffix")
-    assert offered_drafters("auto", "cuda", "eagle") == ("off", "eagle")
-    assert offered_drafters("auto", "cpu") == ("off", "suffix", "ngram")
-    assert offered_drafters("eagle", "cuda", "eagle") == ("off", "eagle")
-    assert offered_drafters("off", "cpu") == ("off",)
+    assert offered_drafters("auto", False, "eagle") == ("off", "eagle", "ngram", "suffix")
+    assert offered_drafters("auto", True, "eagle") == ("off", "eagle")
+    assert offered_drafters("auto", False) == ("off", "suffix", "ngram")
+    assert offered_drafters("eagle", True, "eagle") == ("off", "eagle")
+    assert offered_drafters("off", False) == ("off",)

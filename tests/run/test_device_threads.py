@@ -12,7 +12,7 @@ import torch
 from millrace.config import RunConfig
 from millrace.host.cores import memory_nodes, usable_cores
 from millrace.run.device import device as device_module
-from millrace.run.device.device import CpuDevice, fast_dtype, open_device
+from millrace.run.device.device import CpuDevice, open_device
 
 
 @pytest.fixture(autouse=True)
@@ -142,6 +142,6 @@ def test_auto_is_bfloat16_only_with_instructions_for_it(
     monkeypatch.setattr(device_module, "processor_features", lambda: frozenset(features))
     device = CpuDevice(1)
     try:
-        assert fast_dtype(device) is expected
+        assert device.defaults.dtype is expected
     finally:
         device.close()

@@ -34,6 +34,7 @@ from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.shapes.choice import make_shape_choice
 from millrace.run.cuda_runner import CudaRunner
+from millrace.run.device.defaults import CUDA_DEFAULTS
 from millrace.run.device.device import CpuDevice, open_device
 from millrace.run.device.kv_pool import KvFormat, allocate_kv, bytes_per_token, resolve_kv_dtype
 
@@ -139,7 +140,7 @@ def test_the_memory_plan_fits_nearly_twice_the_tokens() -> None:
     def plan(kv_dtype: KvFormat) -> MemoryPlan:
         config = load_config(None, {"memory.kv_gib": 20.0}).config
         sizes = {"weights_bytes": 16 * GIB, "free_bytes": 130 * GIB}
-        return make_memory_plan(config, spec, dtype=torch.bfloat16, device_kind="cuda", kv_dtype=kv_dtype, **sizes)
+        return make_memory_plan(config, spec, CUDA_DEFAULTS, dtype=torch.bfloat16, kv_dtype=kv_dtype, **sizes)
 
     assert plan("fp8").kv_tokens / plan("full").kv_tokens == pytest.approx(256 / 132, rel=1e-3)
     assert [name for name in plan("fp8").parts() if name.endswith(" tokens, fp8")]

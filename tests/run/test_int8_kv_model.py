@@ -21,6 +21,7 @@ from millrace.models.decoder import Decoder
 from millrace.models.spec.families import spec_from_config
 from millrace.ops.kv.cache import SCALE_BYTES
 from millrace.run.device import kv_pool
+from millrace.run.device.defaults import CPU_DEFAULTS
 from millrace.run.device.kv_pool import KvFormat, allocate_kv, bytes_per_token, resolve_kv_dtype
 
 CPU = torch.device("cpu")
@@ -90,7 +91,7 @@ def test_the_memory_plan_fits_nearly_twice_the_tokens() -> None:
     def plan(kv_dtype: KvFormat) -> MemoryPlan:
         config = load_config(None, {"memory.kv_gib": 1.0}).config
         sizes = {"weights_bytes": GIB, "free_bytes": 20 * GIB}
-        return make_memory_plan(config, spec, dtype=torch.bfloat16, device_kind="cpu", kv_dtype=kv_dtype, **sizes)
+        return make_memory_plan(config, spec, CPU_DEFAULTS, dtype=torch.bfloat16, kv_dtype=kv_dtype, **sizes)
 
     assert plan("int8").kv_tokens / plan("full").kv_tokens == pytest.approx(128 / 68, rel=1e-3)
 

@@ -26,6 +26,7 @@ from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.model_spec import LayerSpec, ModelSpec
 from millrace.ops.kv.cache import SCALE_WORDS, head_dim_of
 from millrace.ops.kv.packed import packed_items
+from millrace.run.device.defaults import CUDA_DEFAULTS
 from millrace.run.device.kv_pool import KvFormat, allocate_kv, bytes_per_token, resolve_kv_dtype
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -144,7 +145,7 @@ def test_the_memory_plan_fits_a_third_more_tokens_and_says_why() -> None:
     def plan(kv_dtype: KvFormat) -> MemoryPlan:
         config = load_config(None, {"memory.kv_gib": 20.0}).config
         sizes = {"weights_bytes": 16 * GIB, "free_bytes": 130 * GIB}
-        return make_memory_plan(config, spec, dtype=torch.bfloat16, device_kind="cuda", kv_dtype=kv_dtype, **sizes)
+        return make_memory_plan(config, spec, CUDA_DEFAULTS, dtype=torch.bfloat16, kv_dtype=kv_dtype, **sizes)
 
     full, packed = plan("full"), plan("packed")
     assert packed.kv_tokens / full.kv_tokens == pytest.approx(256 / 196, rel=1e-3)

@@ -12,6 +12,8 @@ from millrace.config import ModelConfig
 from millrace.errors import ConfigError
 from millrace.run.device import device as device_module
 from millrace.run.device import precision as module
+from millrace.run.device.defaults import CUDA_DEFAULTS
+from millrace.run.device.device import CpuDevice
 from millrace.run.device.precision import choose_precision
 
 XEON = {"avx512f", "avx512_vnni"}
@@ -48,7 +50,7 @@ def test_precision(
     monkeypatch.setattr(module, "has_fast_int8", lambda: bool(features & {"avx512f", "asimddp"}))
     for owner in (device_module, module):
         monkeypatch.setattr(owner, "processor_features", lambda: frozenset(features))
-    device: Any = SimpleNamespace(kind=kind, torch_device=torch.device(kind))
+    device: Any = SimpleNamespace(kind=kind, defaults=CUDA_DEFAULTS) if kind == "cuda" else CpuDevice(1)
     found = choose_precision(ModelConfig(**settings), device, is_quantised)
     assert (found.dtype, found.quantization) == expected
     assert bool(found.notes) == (found.quantization == "int8")

@@ -17,10 +17,9 @@ from millrace.plan.step import Int32s, Int64s
 Floats = npt.NDArray[np.float64]
 
 LENGTHS = (1, 3, 7, 15)
-"""Numbers of drafts that are compared. Up to MAX_PADDED_DRAFTS: with the row's own token, the places that graphs exist
-for."""
-MAX_DRAFTS, MAX_PADDED_DRAFTS = 15, 7
-"""The second where every row is computed with all places."""
+"""Numbers of drafts that are compared. Up to 7: with the row's own token, the places that graphs exist for
+(`shapes/table.py`)."""
+MAX_DRAFTS = 15
 LEARN, PROBE_LEARN = (1 / 32, 1 / 8), (1 / 8, 1 / 2)
 """Weight of a step in the acceptance of a row, with few rows and with many, whose average is less noisy; the second
 pair for the rare steps that probe."""

@@ -10,6 +10,7 @@ import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -20,10 +21,13 @@ from torch import Tensor
 from millrace.config import RunConfig
 from millrace.errors import ConfigError
 from millrace.host.cores import memory_nodes, usable_cores
+from millrace.host.device_limits import DeviceLimits, device_limits
 from millrace.host.free_memory import available_bytes
 from millrace.host.time_slice import request_long_slices
 from millrace.ops.cpp.targets import BF16_FEATURES, processor_features
 from millrace.ops.triton.compile.dry_run import prepare_triton_key
+from millrace.run.device.defaults import CPU_DEFAULTS, CUDA_DEFAULTS, DeviceDefaults
+from millrace.run.device.processor_limits import processor_limits
 from millrace.run.device.side_stream import SideStream
 
 MIN_CORES_TO_POLL = 4
@@ -51,6 +55,7 @@ class Pending(Protocol[T_co]):
 class Device(Protocol):
     kind: str
     torch_device: torch.device
+    defaults: DeviceDefaults
     poll_s: float
     """How long the host should poll for messages after its last step before it sleeps: waking up adds latency."""
 
@@ -58,6 +63,12 @@ class Device(Protocol):
 
     def free_bytes(self) -> int:
         """Memory that can still be allocated."""
+
+    def limits(self) -> DeviceLimits:
+        """Its speed as far as it is known without measuring; zeros where it is not."""
+
+    def measured_limits(self, dtype: torch.dtype) -> DeviceLimits:
+        """Its speed, measured if that is the only way to know."""
 
     def upload(self, array: npt.NDArray[np.generic]) -> Tensor:
         """Copy the array to the device, in launch order. The caller may reuse the array at once."""
@@ -81,6 +92,9 @@ class CpuDevice:
 
     def __init__(self, threads: int) -> None:
         self.torch_device = torch.device("cpu")
+        # bfloat16 where the processor has instructions for it: emulated, it has half of float32's speed.
+        dtype = torch.bfloat16 if processor_features() & BF16_FEATURES else torch.float32
+        self.defaults = replace(CPU_DEFAULTS, dtype=dtype)
         node_cores = memory_nodes()[0]
         self.threads = threads or min(usable_cores(), len(node_cores))
         self._cores = node_cores if self.threads <= len(node_cores) else None
@@ -99,6 +113,13 @@ class CpuDevice:
 
     def free_bytes(self) -> int:
         return available_bytes()
+
+    def limits(self) -> DeviceLimits:
+        return DeviceLimits(0.0, 0.0, 0.0)
+
+    def measured_limits(self, dtype: torch.dtype) -> DeviceLimits:
+        measured = processor_limits(dtype)
+        return DeviceLimits(measured.flops, measured.bytes_per_s, 0.0)
 
     def upload(self, array: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(array.copy())
@@ -136,6 +157,7 @@ class _CpuPending(Generic[T]):
 
 class CudaDevice:
     kind = "cuda"
+    defaults = CUDA_DEFAULTS
 
     def __init__(self) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
@@ -152,6 +174,12 @@ class CudaDevice:
 
     def free_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def limits(self) -> DeviceLimits:
+        return device_limits(self.name(), self.torch_device.index or 0)
+
+    def measured_limits(self, dtype: torch.dtype) -> DeviceLimits:
+        return self.limits()
 
     def upload(self, array: npt.NDArray[np.generic]) -> Tensor:
         # The caching host allocator reuses a pinned buffer only after the copies that read it are done.
@@ -200,11 +228,3 @@ def open_device(config: RunConfig) -> Device:
             raise ConfigError("run.device is cuda, but torch sees no GPU; use --device cpu.", param="run.device")
         return CudaDevice()
     return CpuDevice(config.threads)
-
-
-def fast_dtype(device: Device) -> torch.dtype:
-    """What `auto` means without INT8 products (`precision.py`): bfloat16 where the hardware has instructions for it,
-    else float32. Emulated bfloat16 was measured at half of float32's speed."""
-    if device.kind == "cuda" or processor_features() & BF16_FEATURES:
-        return torch.bfloat16
-    return torch.float32

@@ -10,7 +10,7 @@ from millrace.config import ModelConfig, Quantization
 from millrace.errors import ConfigError
 from millrace.ops.cpp.native import has_fast_int8, native_missing
 from millrace.ops.cpp.targets import AMX_FEATURES, processor_features
-from millrace.run.device.device import Device, fast_dtype
+from millrace.run.device.device import Device
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def choose_precision(settings: ModelConfig, device: Device, has_quantised_weight
         quantization = "int8"
     if settings.dtype != "auto":
         return Precision(getattr(torch, settings.dtype), quantization)
-    return Precision(torch.float32 if quantization == "int8" else fast_dtype(device), quantization)
+    return Precision(torch.float32 if quantization == "int8" else device.defaults.dtype, quantization)
 
 
 def _check_int8(has_quantised_weights: bool, kernels_missing: str) -> None:

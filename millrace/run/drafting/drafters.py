@@ -186,13 +186,13 @@ def make_drafters(speculate: Speculation, model: Drafter | None = None, kind: st
     return Drafters(drafters | {kind: model}, speculate, trained=kind)
 
 
-def offered_drafters(speculate: Speculation, device_kind: str, kind: str = "") -> tuple[str, ...]:
-    """What a request may name as `speculate`, beside `auto`. `kind`: of the drafter that is a model. A GPU has the one
-    drafter that its graphs hold."""
+def offered_drafters(speculate: Speculation, pads_drafts: bool, kind: str = "") -> tuple[str, ...]:
+    """What a request may name as `speculate`, beside `auto`. `kind`: of the drafter that is a model. `pads_drafts`:
+    one drafter fills all places, see `DeviceDefaults`."""
     if speculate == "off":
         return ("off",)
     own = kind or (AUTO_TEXT if speculate == AUTO else speculate)
     named = {"off": None, own: None}
-    if device_kind != "cuda" and speculate != "replay":
+    if not pads_drafts and speculate != "replay":
         named |= dict.fromkeys(TEXT_DRAFTERS)
     return tuple(named)

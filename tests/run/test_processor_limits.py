@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from millrace.engine.figures import processor_limits as module
-from millrace.engine.figures.processor_limits import ProcessorLimits, processor_limits
+from millrace.run.device import processor_limits as module
+from millrace.run.device.processor_limits import ProcessorLimits, processor_limits
 
 
 def test_a_start_on_a_busy_machine_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
