@@ -165,3 +165,55 @@ def test_requirements_are_exact_and_leave_torch_alone() -> None:
         wanted = [line for line in lines if line and not line.startswith("-r ")]
         assert all("==" in line for line in wanted)
         assert not any(line.startswith("torch") for line in wanted)
+
+
+KINDS = {"cpu", "cuda"}
+KIND_NAMES = re.compile(r"is_(gpu|cuda|cpu)|device_kind|(\w+_)?(CPU|CUDA|GPU)(_\w+)?|CpuDevice|CudaDevice")
+
+
+def kind_questions(source: str) -> Iterator[int]:
+    """Lines that ask what kind a device is, or that have something for one kind."""
+    for node in ast.walk(ast.parse(source)):
+        line = getattr(node, "lineno", 0)
+        if isinstance(node, ast.Compare | ast.Dict | ast.MatchValue):
+            parts = ast.walk(node)
+            if any(isinstance(part, ast.Constant) and part.value in KINDS for part in parts):
+                yield line
+        elif isinstance(node, ast.Attribute) and node.attr in ("kind", "type") and "device" in ast.unparse(node.value):
+            yield line
+        else:
+            names = [getattr(node, field, None) for field in ("id", "attr", "arg", "name")]
+            if any(isinstance(name, str) and KIND_NAMES.fullmatch(name) for name in names):
+                yield line
+
+
+def test_the_engine_asks_no_device_for_its_kind() -> None:
+    """It asks for `DeviceDefaults` and `RunnerFacts`."""
+    found = [
+        f"{file.relative_to(ROOT)}:{line}"
+        for file in sorted((ROOT / "engine").rglob("*.py"))
+        for line in kind_questions(file.read_text(encoding="utf-8"))
+    ]
+    assert not found, found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x = device.kind",
+        "x = self._device.torch_device.type",
+        'if kind == "cuda": pass',
+        'if kind in ("cpu", "mps"): pass',
+        'STEPS = {"cpu": 200.0}',
+        "def f(*, is_gpu): pass",
+        "make(device_kind=1)",
+        "CUDA_BUDGET = 1",
+        "from millrace.run.device.device import CudaDevice",
+    ],
+)
+def test_questions_for_the_kind_are_found(source: str) -> None:
+    assert list(kind_questions(source))
+
+
+def test_other_kinds_are_no_questions() -> None:
+    assert not list(kind_questions('if query.kind == "steps": run(device.defaults, "cpu time")'))

@@ -97,7 +97,7 @@ def build_engine(
         seed=config.model.seed,
         progress=lambda done, total: on_loading("weights", done, total),
     )
-    runner: AnyRunner = make_runner(
+    made = make_runner(
         decoder,
         device,
         num_blocks=plan.num_blocks,
@@ -113,10 +113,11 @@ def build_engine(
         host_slots=host_tier.num_slots,
         max_copied=host_tier.max_blocks,
     )
+    runner: AnyRunner = made
     kv_token_bytes = bytes_per_token(spec, dtype, kv_dtype) * spec.kv_groups.num_groups
     if config.plan.step_log:
         setup = _setup(config, plan, precision, kv_dtype, host_tier)
-        runner = LoggedRunner(runner, StepLog(Path(config.plan.step_log).expanduser(), setup))
+        runner = LoggedRunner(made, StepLog(Path(config.plan.step_log).expanduser(), setup))
     target = make_step_target(
         target_step_s(config, device.defaults),
         spec,
@@ -138,7 +139,7 @@ def build_engine(
         drafts=drafts,
         groups=KvGroups(spec.kv_groups.windows),
         host_tier=host_tier,
-        shapes=make_shape_choice(runner.shapes),
+        shapes=make_shape_choice(made.facts.shapes),
     )
     measured = device.measured_limits(dtype)
     kind = "" if drafter is None else drafter.kind
@@ -154,6 +155,7 @@ def build_engine(
     text = AUTO_TEXT if config.plan.speculate == AUTO else config.plan.speculate
     engine = Engine(
         *(scheduler, runner, device, channel),
+        facts=made.facts,
         constrained=constrained,
         work=work,
         has_figures=has_figures,

@@ -11,8 +11,6 @@ forward pass. Where the device itself can wait for masks, the draw is queued wit
 from __future__ import annotations
 
 import logging
-import math
-import sys
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,16 +23,12 @@ from millrace.engine.copies import BlockCopying
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import Ended, ForcedDrafts, Int64s, StepOutcome, StepPlan
 from millrace.run.device.device import Pending
+from millrace.run.facts import RunnerFacts
 from millrace.run.runner import AnyRunner, StepResult
 from millrace.run.sampling.masks import MaskedRows, Masks, Uint32s
 
 log = logging.getLogger(__name__)
 
-DEPTH = 2
-"""Steps in flight: one is planned and launched while the one before runs."""
-SLOW_STEP_S = 0.05
-"""After a step as long as this, a CPU has one step in flight: the host's work between steps is then a few thousandths
-of the time, and a request that arrives during a step takes part in the next one, not in the one after it."""
 SLOW_MASKS_S = 0.0006
 """Masks of a step that take longer hold up its draw. Otherwise the forward pass hides them."""
 LOOK_EVERY = 16
@@ -135,26 +129,17 @@ class Cycle:
         runner: AnyRunner,
         listener: Listener,
         *,
+        facts: RunnerFacts,
         clock: Callable[[], float],
         probe: Callable[[], None],
         masks: MaskSource | None = None,
-        depth: int = DEPTH,
-        min_jump: int = 1,
-        max_jump_rows: int = sys.maxsize,
-        drafts_forced: bool = False,
-        slow_step_s: float = math.inf,
     ) -> None:
-        """`probe` raises if the device itself is unusable. `min_jump`: draws that appending forced tokens must save;
-        it is done in steps of at most `max_jump_rows` rows. `drafts_forced`: forced tokens that are not appended go
-        with the next plan, as drafts. `slow_step_s`: after a step this long, the next one is planned only when the last
-        one has ended."""
+        """`facts`: the runner's. `probe` raises if the device itself is unusable."""
         self._scheduler, self._runner, self._listener = scheduler, runner, listener
-        self._clock, self._probe, self._masks, self._depth = clock, probe, masks, depth
+        self._facts, self._clock, self._probe, self._masks = facts, clock, probe, masks
         self._launched: deque[Launched] = deque()
         self._copying = BlockCopying(scheduler, runner, clock)
         self._confirmed_at = 0.0
-        self._min_jump, self._max_jump_rows, self._slow_step_s = min_jump, max_jump_rows, slow_step_s
-        self._drafts_forced = drafts_forced
         self._forced: dict[int, list[int]] = {}
         """By request: the tokens that its grammar forces after the step that drew masked rows last."""
         self._last_device_s = 0.0
@@ -184,7 +169,7 @@ class Cycle:
         nothing to do."""
         if self._copying:
             self._copying.acknowledge()
-        depth = 1 if self._last_device_s >= self._slow_step_s else self._depth
+        depth = 1 if self._last_device_s >= self._facts.slow_step_s else self._facts.steps_in_flight
         launched = len(self._launched) < depth and not self._needs_masks and self._launch_next()
         if self._copying and not self._launched:  # only copies can make a step possible
             self._copying.acknowledge(wait=True)
@@ -243,7 +228,7 @@ class Cycle:
         self._runner.forward(plan)
         if plan.masked is None or len(self._launched) == 1:
             self._draw(launched)
-        elif plan.draft_places is None and len(plan.rows) > self._max_jump_rows:
+        elif plan.draft_places is None and len(plan.rows) > self._facts.max_jump_rows:
             self._queue_draw(launched)
         self._listener.on_launched(plan, now)
 
@@ -259,8 +244,8 @@ class Cycle:
         self.times.mask_s += self._clock() - began
         launched.pending = self._runner.draw(plan, masks)
         # While the device draws: the next step needs it, this draw does not.
-        jumps, self._forced = len(plan.rows) <= self._max_jump_rows, {}
-        if jumps or (self._drafts_forced and plan.draft_places is not None):
+        jumps, self._forced = len(plan.rows) <= self._facts.max_jump_rows, {}
+        if jumps or (self._facts.takes_forced and plan.draft_places is not None):
             self._use_forced(rows, self._masks.forced(rows, masks), jumps=jumps)
 
     def _masked_rows(self, plan: StepPlan, request_ids: Int64s) -> MaskedRows:
@@ -284,7 +269,7 @@ class Cycle:
         if launched.awaited is not None:
             self._fill_and_launch_next(launched, *launched.awaited)
             return
-        if len(launched.plan.rows) <= self._max_jump_rows:
+        if len(launched.plan.rows) <= self._facts.max_jump_rows:
             self._draw(launched)
             self._launch_next()  # It may begin after forced tokens.
             return
@@ -326,13 +311,13 @@ class Cycle:
     def _use_forced(self, rows: MaskedRows, forced: list[tuple[int, list[int]]], *, jumps: bool) -> None:
         """Rows continue after the tokens that their grammars force, or have them as drafts in the next step. The step
         launched last draws the first of them."""
-        drafts = dict(zip(rows.request_ids.tolist(), rows.drafts, strict=True)) if self._drafts_forced else {}
+        drafts = dict(zip(rows.request_ids.tolist(), rows.drafts, strict=True)) if self._facts.takes_forced else {}
         for request_id, tokens in forced:
             num_saved = 0
-            if jumps and len(tokens) > self._min_jump:
+            if jumps and len(tokens) > self._facts.min_jump:
                 num_saved = self._scheduler.append_forced(request_id, tokens)
                 self.num_jumped += num_saved
-            if not num_saved and self._drafts_forced:
+            if not num_saved and self._facts.takes_forced:
                 # The step launched last gives as many of them as it has right drafts, and one more.
                 self._forced[request_id] = tokens[1 + _num_equal(drafts[request_id], tokens) :]
 

@@ -7,15 +7,13 @@ request ends with an error.
 from __future__ import annotations
 
 import logging
-import math
-import sys
 import time
 from collections.abc import Callable
 
 import msgspec
 
 from millrace.engine.constrained import ConstrainedRequests
-from millrace.engine.cycle import SLOW_STEP_S, Confirmed, Cycle
+from millrace.engine.cycle import Confirmed, Cycle
 from millrace.engine.explain import explain
 from millrace.engine.figures.draft_figures import DraftFigures
 from millrace.engine.figures.row_drafts import RowDraftCounts, drafted_rows
@@ -51,6 +49,7 @@ from millrace.plan.request import BATCH, INTERACTIVE, Request, end_of
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import Ended, StepPlan
 from millrace.run.device.device import Device
+from millrace.run.facts import RunnerFacts
 from millrace.run.runner import AnyRunner
 
 log = logging.getLogger(__name__)
@@ -60,11 +59,6 @@ CHECK_POOL_EVERY = 4096
 """Steps between checks of the pool equation."""
 BLOCKED_WAIT_S = 0.05
 """Wait for messages when there is work but no step can be planned."""
-MIN_JUMP, CUDA_MIN_JUMP = 1, 3
-"""Draws that must be saved before tokens forced by a grammar are appended at once. On a GPU such a step is a mixed one,
-which takes longer than a decode step."""
-CUDA_MAX_JUMP_ROWS = 16
-"""In larger batches on a GPU nothing is appended: all rows would wait for the longer step, and one gains."""
 CANCELLED = "The request was cancelled."
 COMPILING_WAIT_S = 0.002
 """Wait for messages while a grammar is being compiled and there is no other work."""
@@ -78,16 +72,17 @@ class Engine:
         device: Device,
         channel: EngineChannel,
         *,
+        facts: RunnerFacts,
         clock: Callable[[], float] = time.monotonic,
         constrained: ConstrainedRequests | None = None,
         work: StepWork | None = None,
         has_figures: bool = True,
         drafter: str = "ngram",
     ) -> None:
-        """`constrained`: None if the model's tokenizer cannot be used with grammars. `work`: bytes and FLOPs of the
-        model's steps; None if unknown. `has_figures`: False counts no more than reports need.
-        `drafter`: who proposes drafts on a GPU."""
-        self._scheduler = scheduler
+        """`facts`: the runner's. `constrained`: None if the model's tokenizer cannot be used with grammars. `work`:
+        bytes and FLOPs of the model's steps; None if unknown. `has_figures`: False counts no more than reports need.
+        `drafter`: who proposes drafts where the runner does not say."""
+        self._scheduler, self._facts = scheduler, facts
         self._constrained = constrained
         self._device = device
         self._channel = channel
@@ -108,17 +103,7 @@ class Engine:
         """Called once each time the engine becomes idle."""
         if constrained is not None:
             runner.guide_drafts(constrained)
-        is_cuda = device.kind == "cuda"
-        self._cycle = Cycle(
-            *(scheduler, runner, self),
-            clock=clock,
-            probe=device.probe,
-            masks=constrained,
-            min_jump=CUDA_MIN_JUMP if is_cuda else MIN_JUMP,
-            max_jump_rows=CUDA_MAX_JUMP_ROWS if is_cuda else sys.maxsize,
-            drafts_forced=is_cuda,
-            slow_step_s=math.inf if is_cuda else SLOW_STEP_S,
-        )
+        self._cycle = Cycle(scheduler, runner, self, facts=facts, clock=clock, probe=device.probe, masks=constrained)
         self._stopping = False
         self._progressed = False
         self._idle_since: float | None = None
@@ -263,8 +248,7 @@ class Engine:
 
     def _handle(self, message: ToEngine) -> None:
         if isinstance(message, NewRequest):
-            has_drafts = self._scheduler.has_drafts
-            request = _to_request(message, is_gpu=self._device.kind == "cuda", has_drafts=has_drafts)
+            request = _to_request(message, self._facts, has_drafts=self._scheduler.has_drafts)
             self._ledger.open(message, request, self._clock())
             self._rates.on_arrival(request.priority)
             self._used_at = self._clock()
@@ -416,7 +400,7 @@ class Engine:
         )
 
 
-def _to_request(message: NewRequest, *, is_gpu: bool, has_drafts: bool = True) -> Request:
+def _to_request(message: NewRequest, facts: RunnerFacts, *, has_drafts: bool = True) -> Request:
     """`has_drafts`: False if no step ever has drafts."""
     params = message.params
     if params.max_tokens is None:
@@ -436,21 +420,21 @@ def _to_request(message: NewRequest, *, is_gpu: bool, has_drafts: bool = True) -
         salt=message.cache_salt.encode(),
         read_cache=params.prompt_logprobs is None and params.pooling != "mean",
         constrained=constrained,
-        can_draft=has_drafts and _can_draft(params, is_gpu=is_gpu),
-        can_jump=constrained and _can_verify(params, is_gpu=True),
+        can_draft=has_drafts and _can_draft(params, facts),
+        can_jump=constrained and _can_verify(params, verifies_adjusted=False),
         row_params=RowParams(params, message.end_token_ids, message.cache_salt),
     )
 
 
-def _can_draft(params: SamplingParams, *, is_gpu: bool) -> bool:
-    """False if drafts are off, or if a token's draw depends on where earlier tokens are. A GPU verifies no drafts of
-    rows with penalties, whose draws depend on the tokens just before, with a bias or with log-probabilities: such a row
-    has one buffer for its adjusted logits, and they are needed at every place."""
-    return params.speculate != "off" and _can_verify(params, is_gpu=is_gpu) and not (is_gpu and params.logit_bias)
+def _can_draft(params: SamplingParams, facts: RunnerFacts) -> bool:
+    """False if drafts are off, or if a token's draw depends on where earlier tokens are."""
+    if params.speculate == "off" or (params.logit_bias and not facts.verifies_adjusted):
+        return False
+    return _can_verify(params, verifies_adjusted=facts.verifies_adjusted)
 
 
-def _can_verify(params: SamplingParams, *, is_gpu: bool) -> bool:
+def _can_verify(params: SamplingParams, *, verifies_adjusted: bool) -> bool:
     is_drawn_apart = params.needs_tokens or params.allowed_token_ids is not None or params.has_further_cuts
     if is_drawn_apart or params.prompt_logprobs is not None:
         return False
-    return not (is_gpu and (params.uses_penalties or params.logprobs is not None))
+    return verifies_adjusted or not (params.uses_penalties or params.logprobs is not None)

@@ -33,10 +33,12 @@ from millrace.run.drafting.device_drafts import DeviceDrafts, drafts_of_masked, 
 from millrace.run.drafting.drafter import DraftGuide
 from millrace.run.drafting.make_device import make_device_drafter
 from millrace.run.drafting.models import DrafterModel, allocate_drafter_kv, kv_spec_of
+from millrace.run.facts import RunnerFacts
 from millrace.run.graphs.graph_cache import GraphCache
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.graphs.step_work import UPDATES_IN_PACKET, Accept, StepWork
 from millrace.run.graphs.warm_up import WarmUp
+from millrace.run.packet.packet_ring import RING
 from millrace.run.packet.step_packet import PacketWriter
 from millrace.run.runner import StepResult, copy_to_host
 from millrace.run.sampling.device_sampler import DeviceSampler
@@ -52,6 +54,10 @@ HIDDEN_PER_SPLIT_ROW = 5
 the LM head's matrix (2 bytes x hidden size per token of the vocabulary) again, to save the greedy rows' logits (4 bytes
 per token, written once and read twice). H200: hidden size 1,024 is even at 128 rows and saves 36 us of 824 at 256;
 2,560 loses 63 us at 256 and is even at 512."""
+MIN_JUMP = 3
+"""Draws that appended tokens must save: their step is a mixed one, which takes longer than a decode step."""
+MAX_JUMP_ROWS = 16
+"""In larger batches nothing is appended: all rows would wait for the longer step, and one gains."""
 
 
 @dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.
@@ -174,7 +180,7 @@ class CudaRunner:
                 for own in (spec, *(() if drafter_spec is None else (drafter_spec,)))
             )
         )
-        self.shapes = ShapeFacts(
+        shapes = ShapeFacts(
             max_rows=max_rows,
             token_budget=token_budget,
             queries_per_tile=per_tile,
@@ -188,7 +194,16 @@ class CudaRunner:
             needs_all_states=self._chain is not None and self._chain.reads_states and not self._chain.taps,
             can_capture=graphs,
         )
-        self._shape_table = ShapeTable(self.shapes)
+        self.facts = RunnerFacts(
+            ring_size=RING,
+            min_jump=MIN_JUMP,
+            max_jump_rows=MAX_JUMP_ROWS,
+            takes_forced=True,
+            # A row has one buffer for its adjusted logits.
+            verifies_adjusted=False,
+            shapes=shapes,
+        )
+        self._shape_table = ShapeTable(shapes)
         self._work = StepWork(
             decoder,
             self._kv,
@@ -223,6 +238,10 @@ class CudaRunner:
         if self._copier is None:
             raise AssertionError("there is no host memory for KV blocks")
         return self._copier.copy(copies)
+
+    @property
+    def shapes(self) -> ShapeFacts | None:
+        return self.facts.shapes
 
     @property
     def is_built(self) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from millrace.config import Speculation
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
@@ -9,7 +11,10 @@ from millrace.run.device.device import Device
 from millrace.run.device.kv_pool import KvFormat
 from millrace.run.drafting.models import DrafterModel
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
-from millrace.run.runner import AnyRunner, Runner
+from millrace.run.runner import Runner
+
+if TYPE_CHECKING:
+    from millrace.run.cuda_runner import CudaRunner
 
 
 def make_runner(
@@ -28,7 +33,7 @@ def make_runner(
     drafter: DrafterModel | None = None,
     host_slots: int = 0,
     max_copied: int = 1,
-) -> AnyRunner:
+) -> Runner | CudaRunner:
     if device.kind != "cuda" or not isinstance(decoder.attention, PagedAttention):
         return Runner(
             decoder,

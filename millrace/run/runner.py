@@ -28,6 +28,7 @@ from millrace.run.drafting.drafted_rows import DraftedRows, RowDrafts, VerifiedS
 from millrace.run.drafting.drafter import Drafter, DraftGuide
 from millrace.run.drafting.drafters import make_drafters
 from millrace.run.drafting.models import DrafterModel, allocate_drafter_kv, kind_of, read_layers
+from millrace.run.facts import RunnerFacts
 from millrace.run.sampling.logprobs import LogprobColumns
 from millrace.run.sampling.masks import Masks, Uint32s, new_masks
 from millrace.run.sampling.penalties import NO_DRAFT
@@ -37,6 +38,9 @@ from millrace.run.sampling.sampler import Drawn, Sampler
 from millrace.run.table.inputs import gather_inputs, last_tokens
 from millrace.run.table.request_table import RequestTable
 
+SLOW_STEP_S = 0.05
+"""The host's work between steps this long is a few thousandths of the time, and with one step in flight a request that
+arrives during a step takes part in the next one, not in the one after it."""
 _NO_INDEX, _NO_COUNTS = np.zeros(0, np.int64), np.zeros(0, np.int32)
 
 
@@ -156,6 +160,7 @@ class AnyRunner(Protocol):
 class Runner:
     """Runs every step at its own size; needs no warm-up."""
 
+    facts = RunnerFacts(slow_step_s=SLOW_STEP_S)
     shapes = None
     is_built = True
 

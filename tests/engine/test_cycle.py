@@ -13,7 +13,6 @@ from helpers.fake_runner import FakeDevice, FakeRunner, run_engine
 
 pytest.importorskip("llguidance")
 
-from millrace.engine import loop as loop_module
 from millrace.engine.constrained import ConstrainedRequests
 from millrace.engine.cycle import Confirmed, Cycle
 from millrace.engine.grammars import ALL_TOKENS, Grammars
@@ -23,6 +22,7 @@ from millrace.params import Grammar, SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import Ended, StepOutcome, StepPlan
+from millrace.run.facts import RunnerFacts
 from millrace.run.sampling.masks import MaskedRows, Masks, Uint32s
 from millrace.text.grammar.environment import GrammarEnvironment
 from millrace.text.tokenizers.stand_in import build_stand_in
@@ -46,7 +46,7 @@ def new_request(request_id: int, prompt_tokens: int, max_tokens: int, grammar: G
     return NewRequest(id=request_id, prompt=prompt, params=params, end_token_ids=(END,), arrival=1.0)
 
 
-def answers(threads: set[str], runner: FakeRunner) -> dict[int, list[int]]:
+def answers(threads: set[str], runner: FakeRunner, **facts: int) -> dict[int, list[int]]:
     """Half of the requests have a grammar."""
     scheduler = SeenScheduler(num_blocks=1024, block_size=4, max_running=NUM_REQUESTS, token_budget=2048)
     scheduler.threads = threads
@@ -55,7 +55,8 @@ def answers(threads: set[str], runner: FakeRunner) -> dict[int, list[int]]:
     requests = [new_request(number, 5 + number, 40, SCHEMA if number % 2 else None) for number in range(NUM_REQUESTS)]
     # The first request has the grammar compiled: the others start together.
     channel = FakeChannel([new_request(NUM_REQUESTS, 5, 1, SCHEMA)], requests)
-    run_engine(Engine(scheduler, runner, FakeDevice("cuda"), channel, constrained=constrained))
+    own = RunnerFacts(**facts, takes_forced=True)
+    run_engine(Engine(scheduler, runner, FakeDevice(), channel, facts=own, constrained=constrained))
     assert runner.order.count("forward") * 2 == len(runner.order)
     assert not any(finish.message for _, message in channel.sent for finish in message.finished)
     tokens = channel.tokens
@@ -63,16 +64,13 @@ def answers(threads: set[str], runner: FakeRunner) -> dict[int, list[int]]:
     return tokens
 
 
-def test_planning_beside_masks_changes_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_beside_masks_changes_no_answer() -> None:
     beside, before = set[str](), set[str]()
-    monkeypatch.setattr(loop_module, "CUDA_MAX_JUMP_ROWS", 0)
-    found = answers(beside, FakeRunner(VOCAB))
+    found = answers(beside, FakeRunner(VOCAB), max_jump_rows=0)
     ahead = FakeRunner(VOCAB, draws_ahead=True)
-    assert found == answers(set(), ahead)
+    assert found == answers(set(), ahead, max_jump_rows=0)
     assert ahead.order.count("draw ahead") > 20
-    monkeypatch.setattr(loop_module, "CUDA_MAX_JUMP_ROWS", 1000)
-    monkeypatch.setattr(loop_module, "CUDA_MIN_JUMP", 1000)
-    assert found == answers(before, FakeRunner(VOCAB))
+    assert found == answers(before, FakeRunner(VOCAB), max_jump_rows=1000, min_jump=1000)
     assert any(name.startswith("plan") for name in beside)
     assert not any(name.startswith("plan") for name in before)
     assert len(found) == NUM_REQUESTS
@@ -120,7 +118,8 @@ def waiting_cycle(runner: FakeRunner, masks: FakeMasks) -> tuple[Cycle, Recorder
     """A cycle after the launch of its first step. The next step's draw is queued before its masks are known."""
     scheduler, recorder = Scheduler(num_blocks=64, block_size=4, max_running=2, token_budget=64), Recorder()
     scheduler.submit(Request(id=1, prompt=np.arange(5, dtype=np.int32), max_tokens=6, constrained=True))
-    cycle = Cycle(scheduler, runner, recorder, clock=FakeClock(), probe=lambda: None, masks=masks, max_jump_rows=0)
+    facts = RunnerFacts(max_jump_rows=0)
+    cycle = Cycle(scheduler, runner, recorder, facts=facts, clock=FakeClock(), probe=lambda: None, masks=masks)
     assert cycle.advance()
     assert runner.order == ["forward", "draw"]
     return cycle, recorder

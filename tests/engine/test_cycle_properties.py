@@ -29,6 +29,7 @@ from millrace.plan.scheduler import Scheduler
 from millrace.plan.shapes.choice import make_shape_choice
 from millrace.plan.shapes.table import ShapeFacts
 from millrace.plan.step import BlockCopies, CapturePlan, Ended, StepOutcome, StepPlan, StepShape
+from millrace.run.facts import RunnerFacts
 from millrace.run.runner import StepResult
 from millrace.run.sampling.masks import MaskedRows, Masks
 
@@ -221,11 +222,10 @@ class World:
             self.scheduler,
             self.runner,
             self,
+            facts=RunnerFacts(rng.choice([1, 2, 2, 3]), max_jump_rows=rng.choice([0, 4, sys.maxsize])),
             clock=self.clock,
             probe=lambda: None,
             masks=self.grammars,
-            depth=rng.choice([1, 2, 2, 3]),
-            max_jump_rows=rng.choice([0, 4, sys.maxsize]),
         )
         self.capacity = (num_blocks // len(windows) - 1) * block_size
         self.share_constrained = rng.choice([0.0, 0.5, 1.0])

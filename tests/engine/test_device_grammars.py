@@ -7,6 +7,7 @@ code runs uncaptured, its kernels interpreted.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from contextlib import nullcontext
 from typing import Any
@@ -39,12 +40,14 @@ from millrace.plan.shapes.choice import make_shape_choice
 from millrace.plan.step import StepPlan
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import CpuDevice, open_device
+from millrace.run.facts import RunnerFacts
 from millrace.run.runner import Runner
 from millrace.text.grammar.environment import GrammarEnvironment
 from millrace.text.tokenizers.stand_in import build_stand_in
 
 END, VOCAB, ROWS, BLOCK, BLOCKS = 299, 300, 16, 4, 100
 SIZES = {"num_blocks": BLOCKS, "block_size": BLOCK, "max_rows": ROWS, "max_context": 96}
+FACTS = RunnerFacts(min_jump=1000, verifies_adjusted=False)
 MODEL = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -85,11 +88,11 @@ class Answers:
         self.constrained = ConstrainedRequests(self.grammars)
         self.cycle = Cycle(
             *(self.scheduler, runner, self),
+            # All that is forced must come as drafts.
+            facts=dataclasses.replace(FACTS, takes_forced=drafts.max_drafts > 0),
             clock=lambda: 0.0,
             probe=lambda: None,
             masks=self.constrained,
-            min_jump=1000,  # all that is forced must come as drafts
-            drafts_forced=drafts.max_drafts > 0,
         )
 
     def run(self, asked: list[SamplingParams]) -> dict[int, list[int]]:
@@ -98,7 +101,7 @@ class Answers:
             prompt = pack_tokens(np.array(PROMPTS[index % len(PROMPTS)], np.int32))
             message = NewRequest(id=index, prompt=prompt, params=params, end_token_ids=(END,), arrival=0.0)
             # What the engine's loop makes of a message.
-            request = _to_request(message, is_gpu=True)
+            request = _to_request(message, FACTS)
             if not self.constrained.hold(request, 0.0):
                 ready.append(request)
 

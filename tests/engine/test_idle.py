@@ -19,7 +19,7 @@ def test_an_idle_engine_polls_then_reports_then_blocks(poll_s: float) -> None:
     # The first wait of each round ends without a message, the second one with a message that leaves nothing to do.
     channel = FakeChannel([], [AbortFront(0)], [], clock=clock)
     scheduler = Scheduler(num_blocks=8, block_size=4, max_running=2, token_budget=8)
-    engine = Engine(scheduler, FakeRunner(), FakeDevice(poll_s=poll_s), channel, clock=clock)
+    engine = Engine(scheduler, FakeRunner(), FakeDevice(poll_s), channel, facts=FakeRunner.facts, clock=clock)
     engine.on_idle = lambda: channel.events.append(("idle",))
     run_engine(engine)
     for _, report in channel.sent:

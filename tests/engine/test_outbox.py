@@ -78,7 +78,8 @@ def test_statistics_follow_the_tokens_and_do_not_count_ended_requests() -> None:
 
     channel = FakeChannel([new_request(1, max_tokens=4)])
     scheduler = Scheduler(num_blocks=64, block_size=4, max_running=8, token_budget=64)
-    run_engine(Engine(scheduler, FakeRunner(on_wait=pass_time), FakeDevice(), channel, clock=clock))
+    runner = FakeRunner(on_wait=pass_time)
+    run_engine(Engine(scheduler, runner, FakeDevice(), channel, facts=runner.facts, clock=clock))
     messages = [message for _, message in channel.sent]
     assert not any(message.ids for message in messages if message.stats is not None)
     idle, *reports = [message.stats for message in messages if message.stats is not None]

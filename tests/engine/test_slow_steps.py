@@ -12,6 +12,7 @@ from millrace.engine.cycle import Confirmed, Cycle
 from millrace.plan.request import BATCH, INTERACTIVE, Request
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import Ended, StepPlan
+from millrace.run.facts import RunnerFacts
 from millrace.run.runner import StepResult
 
 
@@ -69,9 +70,9 @@ def test_long_steps_are_planned_late_so_that_urgent_requests_wait_less(
     device = Device(step_s)
     cycle = Cycle(
         *(scheduler, device, device),  # type: ignore[arg-type]
+        facts=RunnerFacts(slow_step_s=0.05),
         clock=lambda: device.now,
         probe=lambda: None,
-        slow_step_s=0.05,
     )
     for number in (1, 2):
         scheduler.submit(request(number, BATCH, 0.0))

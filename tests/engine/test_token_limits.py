@@ -14,6 +14,7 @@ from millrace.engine.loop import _to_request
 from millrace.errors import BadRequest
 from millrace.link.messages import NewRequest, pack_tokens
 from millrace.params import Grammar
+from millrace.run.facts import RunnerFacts
 
 PROMPT = "abcabcabcabc"
 LETTERS = tuple(b"abcdefgh")
@@ -79,13 +80,14 @@ def test_a_grammar_comes_before_bad_words(llm: LLM) -> None:
     assert chosen.text == "cd"
 
 
-@pytest.mark.parametrize("is_gpu", [False, True])
+@pytest.mark.parametrize("verifies_adjusted", [True, False])
 @pytest.mark.parametrize(
     ("fields", "can_draft"),
     [({}, True), ({"bad_words": ("a",)}, False), ({"allowed_token_ids": (1,), "temperature": 0.0}, False)],
     ids=["plain", "bad words", "allowed"],
 )
-def test_such_rows_verify_no_drafts(is_gpu: bool, fields: dict[str, Any], can_draft: bool) -> None:
+def test_such_rows_verify_no_drafts(verifies_adjusted: bool, fields: dict[str, Any], can_draft: bool) -> None:
     params = SamplingParams(max_tokens=4, **fields)
-    request = _to_request(NewRequest(id=1, prompt=pack_tokens([1, 2]), params=params), is_gpu=is_gpu)
+    facts = RunnerFacts(verifies_adjusted=verifies_adjusted)
+    request = _to_request(NewRequest(id=1, prompt=pack_tokens([1, 2]), params=params), facts)
     assert request.can_draft == can_draft

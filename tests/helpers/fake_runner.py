@@ -12,6 +12,7 @@ import torch
 
 from millrace.engine.loop import Engine
 from millrace.plan.step import BlockCopies, CapturePlan, StepPlan
+from millrace.run.facts import RunnerFacts
 from millrace.run.runner import StepResult
 from millrace.run.sampling.masks import Masks, Uint32s, allowed_tokens, new_masks
 from millrace.run.sampling.prompt_scores import PromptLogprobs
@@ -30,8 +31,8 @@ def step_result(
 
 
 class FakeDevice:
-    def __init__(self, kind: str = "cpu", poll_s: float = 0.0) -> None:
-        self.kind, self.poll_s = kind, poll_s
+    def __init__(self, poll_s: float = 0.0) -> None:
+        self.poll_s = poll_s
 
     def probe(self) -> None: ...
 
@@ -68,6 +69,7 @@ class FakeCopy:
 class FakeRunner:
     """Draws a token that depends on the row's position alone, or the same choice among the allowed ones."""
 
+    facts = RunnerFacts()
     shapes: Any = None
     is_built = True
 

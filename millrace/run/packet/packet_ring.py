@@ -5,8 +5,8 @@ Graphs read the packet at one fixed address, so it is copied there, on the devic
 is idle, it is copied there directly. Drawn tokens are written to the device buffer of their turn and copied back while
 the next step runs.
 
-Steps take turns, RING of them: step n uses the buffers of turn n % RING. The host launches a step only when all but one
-of the earlier steps have completed, so when a turn is reused its packet has been read and its tokens are back.
+Steps take turns, RING of them: step n uses the buffers of turn n % RING. `RunnerFacts` has fewer steps in flight, so
+when a turn is reused its packet has been read and its tokens are back.
 Padding-only steps, which the host does not wait for, are sent only while nothing else is in flight.
 """
 
