@@ -42,6 +42,7 @@ from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.make import make_runner
 from millrace.run.runner import AnyRunner
 from millrace.run.sampling.processors import load_processor
+from millrace.run.settings import RunnerSettings
 from millrace.run.step_log import LoggedRunner, RunnerSetup, StepLog
 from millrace.sources.resolve import ModelFiles, resolve_model
 from millrace.version import __version__
@@ -100,18 +101,20 @@ def build_engine(
     made = make_runner(
         decoder,
         device,
-        num_blocks=plan.num_blocks,
-        block_size=config.plan.block_size,
-        max_rows=plan.max_running,
-        max_context=plan.max_context,
-        token_budget=plan.token_budget,
-        graphs=config.run.graphs,
-        kv_dtype=kv_dtype,
-        build_pool=build_pool,
-        speculate=config.plan.speculate,
-        drafter=None if drafter is None else drafter.load(decoder),
-        host_slots=host_tier.num_slots,
-        max_copied=host_tier.max_blocks,
+        RunnerSettings(
+            num_blocks=plan.num_blocks,
+            block_size=config.plan.block_size,
+            max_rows=plan.max_running,
+            max_context=plan.max_context,
+            token_budget=plan.token_budget,
+            kv_dtype=kv_dtype,
+            speculate=config.plan.speculate,
+            host_slots=host_tier.num_slots,
+            max_copied=host_tier.max_blocks,
+            graphs=config.run.graphs,
+        ),
+        None if drafter is None else drafter.load(decoder),
+        build_pool,
     )
     runner: AnyRunner = made
     kv_token_bytes = bytes_per_token(spec, dtype, kv_dtype) * spec.kv_groups.num_groups

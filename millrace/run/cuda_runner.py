@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.config import Speculation
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.context_rule import context_parts
@@ -25,15 +24,13 @@ from millrace.ops.tuning.load import num_multiprocessors
 from millrace.plan.shapes.order import build_order, first_request_parts
 from millrace.plan.shapes.table import SPLIT_TOKENS, ShapeFacts, ShapeTable
 from millrace.plan.step import NO_EPOCH, BlockCopies, CapturePlan, HeadShape, Int32s, StepPlan, StepShape, Variant
-from millrace.run.device.block_copier import BlockCopier, JointCopier, OrderedCopier, StreamCopier
 from millrace.run.device.device import Device, Pending
-from millrace.run.device.kv_pool import KvFormat, allocate_kv
-from millrace.run.drafting.device_chain import ChainSetup, DeviceDrafter
-from millrace.run.drafting.device_drafts import DeviceDrafts, drafts_of_masked, masks_drafts
+from millrace.run.drafting.device_chain import paged
+from millrace.run.drafting.device_drafts import drafts_of_masked, masks_drafts
 from millrace.run.drafting.drafter import DraftGuide
-from millrace.run.drafting.make_device import make_device_drafter
-from millrace.run.drafting.models import DrafterModel, allocate_drafter_kv, kv_spec_of
+from millrace.run.drafting.models import DrafterModel, kv_spec_of
 from millrace.run.facts import RunnerFacts
+from millrace.run.graphs.device_state import DeviceState, make_copier, make_device_state
 from millrace.run.graphs.graph_cache import GraphCache
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.graphs.step_work import UPDATES_IN_PACKET, Accept, StepWork
@@ -41,13 +38,12 @@ from millrace.run.graphs.warm_up import WarmUp
 from millrace.run.packet.packet_ring import RING
 from millrace.run.packet.step_packet import PacketWriter
 from millrace.run.runner import StepResult, copy_to_host
-from millrace.run.sampling.device_sampler import DeviceSampler
 from millrace.run.sampling.draw_plan import DrawPlan, plan_draws
 from millrace.run.sampling.logprobs import LogprobColumns, score
 from millrace.run.sampling.masks import Masks, Uint32s, check_masks, new_masks
 from millrace.run.sampling.pooling import PooledPart, pool_states
 from millrace.run.sampling.prompt_scores import PromptLogprobs, score_prompts
-from millrace.run.table.request_table import RequestTable
+from millrace.run.settings import RunnerSettings
 
 HIDDEN_PER_SPLIT_ROW = 5
 """With fewer greedy rows than hidden_size / HIDDEN_PER_SPLIT_ROW, one head for all rows is faster: a second head reads
@@ -61,15 +57,6 @@ MAX_JUMP_ROWS = 16
 
 
 @dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.
-class Sent:
-    """A step whose packet was sent, before its body."""
-
-    plan: StepPlan
-    """Without the block updates that were sent before."""
-    draws: DrawPlan
-
-
-@dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.
 class Forwarded:
     """What a forward pass leaves for its draw, apart from the hidden states on the device."""
 
@@ -80,120 +67,28 @@ class Forwarded:
 
 
 class CudaRunner:
-    _forwarded: Callable[[], Forwarded] | None = None
-    """The last forward pass."""
-    _placed: tuple[StepPlan, Pending[Tensor] | None] | None = None
-    """Its plan; its tokens and drafts, if masked rows may have drafts."""
-
     def __init__(
         self,
         decoder: Decoder,
         device: Device,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_rows: int,
-        max_context: int,
-        token_budget: int,
-        graphs: bool = True,
-        kv_dtype: KvFormat = "full",
-        build_pool: KernelBuildPool | None = None,
-        speculate: Speculation = "off",
+        settings: RunnerSettings,
         drafter: DrafterModel | None = None,
-        host_slots: int = 0,
-        max_copied: int = 1,
+        build_pool: KernelBuildPool | None = None,
     ) -> None:
-        """`drafter`: for the kinds of `speculate` that are models. `host_slots`: KV blocks that host memory holds
-        beside the pool; `max_copied`: those copied in one batch."""
-        attention, torch_device, spec = decoder.attention, device.torch_device, decoder.spec
-        if not isinstance(attention, PagedAttention):
-            raise TypeError("CudaRunner needs paged attention")
-        graphs = graphs and torch_device.type == "cuda"
-        self._decoder, self._device, self._token_budget = decoder, device, token_budget
-        self._kv = allocate_kv(
-            spec,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=decoder.dtype,
-            device=torch_device,
-            kv_dtype=kv_dtype,
-        )
-        self._draft_kv = allocate_drafter_kv(
-            drafter,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=decoder.dtype,
-            device=torch_device,
-            kv_dtype=kv_dtype,
-        )
-        pools = [kv for kv in (self._kv, self._draft_kv) if kv]
-        self._copier: BlockCopier | None = None
-        if host_slots and torch_device.type == "cuda":
-            self._copier = JointCopier([StreamCopier(kv, host_slots, device, max_blocks=max_copied) for kv in pools])
-        elif host_slots:
-            self._copier = JointCopier([OrderedCopier(kv, host_slots, device) for kv in pools])
-        # The token budget, plus one token for each decode row beside it.
-        max_tokens = token_budget + max_rows
-        # A padding row reads as many block-table columns as its tokens need.
-        max_blocks = max(min(num_blocks, -(-max_context // block_size)), -(-max_tokens // block_size))
-        num_groups = spec.kv_groups.num_groups
-        self._table = RequestTable(device, max_rows=max_rows + 1, max_blocks=max_blocks, num_groups=num_groups)
-        self._sampler = DeviceSampler(device, self._table, max_rows=max_rows, vocab_size=spec.vocab_size)
-        tile_decode_rows, per_tile = attention.tile_decode_rows, attention.queries_per_tile
+        """`drafter`: for the kinds of `settings.speculate` that are models."""
+        attention = paged(decoder.attention)
+        self._decoder, self._device = decoder, device
+        state = make_device_state(decoder, device, settings, drafter)
+        self._table, self._sampler, self._drafts, self._chain = state.table, state.sampler, state.drafts, state.chain
+        self._copier = make_copier(state, device, settings)
         self._writer = PacketWriter(
-            max_rows=max_rows,
-            block_size=block_size,
-            queries_per_tile=per_tile,
-            tile_decode_rows=tile_decode_rows,
-            has_drafts=speculate != "off",
+            max_rows=settings.max_rows,
+            block_size=settings.block_size,
+            queries_per_tile=attention.queries_per_tile,
+            tile_decode_rows=attention.tile_decode_rows,
+            has_drafts=state.drafts is not None,
         )
-        self._drafts: DeviceDrafts | None = None
-        if speculate != "off":
-            self._drafts = DeviceDrafts(
-                device,
-                max_rows=max_rows + 1,
-                max_context=max_context,
-                vocab_size=spec.vocab_size,
-                speculate=speculate,
-                holds_drafts=drafter is not None,
-            )
-        self._chain: DeviceDrafter | None = None
-        if drafter is not None and self._drafts is not None:
-            setup = ChainSetup(
-                self._table,
-                self._sampler,
-                self._drafts.columns,
-                max_rows=max_rows,
-                block_size=block_size,
-                queries_per_tile=per_tile,
-                vocab_size=spec.vocab_size,
-            )
-            self._chain = make_device_drafter(setup, drafter, self._draft_kv, decoder.dtype)
-        drafter_spec = None if drafter is None else kv_spec_of(drafter)
-        has_windows = any(window is not None for window in spec.windows)
-        takes_long_rows = (
-            not tile_decode_rows
-            and token_budget >= CUDNN_MIN_QUERIES
-            and not has_windows
-            and all(
-                can_take_long_rows(torch_device, decoder.dtype, own.head_dim, own.attention_softcap)
-                for own in (spec, *(() if drafter_spec is None else (drafter_spec,)))
-            )
-        )
-        shapes = ShapeFacts(
-            max_rows=max_rows,
-            token_budget=token_budget,
-            queries_per_tile=per_tile,
-            block_size=block_size,
-            tile_decode_rows=tile_decode_rows,
-            max_context=max_blocks * block_size,
-            max_parts=() if has_windows else _max_parts(per_tile, spec.num_kv_heads, torch_device),
-            can_share_prefix=not tile_decode_rows and not has_windows,
-            takes_long_rows=takes_long_rows,
-            has_drafts=speculate != "off",
-            needs_all_states=self._chain is not None and self._chain.reads_states and not self._chain.taps,
-            can_capture=graphs,
-        )
+        shapes = _shape_facts(decoder, attention, state, settings, drafter)
         self.facts = RunnerFacts(
             ring_size=RING,
             min_jump=MIN_JUMP,
@@ -203,36 +98,26 @@ class CudaRunner:
             verifies_adjusted=False,
             shapes=shapes,
         )
-        self._shape_table = ShapeTable(shapes)
-        self._work = StepWork(
-            decoder,
-            self._kv,
-            self._table,
-            self._sampler,
-            self._writer,
-            smallest=self._shape_table.decode(1),
-            block_size=block_size,
-            max_rows=max_rows,
-            max_context=max_context,
-            max_tokens=max_tokens,
-            tile_decode_rows=tile_decode_rows,
-            drafts=self._drafts,
-            chain=self._chain,
+        self._shape_table = table = ShapeTable(shapes)
+        self._work = StepWork(decoder, state, self._writer, settings, smallest=table.decode(1))
+        self._graphs = GraphCache(table.decode_sizes, enabled=shapes.can_capture)
+        self._warm_up = WarmUp(
+            self._work,
+            self._graphs,
+            to_build=build_order(table),
+            first=first_request_parts(table),
+            build_pool=build_pool,
         )
+        self._forwarded: Callable[[], Forwarded] | None = None
+        """The last forward pass."""
+        self._placed: tuple[StepPlan, Pending[Tensor] | None] | None = None
+        """Its plan; its tokens and drafts, if masked rows may have drafts."""
         self._draws: DrawPlan | None = None
         """The draw plan of the last step."""
         self._epoch = NO_EPOCH
         """Of the last step's plan."""
-        self._graphs = GraphCache(self._shape_table.decode_sizes, enabled=graphs)
         self._missed: dict[HeadShape, None] = {}
         """Heads that had to use a fallback."""
-        self._warm_up = WarmUp(
-            self._work,
-            self._graphs,
-            to_build=build_order(self._shape_table),
-            first=first_request_parts(self._shape_table),
-            build_pool=build_pool,
-        )
 
     def copy(self, copies: BlockCopies) -> Pending[float]:
         if self._copier is None:
@@ -266,9 +151,9 @@ class CudaRunner:
         if not masks_drafts(plan):
             self._forwarded = self._device.queue(lambda: self._forward(plan))
             return
-        sent = self._device.queue(lambda: self._send(plan))
+        draws = self._device.queue(lambda: self._send(plan))
         self._placed = plan, self._device.launch(lambda: self._place(plan), partial(self._placed_to_host, plan))
-        self._forwarded = self._device.queue(lambda: self._body(sent()))
+        self._forwarded = self._device.queue(lambda: self._body(plan, draws()))
 
     def guide_drafts(self, guide: DraftGuide) -> None:
         """The device proposes: masks alone refuse drafts. What grammars force comes with the plan."""
@@ -310,7 +195,7 @@ class CudaRunner:
     def masks_ready(self) -> None:
         self._work.masks_ready()
 
-    def _send(self, plan: StepPlan) -> Sent:
+    def _send(self, plan: StepPlan) -> DrawPlan:
         """Send the step's packet and let a drafter that is a model propose."""
         self._table.update_host(plan)
         self._sampler.update(plan)
@@ -322,12 +207,12 @@ class CudaRunner:
         draws, work = self._draw_plan(plan, repeats), self._work
         records = self._sampler.records(plan)
         # A draft model needs this step's blocks before the packet's updates are applied.
-        plan = self._table.send_excess_blocks(plan, 0 if self._chain is not None else UPDATES_IN_PACKET)
+        num_sent = self._table.send_excess_blocks(plan, 0 if self._chain is not None else UPDATES_IN_PACKET)
         shape = plan.shape
-        work.send(plan, shape, draws, records)
+        work.send(plan, shape, draws, records, num_sent)
         if (proposal := work.proposal(shape)) is not None:
             self._graphs.run(proposal, partial(work.propose_drafts, shape))
-        return Sent(plan, draws)
+        return draws
 
     def _place(self, plan: StepPlan) -> Tensor:
         """Place drafts before the body does, which finds them placed: the host computes masks meanwhile."""
@@ -338,17 +223,17 @@ class CudaRunner:
         return self._work.placed(plan.shape, len(plan.rows))[1].copy_(placed, non_blocking=True)
 
     def _forward(self, plan: StepPlan) -> Forwarded:
-        return self._body(self._send(plan))
+        return self._body(plan, self._send(plan))
 
-    def _body(self, sent: Sent) -> Forwarded:
-        plan, shape, work = sent.plan, sent.plan.shape, self._work
+    def _body(self, plan: StepPlan, draws: DrawPlan) -> Forwarded:
+        shape, work = plan.shape, self._work
         if plan.draft_places is not None and not shape.places:
             work.place_drafts(shape)
         if shape.is_exact:
             hidden = work.body(shape, long_rows=_long_rows(plan, shape.long_from), drawn_only=False)
         else:
             hidden = self._graphs.run_planned(shape, partial(work.body, shape), captures=plan.captures)
-        return Forwarded(sent.draws, shape, *self._read_prompts(plan, hidden))
+        return Forwarded(draws, shape, *self._read_prompts(plan, hidden))
 
     def _copy_to_host(self, result: StepResult) -> StepResult:
         host = copy_to_host(result, *self._work.drawn_on_host(result.tokens.size(0)))
@@ -437,6 +322,41 @@ def _with_counts(result: StepResult, counts: Int32s) -> StepResult:
     """`counts`: memory that has NUM_COUNTS numbers of each row when the step has ended."""
     tokens, num_drafts, sources = counts.reshape(-1, NUM_COUNTS).T
     return replace(result, counts=tokens, num_drafts=num_drafts, sources=sources)
+
+
+def _shape_facts(
+    decoder: Decoder,
+    attention: PagedAttention,
+    state: DeviceState,
+    settings: RunnerSettings,
+    drafter: DrafterModel | None,
+) -> ShapeFacts:
+    spec, device, is_tiled = decoder.spec, state.table.block_tables.device, attention.tile_decode_rows
+    drafter_spec = None if drafter is None else kv_spec_of(drafter)
+    has_windows = any(window is not None for window in spec.windows)
+    takes_long_rows = (
+        not is_tiled
+        and settings.token_budget >= CUDNN_MIN_QUERIES
+        and not has_windows
+        and all(
+            can_take_long_rows(device, decoder.dtype, own.head_dim, own.attention_softcap)
+            for own in (spec, *(() if drafter_spec is None else (drafter_spec,)))
+        )
+    )
+    return ShapeFacts(
+        max_rows=settings.max_rows,
+        token_budget=settings.token_budget,
+        queries_per_tile=attention.queries_per_tile,
+        block_size=settings.block_size,
+        tile_decode_rows=is_tiled,
+        max_context=state.table.block_tables.shape[2] * settings.block_size,
+        max_parts=() if has_windows else _max_parts(attention.queries_per_tile, spec.num_kv_heads, device),
+        can_share_prefix=not is_tiled and not has_windows,
+        takes_long_rows=takes_long_rows,
+        has_drafts=state.drafts is not None,
+        needs_all_states=state.chain is not None and state.chain.reads_states and not state.chain.taps,
+        can_capture=settings.graphs and device.type == "cuda",
+    )
 
 
 def _max_parts(queries_per_tile: int, num_kv_heads: int, device: torch.device) -> tuple[int, ...]:

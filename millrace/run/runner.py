@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.config import Speculation
 from millrace.models.batch import Taps
 from millrace.models.decoder import Decoder
 from millrace.plan.shapes.table import ShapeFacts
@@ -23,11 +22,10 @@ from millrace.run.cpu.model_drafter import make_model_drafter
 from millrace.run.cpu.native_step import NativeStep
 from millrace.run.device.block_copier import JointCopier, OrderedCopier
 from millrace.run.device.device import Device, Pending
-from millrace.run.device.kv_pool import KvFormat, allocate_kv
 from millrace.run.drafting.drafted_rows import DraftedRows, RowDrafts, VerifiedStep
 from millrace.run.drafting.drafter import Drafter, DraftGuide
 from millrace.run.drafting.drafters import make_drafters
-from millrace.run.drafting.models import DrafterModel, allocate_drafter_kv, kind_of, read_layers
+from millrace.run.drafting.models import DrafterModel, allocate_pools, kind_of, read_layers
 from millrace.run.facts import RunnerFacts
 from millrace.run.sampling.logprobs import LogprobColumns
 from millrace.run.sampling.masks import Masks, Uint32s, new_masks
@@ -35,6 +33,7 @@ from millrace.run.sampling.penalties import NO_DRAFT
 from millrace.run.sampling.pooling import PooledPart, pool_states
 from millrace.run.sampling.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.sampling.sampler import Drawn, Sampler
+from millrace.run.settings import RunnerSettings
 from millrace.run.table.inputs import gather_inputs, last_tokens
 from millrace.run.table.request_table import RequestTable
 
@@ -165,46 +164,17 @@ class Runner:
     is_built = True
 
     def __init__(
-        self,
-        decoder: Decoder,
-        device: Device,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_rows: int,
-        max_context: int,
-        kv_dtype: KvFormat = "full",
-        speculate: Speculation = "off",
-        drafter: DrafterModel | None = None,
-        host_slots: int = 0,
+        self, decoder: Decoder, device: Device, settings: RunnerSettings, drafter: DrafterModel | None = None
     ) -> None:
-        """`drafter`: for the kinds of `speculate` that are models. `host_slots`: KV blocks that host memory holds
-        beside the pool."""
-        self._decoder = decoder
-        self._device = device
-        self._block_size = block_size
-        self._kv = allocate_kv(
-            decoder.spec,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=decoder.dtype,
-            device=device.torch_device,
-            kv_dtype=kv_dtype,
-        )
-        self._draft_kv = allocate_drafter_kv(
-            drafter,
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=decoder.dtype,
-            device=device.torch_device,
-            kv_dtype=kv_dtype,
-        )
-        pools = [kv for kv in (self._kv, self._draft_kv) if kv]
-        self._copier = JointCopier([OrderedCopier(kv, host_slots, device) for kv in pools]) if host_slots else None
-        max_blocks = min(num_blocks, -(-max_context // block_size))
-        num_groups = decoder.spec.kv_groups.num_groups
-        self._table = RequestTable(device, max_rows=max_rows, max_blocks=max_blocks, num_groups=num_groups)
-        self._sampler = Sampler(device, self._table, max_rows=max_rows, vocab_size=decoder.spec.vocab_size)
+        """`drafter`: for the kinds of `settings.speculate` that are models."""
+        self._decoder, self._device, self._block_size = decoder, device, settings.block_size
+        self._kv, self._draft_kv = allocate_pools(decoder, device.torch_device, settings, drafter)
+        pools, slots = [kv for kv in (self._kv, self._draft_kv) if kv], settings.host_slots
+        self._copier = JointCopier([OrderedCopier(kv, slots, device) for kv in pools]) if slots else None
+        spec, max_rows = decoder.spec, settings.max_rows
+        num_groups = spec.kv_groups.num_groups
+        self._table = RequestTable(device, max_rows=max_rows, max_blocks=settings.context_blocks, num_groups=num_groups)
+        self._sampler = Sampler(device, self._table, max_rows=max_rows, vocab_size=spec.vocab_size)
 
         self._native: NativeStep | None = None
         stack = decoder.native_stack
@@ -213,9 +183,9 @@ class Runner:
         model: Drafter | None = None
         if drafter is not None:
             parts = (decoder, self._draft_kv, self._table, self._sampler, device)
-            model = make_model_drafter(drafter, *parts, block_size=block_size, max_rows=max_rows)
+            model = make_model_drafter(drafter, *parts, block_size=settings.block_size, max_rows=max_rows)
         self._read_layers = read_layers(drafter)
-        drafters = make_drafters(speculate, model, "" if drafter is None else kind_of(drafter))
+        drafters = make_drafters(settings.speculate, model, "" if drafter is None else kind_of(drafter))
         self._drafted = DraftedRows(self._table, max_rows, drafters) if drafters is not None else None
         self._no_states = torch.zeros((0, decoder.spec.hidden_size), dtype=decoder.dtype, device=device.torch_device)
         self._expanded: Callable[[], VerifiedStep | None] | None = None

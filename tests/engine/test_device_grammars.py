@@ -42,6 +42,7 @@ from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import CpuDevice, open_device
 from millrace.run.facts import RunnerFacts
 from millrace.run.runner import Runner
+from millrace.run.settings import RunnerSettings
 from millrace.text.grammar.environment import GrammarEnvironment
 from millrace.text.tokenizers.stand_in import build_stand_in
 
@@ -151,10 +152,18 @@ def both(
     """Without drafts on the plain runner, and with drafts."""
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     plain = Answers(
-        Runner(decoder_for(torch.device("cpu"), paged=False, **MODEL), CpuDevice(1), **SIZES), DraftSettings()
+        Runner(decoder_for(torch.device("cpu"), paged=False, **MODEL), CpuDevice(1), RunnerSettings(**SIZES)),
+        DraftSettings(),
     )
     runner = CudaRunner(
-        decoder_for(place, paged=True, **MODEL), device, token_budget=32, speculate=speculate, **SIZES, **options
+        decoder_for(place, paged=True, **MODEL),
+        device,
+        RunnerSettings(
+            token_budget=32,
+            speculate=speculate,
+            **SIZES,
+            **options,
+        ),
     )
     fast = Answers(runner, drafts)
     plain.run(asked)

@@ -42,6 +42,7 @@ from millrace.run.device.kv_pool import KvFormat
 from millrace.run.packet import decode_rows, layout
 from millrace.run.runner import Runner
 from millrace.run.sampling.masks import Masks, words_per_mask
+from millrace.run.settings import RunnerSettings
 
 BLOCK, BLOCKS, ROWS, BUDGET = 4, 200, 6, 40
 SIZES = {"num_blocks": BLOCKS, "block_size": BLOCK, "max_rows": ROWS, "max_context": 128}
@@ -143,9 +144,9 @@ KINDS = {
 def test_same_tokens_as_the_plain_runner(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if interpreted:  # the interpreter runs programs one by one, also those without work
         want_few_programs(monkeypatch)
-    plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), **SIZES)
+    plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), RunnerSettings(**SIZES))
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
-    fast = CudaRunner(decoder_for("qwen3", place, True), device, token_budget=BUDGET, **SIZES)
+    fast = CudaRunner(decoder_for("qwen3", place, True), device, RunnerSettings(token_budget=BUDGET, **SIZES))
     expected, expected_scores = drive(plain, requests(7, 1, KINDS[kind]))
     with quick_interpreter() if interpreted else nullcontext():
         found, scores = drive(fast, requests(7, 1, KINDS[kind]))
@@ -182,12 +183,12 @@ class GreedyHead:
 def test_a_greedy_head_computes_logits_only_where_they_are_needed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if interpreted:
         want_few_programs(monkeypatch)
-    plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), **SIZES)
+    plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), RunnerSettings(**SIZES))
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     decoder = decoder_for("qwen3", place, True)
     head = GreedyHead(decoder._weights.head)
     decoder._weights = dataclasses.replace(decoder._weights, head=head)
-    fast = CudaRunner(decoder, device, token_budget=BUDGET, graphs=False, **SIZES)
+    fast = CudaRunner(decoder, device, RunnerSettings(token_budget=BUDGET, graphs=False, **SIZES))
     expected, expected_scores = drive(plain, requests(7, 1, KINDS[kind]))
     with quick_interpreter() if interpreted else nullcontext():
         found, scores = drive(fast, requests(7, 1, KINDS[kind]))
@@ -206,9 +207,9 @@ def test_same_tokens_with_a_list_of_decode_rows(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(layout, "MIN_LISTED_ROWS", 1)
     monkeypatch.setattr(decode_rows, "LONG_TOKENS", 8)
     monkeypatch.setattr(decode_rows, "LONG_SHARE", 1.0)
-    plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), **SIZES)
+    plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), RunnerSettings(**SIZES))
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
-    fast = CudaRunner(decoder_for("qwen3", place, True), device, token_budget=BUDGET, **SIZES)
+    fast = CudaRunner(decoder_for("qwen3", place, True), device, RunnerSettings(token_budget=BUDGET, **SIZES))
     sizes = []
     # Counts what the runner does itself: tokens do not show it.
     write = fast._writer.write
@@ -228,7 +229,7 @@ def test_a_packed_cache_gives_the_results_of_a_full_one(monkeypatch: pytest.Monk
 
     def run(kv_dtype: KvFormat) -> tuple[dict[int, list[int]], list[float]]:
         decoder = with_kernels(decoder_for("qwen3_heads_of_64", place, True))
-        runner = CudaRunner(decoder, device, token_budget=BUDGET, kv_dtype=kv_dtype, **SIZES)
+        runner = CudaRunner(decoder, device, RunnerSettings(token_budget=BUDGET, kv_dtype=kv_dtype, **SIZES))
         few = msgspec.structs.replace(GREEDY, max_tokens=2)
         asked = [msgspec.structs.replace(few, logprobs=0), msgspec.structs.replace(few, prompt_logprobs=0)]
         with quick_interpreter() if interpreted else nullcontext():
@@ -262,7 +263,7 @@ def test_a_cached_prefix_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(table, "SPLIT_CONTEXT", 8)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     decoder = with_kernels(decoder_for("qwen3_heads_of_64", place, True))
-    runner = CudaRunner(decoder, device, token_budget=BUDGET, kv_dtype="packed", graphs=False, **SIZES)
+    runner = CudaRunner(decoder, device, RunnerSettings(token_budget=BUDGET, kv_dtype="packed", graphs=False, **SIZES))
     steps: list[StepPlan] = []
     # Counts what the runner does itself: tokens do not show it.
     forward = runner._forward
@@ -291,8 +292,8 @@ def with_kernels(decoder: Decoder) -> Decoder:
 def test_work_that_cannot_be_captured_runs_uncaptured(monkeypatch: pytest.MonkeyPatch) -> None:
     want_few_programs(monkeypatch)
     asked = [SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)]
-    plain = Runner(decoder_for("llama", torch.device("cpu"), False), CpuDevice(1), **SIZES)
-    fast = CudaRunner(decoder_for("llama", place, True), CpuDevice(1), token_budget=BUDGET, **SIZES)
+    plain = Runner(decoder_for("llama", torch.device("cpu"), False), CpuDevice(1), RunnerSettings(**SIZES))
+    fast = CudaRunner(decoder_for("llama", place, True), CpuDevice(1), RunnerSettings(token_budget=BUDGET, **SIZES))
     fast._graphs.is_capturing = True
     shapes = PaddedShapes(dataclasses.replace(fast.shapes, can_capture=True))
     expected, _ = drive(plain, requests(2, 3, asked))
@@ -305,7 +306,7 @@ def test_a_step_is_a_body_and_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two graphs, or one if no row draws."""
     want_few_programs(monkeypatch)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
-    fast = CudaRunner(decoder_for("llama", place, True), device, token_budget=BUDGET, **SIZES)
+    fast = CudaRunner(decoder_for("llama", place, True), device, RunnerSettings(token_budget=BUDGET, **SIZES))
     steps: list[tuple[bool, list[object]]] = []
     # Counts what the runner does itself: tokens do not show it.
     forward, run = fast._forward, fast._graphs.run_planned
@@ -332,12 +333,12 @@ def test_two_head_groups_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -
     if interpreted:
         want_few_programs(monkeypatch)
     monkeypatch.setattr(cuda_runner, "HIDDEN_PER_SPLIT_ROW", 1 << 20)
-    plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), **SIZES)
+    plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), RunnerSettings(**SIZES))
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     decoder = decoder_for("qwen3", place, True)
     head = GreedyHead(decoder._weights.head)
     decoder._weights = dataclasses.replace(decoder._weights, head=head)
-    fast = CudaRunner(decoder, device, token_budget=BUDGET, graphs=False, **SIZES)
+    fast = CudaRunner(decoder, device, RunnerSettings(token_budget=BUDGET, graphs=False, **SIZES))
     scored = msgspec.structs.replace(GREEDY, logprobs=2)
     kinds = [GREEDY, SamplingParams(temperature=0.9, seed=3, max_tokens=4, logprobs=1), GREEDY, GREEDY, scored, GREEDY]
     groups = []
@@ -402,9 +403,9 @@ def drive_masked(runner: Runner | CudaRunner, asked: list[Request], grammar: Gra
 def test_masked_rows_draw_the_tokens_of_the_plain_runner(monkeypatch: pytest.MonkeyPatch) -> None:
     if interpreted:
         want_few_programs(monkeypatch)
-    plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), **SIZES)
+    plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), RunnerSettings(**SIZES))
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
-    fast = CudaRunner(decoder_for("qwen3", place, True), device, token_budget=BUDGET, **SIZES)
+    fast = CudaRunner(decoder_for("qwen3", place, True), device, RunnerSettings(token_budget=BUDGET, **SIZES))
     kinds = [GREEDY, GREEDY, SamplingParams(temperature=0.9, seed=3, max_tokens=4), KINDS["sampled"][3]]
     free, _ = drive(plain, requests(4, 1, kinds))
     expected = drive_masked(plain, requests(4, 1, kinds), Grammar(5))
@@ -415,7 +416,7 @@ def test_masked_rows_draw_the_tokens_of_the_plain_runner(monkeypatch: pytest.Mon
 
 def test_masks_must_be_those_that_the_plan_announced() -> None:
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
-    runner = CudaRunner(decoder_for("llama", place, True), device, token_budget=BUDGET, **SIZES)
+    runner = CudaRunner(decoder_for("llama", place, True), device, RunnerSettings(token_budget=BUDGET, **SIZES))
     scheduler = Scheduler(
         num_blocks=BLOCKS,
         block_size=BLOCK,
@@ -447,7 +448,7 @@ def test_full_chunks_use_cudnn_attention(kv_dtype: KvFormat, monkeypatch: pytest
     def run(worth_it: int) -> tuple[list[float], set[int]]:
         monkeypatch.setattr(cuda_runner, "CUDNN_MIN_QUERIES", worth_it)
         decoder = decoder_for("qwen3_heads_of_64", place, True, torch.bfloat16)
-        runner = CudaRunner(decoder, device, token_budget=BUDGET, kv_dtype=kv_dtype, **SIZES)
+        runner = CudaRunner(decoder, device, RunnerSettings(token_budget=BUDGET, kv_dtype=kv_dtype, **SIZES))
         shapes = make_shape_choice(runner.shapes)
         warm_up(runner, shapes)
         scores: list[float] = []
@@ -484,8 +485,8 @@ def short_requests(params: list[SamplingParams]) -> list[Request]:
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 def test_a_larger_graph_is_the_fallback_for_a_missing_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     want_few_programs(monkeypatch)
-    plain = Runner(decoder_for("llama", torch.device("cpu"), False), CpuDevice(1), **SIZES)
-    fast = CudaRunner(decoder_for("llama", place, True), CpuDevice(1), token_budget=BUDGET, **SIZES)
+    plain = Runner(decoder_for("llama", torch.device("cpu"), False), CpuDevice(1), RunnerSettings(**SIZES))
+    fast = CudaRunner(decoder_for("llama", place, True), CpuDevice(1), RunnerSettings(token_budget=BUDGET, **SIZES))
 
     def fake_capture(key: object, work: Callable[[], torch.Tensor]) -> FakeGraph:
         fast._graphs.captured[key] = graph = FakeGraph(work)

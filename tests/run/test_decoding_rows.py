@@ -26,6 +26,7 @@ from millrace.params import RowParams, SamplingParams
 from millrace.plan.step import Admission, StepPlan, exact_shape
 from millrace.run.device.device import open_device
 from millrace.run.runner import Runner
+from millrace.run.settings import RunnerSettings
 
 pytestmark = pytest.mark.skipif(bool(native.native_missing(torch.device("cpu"))), reason="no native kernels here")
 
@@ -102,7 +103,11 @@ def make_runner(tmp_path: Path, config: dict[str, Any] = LLAMA, deterministic: b
         deterministic=deterministic,
     )
     num_blocks = spec.kv_groups.num_groups * ROWS * WIDTH + 1
-    return Runner(decoder, device, num_blocks=num_blocks, block_size=BLOCK, max_rows=ROWS, max_context=WIDTH * BLOCK)
+    return Runner(
+        decoder,
+        device,
+        RunnerSettings(num_blocks=num_blocks, block_size=BLOCK, max_rows=ROWS, max_context=WIDTH * BLOCK),
+    )
 
 
 def admission(row: int, tokens: list[int], num_prompt: int = 0, **params: Any) -> Admission:

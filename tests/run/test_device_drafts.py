@@ -35,6 +35,7 @@ from millrace.run.device.device import CpuDevice, open_device
 from millrace.run.graphs.step_work import Accept
 from millrace.run.packet import layout
 from millrace.run.runner import Runner
+from millrace.run.settings import RunnerSettings
 
 BLOCK, BLOCKS, ROWS, BUDGET = 4, 200, 16, 40
 SIZES = {"num_blocks": BLOCKS, "block_size": BLOCK, "max_rows": ROWS, "max_context": 64}
@@ -107,8 +108,10 @@ def test_drafts_change_no_token(listed_from: int, monkeypatch: pytest.MonkeyPatc
         want_few_programs(monkeypatch)
     monkeypatch.setattr(layout, "MIN_LISTED_ROWS", listed_from)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
-    plain = Runner(decoder_for(torch.device("cpu"), paged=False), CpuDevice(1), **SIZES)
-    fast = CudaRunner(decoder_for(place, paged=True), device, token_budget=BUDGET, speculate="ngram", **SIZES)
+    plain = Runner(decoder_for(torch.device("cpu"), paged=False), CpuDevice(1), RunnerSettings(**SIZES))
+    fast = CudaRunner(
+        decoder_for(place, paged=True), device, RunnerSettings(token_budget=BUDGET, speculate="ngram", **SIZES)
+    )
     kinds = [GREEDY, SAMPLED, msgspec.structs.replace(GREEDY, max_tokens=9)]
     asked, later = requests(kinds)[:2], requests(kinds)[2:]
     expected = Drive(plain, DraftSettings()).run(asked, later)
@@ -123,7 +126,9 @@ def test_drafts_change_no_token(listed_from: int, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.skipif(not interpreted, reason="a GPU captures real graphs")
 def test_bodies_with_places_are_warmed_up_with_what_accepts_their_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     want_few_programs(monkeypatch)
-    fast = CudaRunner(decoder_for(place, paged=True), CpuDevice(1), token_budget=BUDGET, speculate="ngram", **SIZES)
+    fast = CudaRunner(
+        decoder_for(place, paged=True), CpuDevice(1), RunnerSettings(token_budget=BUDGET, speculate="ngram", **SIZES)
+    )
     ran: list[object] = []
     # Records the graphs that a GPU would replay: tokens do not show them.
     monkeypatch.setattr(fast._graphs, "run_planned", lambda key, work, captures: ran.append(key) or work())
@@ -160,10 +165,17 @@ def test_a_draft_model_changes_no_token(is_own: bool, monkeypatch: pytest.Monkey
     if interpreted:
         want_few_programs(monkeypatch)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
-    plain = Runner(decoder_for(torch.device("cpu"), paged=False), CpuDevice(1), **SIZES)
+    plain = Runner(decoder_for(torch.device("cpu"), paged=False), CpuDevice(1), RunnerSettings(**SIZES))
     drafter = decoder_for(place, paged=True) if is_own else other_model()
     fast = CudaRunner(
-        decoder_for(place, paged=True), device, token_budget=BUDGET, speculate="draft", drafter=drafter, **SIZES
+        decoder_for(place, paged=True),
+        device,
+        RunnerSettings(
+            token_budget=BUDGET,
+            speculate="draft",
+            **SIZES,
+        ),
+        drafter=drafter,
     )
     # Interpreted, two rows that start together must do.
     num_rows, length = (2, 6) if interpreted else (3, 14)

@@ -37,6 +37,7 @@ from millrace.run.drafting.device_chain import DeviceDrafter, DueRows, FedRows
 from millrace.run.drafting.device_features import RowStates
 from millrace.run.graphs.step_work import Accept, Propose
 from millrace.run.runner import Runner
+from millrace.run.settings import RunnerSettings
 
 CPU = torch.device("cpu")
 
@@ -70,12 +71,12 @@ def test_drafts_follow_from_the_tokens_and_change_none(
     target, reference = target_on(place, paged=True), target_on(CPU, paged=False)
     torch.manual_seed(5)
     drafter = drafter_with_paged_attention(make(tmp_path, target))
-    runner = CudaRunner(target, device, token_budget=BUDGET, speculate=kind, drafter=drafter, **SIZES)
+    runner = CudaRunner(target, device, RunnerSettings(token_budget=BUDGET, speculate=kind, **SIZES), drafter=drafter)
     seen: list[tuple[list[int], list[int]]] = []
     record_drafts(runner, seen, monkeypatch)
     num_rows, length = (1, 4) if interpreted else (3, 14)
     kinds = [msgspec.structs.replace(GREEDY, max_tokens=length)] * num_rows
-    plain = Runner(reference, CpuDevice(1), **SIZES)
+    plain = Runner(reference, CpuDevice(1), RunnerSettings(**SIZES))
     expected = Drive(plain, DraftSettings()).run(requests(kinds)[:2], requests(kinds)[2:])
     drive = Drive(runner, DraftSettings(max_drafts=3, max_places=SIZES["max_rows"]))
     with quick_interpreter() if interpreted else nullcontext():
@@ -132,7 +133,9 @@ def test_what_drafts_is_warmed_up_with_the_bodies_that_have_places(
     want_few_programs(monkeypatch)
     target = target_on(place, paged=True)
     drafter = drafter_with_paged_attention(eagle3(tmp_path, target))
-    runner = CudaRunner(target, CpuDevice(1), token_budget=BUDGET, speculate="eagle", drafter=drafter, **SIZES)
+    runner = CudaRunner(
+        target, CpuDevice(1), RunnerSettings(token_budget=BUDGET, speculate="eagle", **SIZES), drafter=drafter
+    )
     ran: list[object] = []
     # Records the graphs that a GPU would replay: tokens do not show them.
     monkeypatch.setattr(runner._graphs, "run_planned", lambda key, work, captures: ran.append(key) or work())

@@ -18,6 +18,7 @@ from millrace.plan.shapes.order import capture_order
 from millrace.plan.step import StepShape
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import open_device
+from millrace.run.settings import RunnerSettings
 
 pytestmark = pytest.mark.gpu
 
@@ -57,7 +58,7 @@ def runner_for(case: str, build_pool: Any = None) -> CudaRunner:
         spec_from_config(config_of(model)), StateDictSource.of(model), device=device.torch_device, dtype=torch.bfloat16
     )
     sizes = {"num_blocks": 200, "block_size": 16, "max_rows": 40, "max_context": 128, "token_budget": 256}
-    return CudaRunner(decoder, device, graphs=True, build_pool=build_pool, **sizes)
+    return CudaRunner(decoder, device, RunnerSettings(graphs=True, **sizes), build_pool=build_pool)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from millrace.plan.shapes.choice import make_shape_choice
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import CpuDevice, open_device
 from millrace.run.runner import Runner
+from millrace.run.settings import RunnerSettings
 
 SIZES = {"block_size": 4, "max_rows": 4, "max_context": 128}
 CASE = "qwen2_window"
@@ -70,14 +71,18 @@ def drive(runner: Runner | CudaRunner, windows: tuple[int | None, ...], num_bloc
 
 
 def one_group() -> dict[int, list[int]]:
-    return drive(Runner(load(torch.device("cpu"), False), CpuDevice(1), num_blocks=BLOCKS, **SIZES), (None,), BLOCKS)
+    return drive(
+        Runner(load(torch.device("cpu"), False), CpuDevice(1), RunnerSettings(num_blocks=BLOCKS, **SIZES)),
+        (None,),
+        BLOCKS,
+    )
 
 
 def test_the_plain_runner() -> None:
     decoder = load(torch.device("cpu"), True)
     windows = decoder.spec.kv_groups.windows
     assert windows == (None, 4, 4)
-    runner = Runner(decoder, CpuDevice(1), num_blocks=BLOCKS, **SIZES)
+    runner = Runner(decoder, CpuDevice(1), RunnerSettings(num_blocks=BLOCKS, **SIZES))
     assert drive(runner, windows, BLOCKS) == one_group()
 
 
@@ -86,6 +91,6 @@ def test_the_gpu_runner(monkeypatch: pytest.MonkeyPatch) -> None:
         want_few_programs(monkeypatch)
     decoder = with_paged_attention(load(place, True))
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
-    runner = CudaRunner(decoder, device, num_blocks=BLOCKS, token_budget=BUDGET, **SIZES)
+    runner = CudaRunner(decoder, device, RunnerSettings(num_blocks=BLOCKS, token_budget=BUDGET, **SIZES))
     with quick_interpreter() if interpreted else nullcontext():
         assert drive(runner, decoder.spec.kv_groups.windows, BLOCKS) == one_group()

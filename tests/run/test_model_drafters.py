@@ -36,6 +36,7 @@ from millrace.run.drafting.chain import ChainDrafter
 from millrace.run.drafting.drafter import DraftAsk
 from millrace.run.drafting.models import DrafterModel
 from millrace.run.runner import Runner
+from millrace.run.settings import RunnerSettings
 
 CPU = torch.device("cpu")
 BLOCK, ROWS, BUDGET, CONTEXT, OUTPUT = 4, 5, 24, 96, 18
@@ -122,13 +123,15 @@ def runner_of(
     return Runner(
         decoder,
         CpuDevice(1),
-        num_blocks=num_blocks,
-        block_size=BLOCK,
-        max_rows=ROWS,
-        max_context=CONTEXT,
-        speculate="off" if drafter is None else kind,
+        RunnerSettings(
+            num_blocks=num_blocks,
+            block_size=BLOCK,
+            max_rows=ROWS,
+            max_context=CONTEXT,
+            speculate="off" if drafter is None else kind,
+            kv_dtype=kv_dtype,
+        ),
         drafter=drafter,
-        kv_dtype=kv_dtype,
     )
 
 

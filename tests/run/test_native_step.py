@@ -18,6 +18,7 @@ from millrace.params import RowParams, SamplingParams
 from millrace.plan.step import Admission, StepPlan, exact_shape
 from millrace.run.device.device import open_device
 from millrace.run.runner import Runner
+from millrace.run.settings import RunnerSettings
 
 ROWS, BLOCK = 6, 4
 NOTHING = np.zeros(0, np.int32)
@@ -30,7 +31,7 @@ def make_runner(case: str, dtype: torch.dtype) -> Runner:
     spec = spec_from_config(config_of(model))
     device = open_device(RunConfig(device="cpu", threads=2))
     decoder = build_decoder(spec, StateDictSource.of(model), device=device.torch_device, dtype=dtype)
-    return Runner(decoder, device, num_blocks=100, block_size=BLOCK, max_rows=ROWS, max_context=60)
+    return Runner(decoder, device, RunnerSettings(num_blocks=100, block_size=BLOCK, max_rows=ROWS, max_context=60))
 
 
 def plan_of(step_no: int, rows: list[tuple[int, int, int, bool]], admitted: tuple[Admission, ...] = ()) -> StepPlan:

@@ -22,6 +22,7 @@ from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler
 from millrace.run.device.device import CpuDevice
 from millrace.run.runner import Runner
+from millrace.run.settings import RunnerSettings
 
 BLOCK, ROWS, BUDGET, CONTEXT = 4, 6, 10, 96
 POOLINGS = ("last", "mean", "", "mean", "last", "", "last", "mean")
@@ -53,7 +54,9 @@ def test_vectors_are_those_of_transformers(case: str, speculate: Any) -> None:
     groups = KvGroups(decoder.spec.kv_groups.windows)
     num_blocks = 40 * groups.num_groups
     sizes: dict[str, int] = {"num_blocks": num_blocks, "block_size": BLOCK}
-    runner = Runner(decoder, CpuDevice(1), **sizes, max_rows=ROWS, max_context=CONTEXT, speculate=speculate)
+    runner = Runner(
+        decoder, CpuDevice(1), RunnerSettings(**sizes, max_rows=ROWS, max_context=CONTEXT, speculate=speculate)
+    )
     drafts = DraftSettings(3) if speculate != "off" else DraftSettings()
     scheduler = Scheduler(**sizes, max_running=ROWS, token_budget=BUDGET, groups=groups, drafts=drafts)
     channel, ledger = FakeChannel(), Ledger()

@@ -29,6 +29,7 @@ from millrace.run.device.device import open_device
 from millrace.run.device.kv_pool import KvFormat
 from millrace.run.runner import Runner
 from millrace.run.sampling.masks import Masks
+from millrace.run.settings import RunnerSettings
 from millrace.run.table.request_table import ON_DEVICE
 
 ROWS, BLOCK, WIDTH = 5, 4, 12
@@ -88,11 +89,13 @@ def runner_of(case: str, dtype: torch.dtype, kv_dtype: KvFormat, folder: Path, h
     return Runner(
         decoder,
         device,
-        num_blocks=num_blocks,
-        block_size=BLOCK,
-        max_rows=ROWS,
-        max_context=WIDTH * BLOCK,
-        kv_dtype=kv_dtype,
+        RunnerSettings(
+            num_blocks=num_blocks,
+            block_size=BLOCK,
+            max_rows=ROWS,
+            max_context=WIDTH * BLOCK,
+            kv_dtype=kv_dtype,
+        ),
     )
 
 

@@ -17,6 +17,7 @@ from millrace.plan.step import Admission, StepPlan, exact_shape
 from millrace.run.device.device import open_device
 from millrace.run.device.kv_pool import KvFormat
 from millrace.run.runner import Runner
+from millrace.run.settings import RunnerSettings
 
 BLOCK, SHARED, WIDTH, ROWS, STEPS = 16, 192, 15, 7, 6
 
@@ -34,7 +35,7 @@ def make_runner(case: str, dtype: torch.dtype, kv_dtype: KvFormat) -> Runner:
         "max_rows": ROWS,
         "max_context": WIDTH * BLOCK,
     }
-    return Runner(decoder, device, kv_dtype=kv_dtype, **sizes)
+    return Runner(decoder, device, RunnerSettings(kv_dtype=kv_dtype, **sizes))
 
 
 def prompts() -> list[np.ndarray]:

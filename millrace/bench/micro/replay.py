@@ -22,6 +22,7 @@ from millrace.run.drafting.drafter import DraftAsk, DraftGuide
 from millrace.run.make import make_runner
 from millrace.run.runner import AnyRunner
 from millrace.run.sampling.masks import Masks
+from millrace.run.settings import RunnerSettings
 from millrace.run.step_log import Captured, Copied, Drawn, Masked, Planned, Record, RunnerSetup, read_log
 from millrace.sources.resolve import resolve_model
 
@@ -120,14 +121,16 @@ def _make_runner(setup: RunnerSetup, device: Device) -> AnyRunner:
     return make_runner(
         decoder,
         device,
-        num_blocks=setup.num_blocks,
-        block_size=setup.block_size,
-        max_rows=setup.max_rows,
-        max_context=setup.max_context,
-        token_budget=setup.token_budget,
-        kv_dtype=msgspec.convert(setup.kv_dtype, KvFormat),
-        speculate=speculate,
+        RunnerSettings(
+            num_blocks=setup.num_blocks,
+            block_size=setup.block_size,
+            max_rows=setup.max_rows,
+            max_context=setup.max_context,
+            token_budget=setup.token_budget,
+            kv_dtype=msgspec.convert(setup.kv_dtype, KvFormat),
+            speculate=speculate,
+            host_slots=setup.host_slots,
+            max_copied=setup.max_copied,
+        ),
         drafter=None if drafter is None else drafter.load(decoder),
-        host_slots=setup.host_slots,
-        max_copied=setup.max_copied,
     )

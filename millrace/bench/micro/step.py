@@ -25,6 +25,7 @@ from millrace.run.device.device import CpuDevice
 from millrace.run.device.kv_pool import resolve_kv_dtype
 from millrace.run.device.precision import choose_precision
 from millrace.run.runner import Runner
+from millrace.run.settings import RunnerSettings
 from millrace.sources.resolve import resolve_model
 
 BLOCK_SIZE = 16
@@ -114,11 +115,13 @@ def measure_steps(config: Config, cases: tuple[StepCase, ...] = CASES) -> Iterat
             runner = Runner(
                 decoder,
                 device,
-                num_blocks=case.num_rows * blocks,
-                block_size=BLOCK_SIZE,
-                max_rows=case.num_rows,
-                max_context=blocks * BLOCK_SIZE,
-                kv_dtype=kv_dtype,
+                RunnerSettings(
+                    num_blocks=case.num_rows * blocks,
+                    block_size=BLOCK_SIZE,
+                    max_rows=case.num_rows,
+                    max_context=blocks * BLOCK_SIZE,
+                    kv_dtype=kv_dtype,
+                ),
             )
             assert runner.native_step is not None
             yield _measure(runner, runner.native_step, case, blocks, spec.vocab_size)

@@ -195,5 +195,5 @@ class DeviceChain(DeviceDrafter):
 
 def paged(attention: Attention) -> PagedAttention:
     if not isinstance(attention, PagedAttention):
-        raise TypeError("a drafter on a GPU needs paged attention")
+        raise TypeError("a runner of captured steps needs paged attention")
     return attention

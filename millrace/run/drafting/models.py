@@ -12,6 +12,7 @@ from millrace.models.decoder import Decoder
 from millrace.models.drafters.program import EagleDrafter, MedusaDrafter
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.run.device.kv_pool import KvFormat, allocate_kv, format_or_full
+from millrace.run.settings import RunnerSettings
 
 DrafterModel = Decoder | EagleDrafter | MedusaDrafter
 """A draft model, a feature drafter, or Medusa heads."""
@@ -29,23 +30,25 @@ def kv_spec_of(model: DrafterModel) -> ModelSpec | None:
     return model.spec if isinstance(model, Decoder) else model.spec.decoder
 
 
-def allocate_drafter_kv(
-    model: DrafterModel | None,
-    *,
-    num_blocks: int,
-    block_size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    kv_dtype: KvFormat,
-) -> list[Tensor]:
-    """The drafter's part of every block; empty if it has none."""
-    spec = None if model is None else kv_spec_of(model)
+def allocate_pools(
+    decoder: Decoder, device: torch.device, settings: RunnerSettings, drafter: DrafterModel | None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The KV pool, and the drafter's part of every block, which is empty if it has none."""
+
+    def allocate(spec: ModelSpec, kv_dtype: KvFormat) -> list[Tensor]:
+        return allocate_kv(
+            spec,
+            num_blocks=settings.num_blocks,
+            block_size=settings.block_size,
+            dtype=decoder.dtype,
+            device=device,
+            kv_dtype=kv_dtype,
+        )
+
+    kv, spec = allocate(decoder.spec, settings.kv_dtype), None if drafter is None else kv_spec_of(drafter)
     if spec is None:
-        return []
-    own_format = format_or_full(kv_dtype, spec, dtype=dtype, device=device)
-    return allocate_kv(
-        spec, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device, kv_dtype=own_format
-    )
+        return kv, []
+    return kv, allocate(spec, format_or_full(settings.kv_dtype, spec, dtype=decoder.dtype, device=device))
 
 
 def read_layers(model: DrafterModel | None) -> npt.NDArray[np.int64] | None:

@@ -25,18 +25,17 @@ from millrace.ops.triton.sampling.draw import MaskLines
 from millrace.ops.triton.step_inputs import Updates, gather
 from millrace.plan.shapes.table import PLACES
 from millrace.plan.step import HeadShape, Int32s, StepPlan, StepShape
-from millrace.run.drafting.device_chain import DeviceDrafter, FedRows
-from millrace.run.drafting.device_drafts import DeviceDrafts
+from millrace.run.drafting.device_chain import FedRows
+from millrace.run.graphs.device_state import DeviceState
 from millrace.run.packet.decode_rows import num_words
 from millrace.run.packet.layout import ALIGN, Section
 from millrace.run.packet.lookup_tables import token_tables
 from millrace.run.packet.mask_ring import MaskRing
 from millrace.run.packet.packet_ring import PacketRing, TokenRing
 from millrace.run.packet.step_packet import PacketWriter
-from millrace.run.sampling.device_sampler import DeviceSampler
 from millrace.run.sampling.draw_plan import DrawPlan
 from millrace.run.sampling.masks import Masks, Uint32s, words_per_mask
-from millrace.run.table.request_table import RequestTable
+from millrace.run.settings import RunnerSettings
 
 UPDATES_IN_PACKET = 1 << 15
 """Maximum number of block-table updates in one packet."""
@@ -66,25 +65,18 @@ class StepWork:
     def __init__(
         self,
         decoder: Decoder,
-        kv: list[Tensor],
-        table: RequestTable,
-        sampler: DeviceSampler,
+        state: DeviceState,
         writer: PacketWriter,
+        settings: RunnerSettings,
         *,
         smallest: StepShape,
-        block_size: int,
-        max_rows: int,
-        max_context: int,
-        max_tokens: int,
-        tile_decode_rows: bool,
-        drafts: DeviceDrafts | None = None,
-        chain: DeviceDrafter | None = None,
     ) -> None:
         """`smallest`: any shape; it gives the packet layout of the sections that the head reads."""
-        device, spec = kv[0].device, decoder.spec
+        device, spec, table = state.kv[0].device, decoder.spec, state.table
+        max_rows, max_tokens = settings.max_rows, settings.max_tokens
         self.decoder, self.smallest = decoder, smallest
-        self._kv, self._table, self._sampler, self._writer = kv, table, sampler, writer
-        self._block_size, self._max_rows, self._tile_decode_rows = block_size, max_rows, tile_decode_rows
+        self._kv, self._table, self._sampler, self._writer = state.kv, table, state.sampler, writer
+        self._block_size, self._max_rows = settings.block_size, max_rows
         self._head_layout = head_layout = writer.layout(smallest)
         words = 9 * head_layout.middle + 8 * (max_rows + 32) + num_words(max_rows + 1)
         words += 6 * max_tokens + 3 * UPDATES_IN_PACKET + 512
@@ -95,13 +87,13 @@ class StepWork:
         self._offsets = torch.zeros_like(self._token_ids)
         self._block_ids = self._token_ids.new_zeros((table.block_tables.shape[0], max_tokens))
         # A padding row has one position per padding token.
-        num_positions = max(max_context + (0 if drafts is None else PLACES[-1]), max_tokens)
+        num_positions = max(settings.max_context + (0 if state.drafts is None else PLACES[-1]), max_tokens)
         self._token_tables = token_tables(decoder, num_positions)
         # Indexed like the packet's head sections: the full group before the middle, the greedy group after it.
         self._draw_states = torch.zeros((2 * head_layout.middle, spec.hidden_size), dtype=decoder.dtype, device=device)
         self._logits = torch.empty((max_rows, spec.vocab_size), dtype=torch.float32, device=device)
         self._drawn = TokenRing(max_rows, device)
-        self._drafts, self._chain = drafts, chain
+        self._drafts, self._chain = state.drafts, state.chain
         self._counts = TokenRing(NUM_COUNTS * max_rows, device)
         """NUM_COUNTS numbers of each row, in steps with drafts."""
         self._masks = MaskRing(words_per_mask(spec.vocab_size), device, max_states=head_layout.middle)
@@ -110,13 +102,20 @@ class StepWork:
         self._row_numbers = torch.arange(max_rows + 2, dtype=torch.int32, device=device)
 
     def send(
-        self, plan: StepPlan | None, shape: StepShape, draws: DrawPlan | None = None, records: Int32s | None = None
+        self,
+        plan: StepPlan | None,
+        shape: StepShape,
+        draws: DrawPlan | None = None,
+        records: Int32s | None = None,
+        num_sent: int = 0,
     ) -> None:
-        """Write and send the step's packet; without a plan it holds only padding."""
+        """Write and send the step's packet; without a plan it holds only padding. `num_sent`: block-table updates that
+        were sent before."""
         packet, turn = self._ring.next(), self._ring.turn
         drawn_start, num_masked = self._drawn.start(turn), 0 if draws is None else len(draws.masked)
         masks = self._masks.address(turn, num_masked * shape.tokens_per_row) if num_masked else 0
-        self._ring.send(self._writer.write(plan, self._table, shape, packet, draws, records, drawn_start, masks))
+        parts = (draws, records, drawn_start, masks, num_sent)
+        self._ring.send(self._writer.write(plan, self._table, shape, packet, *parts))
 
     def mask_memory(self, count: int) -> Uint32s:
         """Host memory for masks of the last step sent."""
@@ -216,7 +215,10 @@ class StepWork:
     def _rows(
         self, shape: StepShape, part: Callable[[Section], Tensor], long_rows: tuple[LongRow, ...] | None
     ) -> TiledRows:
-        layout, has_decode_rows = self._writer.layout(shape), shape.has_decode_rows and not self._tile_decode_rows
+        layout, has_decode_rows = (
+            self._writer.layout(shape),
+            shape.has_decode_rows and not self._writer.tile_decode_rows,
+        )
         is_listed = has_decode_rows and layout.decode_rows.length > 0
         return TiledRows(
             part(layout.query_starts),

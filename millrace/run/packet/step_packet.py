@@ -76,7 +76,7 @@ class PacketWriter:
         self._max_rows, self._has_drafts = max_rows, has_drafts
         self._block_size = block_size
         self._queries_per_tile = queries_per_tile
-        self._tile_decode_rows = tile_decode_rows
+        self.tile_decode_rows = tile_decode_rows
         self._layouts: dict[StepShape, PacketLayout] = {}
         self._firsts = np.arange(FIRST_TILES, dtype=np.int32) * queries_per_tile
         """First query of each tile of a row."""
@@ -93,7 +93,7 @@ class PacketWriter:
 
     def _is_tiled(self, counts: Int32s, long_from: int) -> Bools:
         """True for rows whose queries are tiled."""
-        tiled: Bools = counts > (0 if self._tile_decode_rows else 1)
+        tiled: Bools = counts > (0 if self.tile_decode_rows else 1)
         return tiled & (counts < long_from) if long_from else tiled
 
     def _tiles_of(
@@ -101,7 +101,7 @@ class PacketWriter:
     ) -> list[tuple[int, int]]:
         """(row, number of tiles) of each tiled row, for few rows, from row `first` on. `decode_rows`: tile rows with
         one query too."""
-        min_length, limit = 1 if decode_rows or self._tile_decode_rows else 2, long_from or NO_LIMIT
+        min_length, limit = 1 if decode_rows or self.tile_decode_rows else 2, long_from or NO_LIMIT
         return [
             (row, -(-length // self._queries_per_tile))
             for row, length in enumerate(lengths, first)
@@ -118,9 +118,11 @@ class PacketWriter:
         records: Int32s | None = None,
         drawn_start: int = 0,
         mask_address: int = 0,
+        num_sent: int = 0,
     ) -> int:
         """Fill the packet and return the number of words used. Without a plan the step holds only padding; without
-        `draws` no row draws. `records` [n, words]: one for each row that the step admits."""
+        `draws` no row draws. `records` [n, words]: one for each row that the step admits. `num_sent`: block-table
+        updates of the plan that were sent before."""
         layout, template = self.layout(shape), self._template
         if plan is not None and template is not None and template.fits(plan, layout, draws):
             template.write(plan.starts, packet)
@@ -129,7 +131,7 @@ class PacketWriter:
         packet[layout.drawn_start.start] = drawn_start
         layout.mask_address.of(packet).view(np.int64)[0] = mask_address
         packet[layout.shared_len.start] = 0 if plan is None else self.shared_tokens(plan)
-        return _write_records(layout, _write_updates(layout, plan, table, packet), packet, records)
+        return _write_records(layout, _write_updates(layout, plan, table, packet, num_sent), packet, records)
 
     def _write_rows(
         self,
@@ -201,7 +203,7 @@ class PacketWriter:
         """(row, first query) of each tile, padding included, the last tiles first; the rest is -1."""
         tiles, long_from, tile_all = layout.tiles.of(packet), layout.shape.long_from, not layout.shape.has_decode_rows
         first = 0  # Rows with one query come first and are not tiled.
-        if len(counts) and not (tile_all or self._tile_decode_rows):
+        if len(counts) and not (tile_all or self.tile_decode_rows):
             first = int((counts != 1).argmax())
         if len(counts) - first <= FEW_ROWS:
             at, lengths = 0, [*counts[first:].tolist(), padding]
@@ -301,16 +303,19 @@ def _write_samples(
         layout.mask_lines.of(packet)[layout.middle - len(lines) :] = lines
 
 
-def _write_updates(layout: PacketLayout, plan: StepPlan | None, table: RequestTable, packet: Int32s) -> int:
-    """Write the block-table updates; returns the index after the last one."""
-    count = 0 if plan is None else len(plan.block_ids)
+def _write_updates(
+    layout: PacketLayout, plan: StepPlan | None, table: RequestTable, packet: Int32s, num_sent: int
+) -> int:
+    """Write the block-table updates after the first `num_sent`; returns the index after the last one."""
+    count = 0 if plan is None else len(plan.block_ids) - num_sent
     end = layout.updates_start + 3 * count
     if end > len(packet):
         raise ValueError(f"{count} block updates do not fit into the packet")
     packet[layout.num_updates.start] = count
     if plan is not None and count:
         updates = packet[layout.updates_start : end].reshape(count, 3)
-        updates[:, 0], updates[:, 1], updates[:, 2] = table.updated_rows(plan), plan.block_cols, plan.block_ids
+        columns = (table.updated_rows(plan), plan.block_cols, plan.block_ids)
+        updates[:, 0], updates[:, 1], updates[:, 2] = (column[num_sent:] for column in columns)
     return end
 
 

@@ -6,8 +6,6 @@ host receives it, and the next step reads it from here.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
@@ -37,7 +35,7 @@ class RequestTable:
     def update(self, plan: StepPlan) -> None:
         """Apply the plan's admissions and block-table updates."""
         self.update_host(plan)
-        self._send_blocks(plan)
+        self._send_blocks(plan, len(plan.block_ids))
 
     def update_host(self, plan: StepPlan) -> None:
         """Apply only the admissions and appended tokens; the block-table updates reach the device with the packet."""
@@ -46,18 +44,17 @@ class RequestTable:
         for appended in plan.appended:
             self._append(appended)
 
-    def send_excess_blocks(self, plan: StepPlan, limit: int) -> StepPlan:
-        """If the plan has more than `limit` block-table updates, send them now and return the plan without them."""
-        if len(plan.block_ids) <= limit:
-            return plan
-        self._send_blocks(plan)
-        none = np.zeros(0, np.int32)
-        return replace(plan, block_groups=None, block_rows=none, block_cols=none, block_ids=none)
+    def send_excess_blocks(self, plan: StepPlan, limit: int) -> int:
+        """Send the plan's block-table updates but the last `limit` ones now. Returns how many were sent."""
+        return self._send_blocks(plan, max(0, len(plan.block_ids) - limit))
 
-    def _send_blocks(self, plan: StepPlan) -> None:
-        if len(plan.block_ids):
-            sent = self._device.upload(np.stack([self.updated_rows(plan), plan.block_cols, plan.block_ids]))
+    def _send_blocks(self, plan: StepPlan, count: int) -> int:
+        """Send the first `count` updates."""
+        if count:
+            columns = (self.updated_rows(plan), plan.block_cols, plan.block_ids)
+            sent = self._device.upload(np.stack([column[:count] for column in columns]))
             self.block_tables.flatten(0, 1)[sent[0].long(), sent[1].long()] = sent[2]
+        return count
 
     def updated_rows(self, plan: StepPlan) -> Int32s:
         """The rows of the plan's block-table updates among the rows of all groups: group * number of rows + row."""

@@ -1,0 +1,36 @@
+"""What a runner is made with, beside its model and its device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millrace.config import Speculation
+from millrace.run.device.kv_pool import KvFormat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerSettings:
+    num_blocks: int
+    block_size: int
+    max_rows: int
+    max_context: int
+    token_budget: int = 512
+    """Of a step. Only padded shapes depend on it."""
+    kv_dtype: KvFormat = "full"
+    speculate: Speculation = "off"
+    host_slots: int = 0
+    """KV blocks that host memory holds beside the pool."""
+    max_copied: int = 1
+    """KV blocks copied to or from host memory in one batch."""
+    graphs: bool = True
+    """False: nothing is captured, also on a GPU."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Of a step: the token budget, and one token for each decode row beside it."""
+        return self.token_budget + self.max_rows
+
+    @property
+    def context_blocks(self) -> int:
+        """Columns of a row's block table that its longest context needs."""
+        return min(self.num_blocks, -(-self.max_context // self.block_size))
