@@ -34,6 +34,7 @@ from millrace.run.sampling.pooling import PooledPart, pool_states
 from millrace.run.sampling.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.sampling.sampler import Drawn, Sampler
 from millrace.run.settings import RunnerSettings
+from millrace.run.table.batch import StepRows
 from millrace.run.table.inputs import gather_inputs, last_tokens
 from millrace.run.table.request_table import RequestTable
 
@@ -266,9 +267,9 @@ class Runner:
         verified = drafted.expand(plan)
         if verified.is_as_planned and is_one_call:
             return self._without_drafts(plan, self._plain_step(plan, drafted), drafted)
-        if not verified.has_drafts and is_one_call and len(verified.plan.rows):
-            drawn = Drawn(self._whole_step(verified.plan), None, _NO_INDEX, _NO_COUNTS)
-            drafted.feed(verified.plan, verified.draws)
+        if not verified.has_drafts and is_one_call and len(verified.batch.rows):
+            drawn = Drawn(self._whole_step(verified.batch), None, _NO_INDEX, _NO_COUNTS)
+            drafted.feed(verified.batch, verified.draws)
             return self._accept(plan, verified, drawn, ())
         return self._draw(plan, self._states(plan, verified), None)
 
@@ -291,9 +292,9 @@ class Runner:
     def _is_one_call(self, plan: StepPlan) -> bool:
         return self._native is not None and bool(len(plan.rows)) and self._native.can_run(plan)
 
-    def _whole_step(self, plan: StepPlan) -> Tensor:
+    def _whole_step(self, batch: StepRows) -> Tensor:
         assert self._native is not None
-        return self._native(plan)
+        return self._native(batch)
 
     def _expand(self, plan: StepPlan) -> VerifiedStep | None:
         self._update(plan)
@@ -309,48 +310,47 @@ class Runner:
         self._sampler.update(plan)
 
     def _states(self, plan: StepPlan, verified: VerifiedStep | None) -> DrawStates:
-        draws = plan.samples.astype(np.int32)
-        if verified is not None:
-            plan, draws = verified.plan, verified.draws
-        rows = np.repeat(plan.rows, draws)
-        positions = np.repeat(plan.starts + plan.counts - draws, draws) + places_of(draws) + 1
-        if not len(plan.rows):
+        batch: StepRows = plan if verified is None else verified.batch
+        draws = plan.samples.astype(np.int32) if verified is None else verified.draws
+        rows = np.repeat(batch.rows, draws)
+        positions = np.repeat(batch.starts + batch.counts - draws, draws) + places_of(draws) + 1
+        if not len(batch.rows):
             return DrawStates(self._no_states, rows, positions, (), verified)
-        computed = self._compute(plan, draws)
+        computed = self._compute(batch, draws)
         if self._drafted is not None:
-            self._drafted.feed(plan, draws, computed.for_drafter)
+            self._drafted.feed(batch, draws, computed.for_drafter)
         return DrawStates(computed.hidden, rows, positions, computed.prompt_logprobs, verified, computed.pooled)
 
-    def _compute(self, plan: StepPlan, draws: Int32s) -> Computed:
-        scores_prompts = plan.scored is not None
-        taps, drafter_needs_all = self._taps(plan)
-        needs_all = drafter_needs_all or plan.pooled is not None
-        query_starts = np.zeros(len(plan.rows) + 1, np.int32)
-        np.cumsum(plan.counts, out=query_starts[1:])
+    def _compute(self, step: StepRows, draws: Int32s) -> Computed:
+        scores_prompts = step.scored is not None
+        taps, drafter_needs_all = self._taps(step)
+        needs_all = drafter_needs_all or step.pooled is not None
+        query_starts = np.zeros(len(step.rows) + 1, np.int32)
+        np.cumsum(step.counts, out=query_starts[1:])
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
         if self._native is not None and not scores_prompts:
-            hidden = self._native.forward(plan, plan.counts if needs_all else draws, taps)
+            hidden = self._native.forward(step, step.counts if needs_all else draws, taps)
         else:
-            batch = gather_inputs(plan, self._table, self._device, self._block_size)
+            batch = gather_inputs(step, self._table, self._device, self._block_size)
             batch.taps = taps
-            if draws.sum() < plan.num_tokens and not needs_all and not scores_prompts and int(draws.max()) <= 1:
-                batch.last = last_tokens(batch, plan.samples.nonzero()[0], self._device)
+            if draws.sum() < step.num_tokens and not needs_all and not scores_prompts and int(draws.max()) <= 1:
+                batch.last = last_tokens(batch, step.samples.nonzero()[0], self._device)
             hidden = self._decoder.forward(batch, self._kv)
-            prompt_logprobs = score_prompts(plan, query_starts, self._table, self._decoder, hidden)
-        pooled = pool_states(plan, query_starts, self._table, hidden)
+            prompt_logprobs = score_prompts(step, query_starts, self._table, self._decoder, hidden)
+        pooled = pool_states(step, query_starts, self._table, hidden)
         all_states = hidden if drafter_needs_all else None if taps is None else taps.out.flatten(1)
         due = np.repeat(query_starts[1:] - draws, draws) + places_of(draws)
         states = hidden if len(due) == len(hidden) else hidden[self._device.upload(due).long()]
         return Computed(states, all_states, prompt_logprobs, pooled)
 
-    def _taps(self, plan: StepPlan) -> tuple[Taps | None, bool]:
+    def _taps(self, step: StepRows) -> tuple[Taps | None, bool]:
         """What a feature drafter reads: states inside the target, or those of all tokens after its final norm."""
         layers, decoder = self._read_layers, self._decoder
-        if self._drafted is None or not self._drafted.needs_hidden(plan):
+        if self._drafted is None or not self._drafted.needs_hidden(step):
             return None, False
         if layers is None or not len(layers):
             return None, layers is not None
-        shape = (plan.num_tokens, len(layers), decoder.spec.hidden_size)
+        shape = (step.num_tokens, len(layers), decoder.spec.hidden_size)
         return Taps(layers, torch.empty(shape, dtype=decoder.dtype, device=decoder.device)), False
 
     def _draw(self, plan: StepPlan, states: DrawStates, masks: Masks | None) -> StepResult:
@@ -372,7 +372,7 @@ class Runner:
         """Keep the tokens up to the first wrong draft of each row."""
         assert self._drafted is not None
         scored = drawn.logprob_index
-        accepted = self._drafted.accept(verified, drawn.tokens.numpy().astype(np.int32))
+        accepted = self._drafted.accept(plan, verified, drawn.tokens.numpy().astype(np.int32))
         tokens = torch.from_numpy(accepted.tokens)
         self._sampler.count(np.repeat(plan.rows[plan.samples], accepted.counts), tokens)
         has_places = plan.draft_places is not None

@@ -122,11 +122,11 @@ def chi_square(
         sampler.update(plan)
         drafted.admit(plan)
         step = drafted.expand(plan)
-        if not len(step.plan.rows):
+        if not len(step.batch.rows):
             break
         masks = masks_of(table, step, place_of_mask) if is_masked else None
         drawn = draw(sampler, table, drafted, step, masks)
-        accepted = drafted.accept(step, rule(drawn, *neighbours(table, step)))
+        accepted = drafted.accept(plan, step, rule(drawn, *neighbours(table, step)))
         sampler.count(np.repeat(rows, accepted.counts), torch.from_numpy(accepted.tokens))
     assert drafted.num_accepted > 0.1 * num_rows * num_tokens
     assert not is_masked or guide.num_cut > 0.02 * num_rows * num_tokens
@@ -137,14 +137,14 @@ def chi_square(
 def states_of(step: VerifiedStep) -> tuple[Int32s, Int32s]:
     """Row and position of the token before each draw."""
     places = np.arange(step.draws.sum()) - np.repeat(np.cumsum(step.draws) - step.draws, step.draws)
-    return np.repeat(step.plan.rows, step.draws), (np.repeat(step.plan.starts, step.draws) + places).astype(np.int32)
+    return np.repeat(step.batch.rows, step.draws), (np.repeat(step.batch.starts, step.draws) + places).astype(np.int32)
 
 
 def masks_of(table: RequestTable, step: VerifiedStep, place_of_mask: int) -> Masks:
     """The masks of all rows at all places, as the engine gives them."""
     drafts = [own.tolist() for own in step.masked_drafts]
     asked = MaskedRows(np.arange(step.num_drawing), np.arange(step.num_drawing), drafts)
-    lines = {row: int(start) for row, start in zip(step.plan.rows.tolist(), step.plan.starts.tolist(), strict=True)}
+    lines = {row: int(start) for row, start in zip(step.batch.rows.tolist(), step.batch.starts.tolist(), strict=True)}
     words = []
     for row, own in enumerate(drafts):
         for place in range(1 + len(own)):

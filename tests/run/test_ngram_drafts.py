@@ -113,13 +113,13 @@ def test_any_drafts_give_the_tokens_of_a_run_without(seed: int) -> None:
         first = False
         step = rows.expand(plan)
         drawn: list[int] = []
-        for row, start, count in zip(step.plan.rows, step.plan.starts, step.plan.counts, strict=True):
+        for row, start, count in zip(step.batch.rows, step.batch.starts, step.batch.counts, strict=True):
             known = prompts[row] + outputs[row]
             assert start == len(known) - 1
             assert table.tokens[row][: len(known)].tolist() == known
             seen = table.tokens[row][: start + count].tolist()
             drawn += [next_token(seen[: start + 1 + place]) for place in range(count)]
-        accepted = rows.accept(step, np.array(drawn, np.int32))
+        accepted = rows.accept(plan, step, np.array(drawn, np.int32))
         at = 0
         for row, count in enumerate(accepted.counts.tolist()):
             outputs[row] += accepted.tokens[at : at + count].tolist()

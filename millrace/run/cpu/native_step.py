@@ -12,8 +12,9 @@ from torch import Tensor
 from millrace.models.batch import Taps
 from millrace.models.native_stack import KINDS, DrawStep, ForwardStep, NativeStack
 from millrace.ops.head.draw import checked_masks
-from millrace.plan.step import Bools, Int32s, StepPlan
+from millrace.plan.step import Bools, Int32s
 from millrace.run.sampling.masks import Masks
+from millrace.run.table.batch import StepRows
 from millrace.run.table.inputs import host_tokens
 from millrace.run.table.request_table import RequestTable
 
@@ -71,29 +72,29 @@ class NativeStep:
             last_tokens=self._table.last_tokens.data_ptr(),
         )
 
-    def can_run(self, plan: StepPlan) -> bool:
+    def can_run(self, step: StepRows) -> bool:
         """True if no row needs more than its token: log-probabilities, a bias, penalties or a minimum length."""
-        rows = plan.rows
-        return plan.scored is None and plan.pooled is None and not self._sampler.row_params.is_adjusted[rows].any()
+        rows = step.rows
+        return step.scored is None and step.pooled is None and not self._sampler.row_params.is_adjusted[rows].any()
 
-    def __call__(self, plan: StepPlan) -> Tensor:
+    def __call__(self, step: StepRows) -> Tensor:
         """`forward` and `draw` in one call, only if `can_run`. int64: the drawn tokens, in plan order."""
         body, head = self._joined
-        self._fill(plan.rows, plan.starts, plan.counts, plan.samples)
-        tokens = self._host_tokens(plan)
-        drawn = torch.empty(int(plan.samples.sum()), dtype=torch.int64)
-        body.num_rows, head.num_states = len(plan.rows), len(drawn)
+        self._fill(step.rows, step.starts, step.counts, step.samples)
+        tokens = self._host_tokens(step)
+        drawn = torch.empty(int(step.samples.sum()), dtype=torch.int64)
+        body.num_rows, head.num_states = len(step.rows), len(drawn)
         body.tokens = None if tokens is None else tokens.ctypes.data
         head.drawn = drawn.data_ptr()
         body.nanoseconds = head.nanoseconds = self._counters()
-        self._stack.step(body, head, int((plan.starts + plan.counts).max()))
+        self._stack.step(body, head, int((step.starts + step.counts).max()))
         return drawn
 
-    def forward(self, plan: StepPlan, draws: Int32s | None = None, taps: Taps | None = None) -> Tensor:
+    def forward(self, step: StepRows, draws: Int32s | None = None, taps: Taps | None = None) -> Tensor:
         """Hidden states [n, hidden] of the rows that draw, in plan order: of the last `draws` tokens of each row, by
         default of the last token."""
-        draws_of = plan.samples if draws is None else draws
-        return self.forward_rows(plan.rows, plan.starts, plan.counts, draws_of, self._host_tokens(plan), taps)
+        draws_of = step.samples if draws is None else draws
+        return self.forward_rows(step.rows, step.starts, step.counts, draws_of, self._host_tokens(step), taps)
 
     def forward_rows(
         self,
@@ -169,9 +170,9 @@ class NativeStep:
         columns[0, :num_rows], columns[1, :num_rows] = rows, starts
         columns[2, :num_rows], columns[3, :num_rows] = counts, draws
 
-    def _host_tokens(self, plan: StepPlan) -> Int32s | None:
-        if not (plan.starts < self._table.num_admitted[plan.rows]).any():
+    def _host_tokens(self, step: StepRows) -> Int32s | None:
+        if not (step.starts < self._table.num_admitted[step.rows]).any():
             return None
-        query_starts = np.zeros(len(plan.rows) + 1, np.int32)
-        np.cumsum(plan.counts, out=query_starts[1:])
-        return host_tokens(plan, self._table, query_starts)
+        query_starts = np.zeros(len(step.rows) + 1, np.int32)
+        np.cumsum(step.counts, out=query_starts[1:])
+        return host_tokens(step, self._table, query_starts)

@@ -1,4 +1,4 @@
-"""Steps with drafts on a CPU: turns the places of a plan into tokens to verify, and drawn tokens into accepted ones.
+"""Steps with drafts on a CPU: makes a batch of a plan's rows and their drafts, and accepted tokens of drawn ones.
 
 The device's own columns: all tokens of each row, and its limit. They are what the host's plan cannot know while steps
 are in flight. A row's tokens become the table's host tokens, so that a step reads drafts where it reads a prompt.
@@ -16,6 +16,7 @@ from millrace.run.drafting.drafter import DraftAsk, DraftGuide, RowProgress, Row
 from millrace.run.drafting.drafters import GRAMMAR, Drafters
 from millrace.run.sampling.masks import Masks
 from millrace.run.sampling.penalties import NO_DRAFT
+from millrace.run.table.batch import StepBatch, StepRows
 from millrace.run.table.request_table import RequestTable
 
 MAX_UNSETTLED = 64
@@ -27,35 +28,35 @@ _NO_TOKENS, _FIRST = np.zeros(0, np.int32), np.array([NO_DRAFT], np.int32)
 class VerifiedStep:
     """What is computed for a plan: its rows with their drafts, those past their limit left out."""
 
-    plan: StepPlan
+    batch: StepRows
     """With the true starts, and counts that include drafts."""
     draws: Int32s
     """How many of each row's last tokens draw."""
     drawing: Int64s
-    """Index, among the drawing rows of the original plan, of each row here that draws."""
+    """Index, among the drawing rows of the plan, of each row here that draws."""
     num_drawing: int
-    """Drawing rows of the original plan."""
+    """Drawing rows of the plan."""
     masked_drafts: list[Int32s]
-    """Drafts of each masked row of the original plan."""
+    """Drafts of each masked row of the plan."""
     is_as_planned: bool = False
-    """True if no row has drafts or is past its limit, and all begin where the plan says: `plan` is the original."""
+    """True if no row has drafts or is past its limit, and all begin where the plan says: `batch` is the plan."""
 
     @property
     def has_drafts(self) -> bool:
         return bool(len(self.draws)) and int(self.draws.max()) > 1
 
     def drawing_rows(self) -> Int64s:
-        """For each state to draw from: the index of its row among the drawing rows of the original plan."""
-        return np.repeat(self.drawing, self.draws[self.plan.samples])
+        """For each state to draw from: the index of its row among the drawing rows of the plan."""
+        return np.repeat(self.drawing, self.draws[self.batch.samples])
 
     def places(self) -> Int64s:
         """For each state to draw from: its place among those of its row."""
-        draws = self.draws[self.plan.samples]
+        draws = self.draws[self.batch.samples]
         return np.arange(int(draws.sum())) - np.repeat(np.cumsum(draws) - draws, draws)
 
     def state_masks(self, masks: Masks) -> Masks:
-        """Masks by drawing row of the original plan and place, as masks by state to draw from."""
-        draws = self.draws[self.plan.samples]
+        """Masks by drawing row of the plan and place, as masks by state to draw from."""
+        draws = self.draws[self.batch.samples]
         state_of = np.full(self.num_drawing, -1, np.int64)
         state_of[self.drawing] = np.cumsum(draws) - draws
         states, is_kept = state_of[masks.index], state_of[masks.index] >= 0
@@ -80,7 +81,7 @@ class AcceptedStep:
     tokens: Int32s
     """Accepted tokens, row after row."""
     counts: Int32s
-    """How many each drawing row of the original plan has."""
+    """How many each drawing row of the plan has."""
     num_drafts: Int32s
     """Drafts that each of these rows had."""
     drafted: tuple[RowDrafts, ...]
@@ -106,8 +107,8 @@ class DraftedRows:
         """Shown the drafts of masked rows before they are verified."""
         self.num_drafted = self.num_accepted = 0
 
-    def needs_hidden(self, plan: StepPlan) -> bool:
-        return self._drafters.needs_hidden(plan.rows)
+    def needs_hidden(self, step: StepRows) -> bool:
+        return self._drafters.needs_hidden(step.rows)
 
     def take_hidden(self, hidden: Tensor, rows: Int32s, positions: Int32s) -> None:
         self._drafters.take_hidden(hidden, rows, positions)
@@ -151,14 +152,14 @@ class DraftedRows:
             self._untold[rows] = 0
             self._drafters.confirm(progress)
 
-    def feed(self, plan: StepPlan, draws: Int32s | Bools, states: Tensor | None = None) -> None:
-        """The target's forward pass has computed the plan's tokens, with `states` if drafters need them. `draws`: how
+    def feed(self, batch: StepRows, draws: Int32s | Bools, states: Tensor | None = None) -> None:
+        """The target's forward pass has computed the batch's tokens, with `states` if drafters need them. `draws`: how
         many of each row's tokens draw."""
-        if not self._drafters.is_followed(plan.rows):
+        if not self._drafters.is_followed(batch.rows):
             return
         if states is not None:
-            self._drafters.take_states(plan.rows, plan.starts, plan.counts, states)
-        columns = zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), draws.tolist(), strict=True)
+            self._drafters.take_states(batch.rows, batch.starts, batch.counts, states)
+        columns = zip(batch.rows.tolist(), batch.starts.tolist(), batch.counts.tolist(), draws.tolist(), strict=True)
         rows = []
         for row, start, count, num_draws in columns:
             is_prompt = num_draws != count
@@ -198,16 +199,15 @@ class DraftedRows:
             return VerifiedStep(plan, draws, np.arange(int(plan.samples.sum())), int(plan.samples.sum()), [], True)
         self._table.num_admitted[plan.rows] = np.maximum(self._known[plan.rows], starts + counts)
         drawing = np.flatnonzero(keeps[plan.samples])
-        true_plan = replace(
-            plan,
-            rows=plan.rows[keeps],
-            starts=starts[keeps],
-            counts=counts[keeps],
-            samples=plan.samples[keeps],
-            scored=None if plan.scored is None else plan.scored[keeps],
-            pooled=None if plan.pooled is None else plan.pooled[keeps],
+        batch = StepBatch(
+            plan.rows[keeps],
+            starts[keeps],
+            counts[keeps],
+            plan.samples[keeps],
+            None if plan.scored is None else plan.scored[keeps],
+            None if plan.pooled is None else plan.pooled[keeps],
         )
-        return VerifiedStep(true_plan, draws[keeps], drawing, int(plan.samples.sum()), list(masked.values()))
+        return VerifiedStep(batch, draws[keeps], drawing, int(plan.samples.sum()), list(masked.values()))
 
     def _ask(self, plan: StepPlan, index: int, max_drafts: int) -> DraftAsk:
         row, trained = int(plan.rows[index]), plan.trained
@@ -229,21 +229,21 @@ class DraftedRows:
     def before(self, step: VerifiedStep) -> Int32s:
         """For each state to draw from: the draft before it, or NO_DRAFT for a row's first. Call it before `accept`."""
         parts = []
-        draws = step.draws[step.plan.samples].tolist()
-        for row, num_draws in zip(step.plan.rows[step.plan.samples].tolist(), draws, strict=True):
+        draws = step.draws[step.batch.samples].tolist()
+        for row, num_draws in zip(step.batch.rows[step.batch.samples].tolist(), draws, strict=True):
             known = int(self._known[row])
             parts += [_FIRST, self._tokens[row][known : known + num_draws - 1]]
         return np.concatenate(parts) if parts else _NO_TOKENS
 
-    def accept(self, step: VerifiedStep, drawn: Int32s) -> AcceptedStep:
-        """`drawn`: a token for each draw of the step."""
+    def accept(self, plan: StepPlan, step: VerifiedStep, drawn: Int32s) -> AcceptedStep:
+        """`step`: what was computed for the plan. `drawn`: a token for each of its draws."""
         counts, num_drafts, num_trained = np.zeros((3, step.num_drawing), np.int32)
         accepted: list[Int32s] = []
         drafted: list[RowDrafts] = []
         progress: list[RowProgress] = []
         first = 0
-        rows = step.plan.rows[step.plan.samples].tolist()
-        draws = step.draws[step.plan.samples].tolist()
+        rows = step.batch.rows[step.batch.samples].tolist()
+        draws = step.draws[step.batch.samples].tolist()
         for place, row, num_draws in zip(step.drawing.tolist(), rows, draws, strict=True):
             own = drawn[first : first + num_draws]
             first += num_draws
@@ -263,7 +263,7 @@ class DraftedRows:
             progress.append(self._progress(row, count, num_draws - 1, drafted))
         self._drafters.confirm(progress)
         tokens = np.concatenate(accepted) if accepted else drawn[:0]
-        return AcceptedStep(tokens, counts, num_drafts, tuple(drafted), self.trained_of(step.plan, num_trained))
+        return AcceptedStep(tokens, counts, num_drafts, tuple(drafted), self.trained_of(plan, num_trained))
 
     def trained_of(self, plan: StepPlan, num_drafts: Int32s) -> TrainedDrafts | None:
         """What a trained drafter did beside drafts from text, if there is one. `num_drafts`: its own."""

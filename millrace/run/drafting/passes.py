@@ -12,14 +12,14 @@ from torch import Tensor
 from millrace.models.batch import ForwardBatch
 from millrace.models.decoder import Decoder
 from millrace.models.drafters.program import EagleDrafter
-from millrace.plan.step import Int32s, StepPlan, exact_shape
+from millrace.plan.step import Int32s
 from millrace.run.device.device import Device
 from millrace.run.drafting.chain import DraftInputs, DraftPass, DraftStates
 from millrace.run.sampling.sampler import Sampler
+from millrace.run.table.batch import StepBatch
 from millrace.run.table.inputs import gather_inputs
 from millrace.run.table.request_table import RequestTable
 
-_NONE = np.zeros(0, np.int32)
 UNKNOWN = 0
 """Takes the place of tokens that are padding of the target's vocabulary, which a draft model lacks."""
 
@@ -40,8 +40,8 @@ class DraftTable:
         for row, start, part in zip(rows.tolist(), starts.tolist(), parts, strict=True):
             self._table.tokens[row] = np.concatenate([np.zeros(start, np.int32), part])
         self._table.num_admitted[rows] = starts + counts
-        plan = StepPlan(0, rows, starts, counts, np.ones(len(rows), np.bool_), _NONE, _NONE, _NONE, exact_shape(counts))
-        return gather_inputs(plan, self._table, self._device, self._block_size)
+        batch = StepBatch(rows, starts, counts, np.ones(len(rows), np.bool_))
+        return gather_inputs(batch, self._table, self._device, self._block_size)
 
     def last(self, inputs: DraftInputs, states: Tensor) -> Tensor:
         """Of all tokens' states, those of each row's last token."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from millrace.plan.step import Int32s, StepPlan
+from millrace.plan.step import Int32s
+from millrace.run.table.batch import StepRows
 from millrace.run.table.request_table import RequestTable
 
 
@@ -25,15 +26,15 @@ class PooledPart:
         return replace(self, vector=self.vector.to("cpu", non_blocking=True))
 
 
-def pool_states(plan: StepPlan, query_starts: Int32s, table: RequestTable, hidden: Tensor) -> tuple[PooledPart, ...]:
+def pool_states(step: StepRows, query_starts: Int32s, table: RequestTable, hidden: Tensor) -> tuple[PooledPart, ...]:
     """`hidden`: the states of all tokens of the step, after the final norm."""
-    if plan.pooled is None:
+    if step.pooled is None:
         return ()
     parts = []
-    for index in np.flatnonzero(plan.pooled).tolist():
-        row, start, first = int(plan.rows[index]), int(plan.starts[index]), int(query_starts[index])
+    for index in np.flatnonzero(step.pooled).tolist():
+        row, start, first = int(step.rows[index]), int(step.starts[index]), int(query_starts[index])
         num_prompt = int(table.num_prompt[row])
-        end = min(start + int(plan.counts[index]), num_prompt)
+        end = min(start + int(step.counts[index]), num_prompt)
         own, request_id = hidden[first : first + end - start], int(table.request_ids[row])
         if table.params[row].params.pooling == "mean":
             parts.append(PooledPart(request_id, start, own.float().sum(dim=0)))

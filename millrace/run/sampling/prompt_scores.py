@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from millrace.models.decoder import Decoder
-from millrace.plan.step import Int32s, StepPlan
+from millrace.plan.step import Int32s
 from millrace.run.sampling.logprobs import PROMPT_SLICE, LogprobColumns, concatenate, score
+from millrace.run.table.batch import StepRows
 from millrace.run.table.request_table import RequestTable
 
 
@@ -25,16 +26,16 @@ class PromptLogprobs:
 
 
 def score_prompts(
-    plan: StepPlan, query_starts: Int32s, table: RequestTable, decoder: Decoder, hidden: Tensor
+    step: StepRows, query_starts: Int32s, table: RequestTable, decoder: Decoder, hidden: Tensor
 ) -> tuple[PromptLogprobs, ...]:
-    if plan.scored is None:
+    if step.scored is None:
         return ()
     scored = []
-    for index in np.flatnonzero(plan.scored).tolist():
-        row = int(plan.rows[index])
+    for index in np.flatnonzero(step.scored).tolist():
+        row = int(step.rows[index])
         num_top = table.params[row].params.prompt_logprobs or 0
-        start = int(plan.starts[index])
-        end = min(start + int(plan.counts[index]), int(table.num_prompt[row]) - 1)
+        start = int(step.starts[index])
+        end = min(start + int(step.counts[index]), int(table.num_prompt[row]) - 1)
         first = int(query_starts[index])
         targets = torch.from_numpy(table.tokens[row][start + 1 : end + 1].astype(np.int64))
         columns = _score(decoder, hidden[first : first + end - start], targets.to(hidden.device), max(1, num_top))

@@ -11,22 +11,23 @@ from torch import Tensor
 
 from millrace.models.batch import ForwardBatch, LastTokens
 from millrace.ops.attention.rows import PlainRows, plain_rows
-from millrace.plan.step import Int32s, Int64s, StepPlan
+from millrace.plan.step import Int32s, Int64s
 from millrace.run.device.device import Device
+from millrace.run.table.batch import StepRows
 from millrace.run.table.request_table import ON_DEVICE, RequestTable
 
 
-def gather_inputs(plan: StepPlan, table: RequestTable, device: Device, block_size: int) -> ForwardBatch:
+def gather_inputs(step: StepRows, table: RequestTable, device: Device, block_size: int) -> ForwardBatch:
     if device.kind == "cpu":
-        return _gather_on_host(plan, table, block_size)
-    seq_lens = plan.starts + plan.counts
-    query_starts = np.zeros(len(plan.rows) + 1, np.int32)
-    np.cumsum(plan.counts, out=query_starts[1:])
-    token_rows = np.repeat(plan.rows, plan.counts)
-    offsets = np.arange(query_starts[-1], dtype=np.int32) - np.repeat(query_starts[:-1], plan.counts)
-    positions = np.repeat(plan.starts, plan.counts) + offsets
-    tokens = host_tokens(plan, table, query_starts)
-    parts = (tokens, token_rows, positions, query_starts, seq_lens, plan.rows)
+        return _gather_on_host(step, table, block_size)
+    seq_lens = step.starts + step.counts
+    query_starts = np.zeros(len(step.rows) + 1, np.int32)
+    np.cumsum(step.counts, out=query_starts[1:])
+    token_rows = np.repeat(step.rows, step.counts)
+    offsets = np.arange(query_starts[-1], dtype=np.int32) - np.repeat(query_starts[:-1], step.counts)
+    positions = np.repeat(step.starts, step.counts) + offsets
+    tokens = host_tokens(step, table, query_starts)
+    parts = (tokens, token_rows, positions, query_starts, seq_lens, step.rows)
     tokens_in, rows_of, places, starts_d, lens_d, rows_d = _upload(parts, device)
     rows_of, places = rows_of.long(), places.long()
     tokens_in = tokens_in.long()
@@ -47,16 +48,16 @@ def gather_inputs(plan: StepPlan, table: RequestTable, device: Device, block_siz
     )
 
 
-def _gather_on_host(plan: StepPlan, table: RequestTable, block_size: int) -> ForwardBatch:
-    seq_lens = plan.starts + plan.counts
-    query_starts = np.zeros(len(plan.rows) + 1, np.int32)
-    np.cumsum(plan.counts, out=query_starts[1:])
-    rows_of, positions = plan.rows, plan.starts.astype(np.int64)
+def _gather_on_host(step: StepRows, table: RequestTable, block_size: int) -> ForwardBatch:
+    seq_lens = step.starts + step.counts
+    query_starts = np.zeros(len(step.rows) + 1, np.int32)
+    np.cumsum(step.counts, out=query_starts[1:])
+    rows_of, positions = step.rows, step.starts.astype(np.int64)
     num_tokens = int(query_starts[-1])
-    if num_tokens != len(plan.rows):
-        rows_of = np.repeat(plan.rows, plan.counts)
-        positions = np.arange(num_tokens) + np.repeat(positions - query_starts[:-1], plan.counts)
-    tokens = host_tokens(plan, table, query_starts)
+    if num_tokens != len(step.rows):
+        rows_of = np.repeat(step.rows, step.counts)
+        positions = np.arange(num_tokens) + np.repeat(positions - query_starts[:-1], step.counts)
+    tokens = host_tokens(step, table, query_starts)
     token_ids = np.where(tokens == ON_DEVICE, table.last_tokens.numpy()[rows_of], tokens)
     # Kernels read a group's blocks as contiguous, which NumPy's indexing does not ensure.
     tables = table.block_tables.numpy()
@@ -69,7 +70,7 @@ def _gather_on_host(plan: StepPlan, table: RequestTable, block_size: int) -> For
         rows=PlainRows(
             torch.from_numpy(query_starts),
             torch.from_numpy(seq_lens),
-            torch.from_numpy(np.ascontiguousarray(tables[:, plan.rows, :width])),
+            torch.from_numpy(np.ascontiguousarray(tables[:, step.rows, :width])),
             query_starts_host=query_starts.tolist(),
             seq_lens_host=seq_lens.tolist(),
         ),
@@ -92,13 +93,13 @@ def last_tokens(batch: ForwardBatch, due: Int64s, device: Device) -> LastTokens:
     return LastTokens(chosen, own)
 
 
-def host_tokens(plan: StepPlan, table: RequestTable, query_starts: Int32s) -> Int32s:
+def host_tokens(step: StepRows, table: RequestTable, query_starts: Int32s) -> Int32s:
     """Token ids known to the host; ON_DEVICE for rows that read the token drawn in the previous step."""
     tokens = np.full(int(query_starts[-1]), ON_DEVICE, np.int32)
-    from_host = np.flatnonzero(plan.starts < table.num_admitted[plan.rows])
+    from_host = np.flatnonzero(step.starts < table.num_admitted[step.rows])
     for index in from_host.tolist():
-        start, count = int(plan.starts[index]), int(plan.counts[index])
-        known = table.tokens[int(plan.rows[index])][start : start + count]
+        start, count = int(step.starts[index]), int(step.counts[index])
+        known = table.tokens[int(step.rows[index])][start : start + count]
         first = int(query_starts[index])
         tokens[first : first + len(known)] = known
     return tokens
