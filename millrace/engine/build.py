@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import msgspec
 import torch
 
 from millrace.config import Config, allowed_processors
@@ -26,26 +28,48 @@ from millrace.models.load import check_quantization, has_quantised_weights, load
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.ops.cpp.native import native_notes
+from millrace.plan.budget import StepTarget
 from millrace.plan.drafting.control import MAX_DRAFTS
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.host_tier import HostTierSettings
-from millrace.plan.queue.policy import make_policy
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes.choice import make_shape_choice
 from millrace.run.device.defaults import DeviceDefaults
 from millrace.run.device.device import Device, open_device
-from millrace.run.device.kv_pool import KvFormat, bytes_per_token, resolve_kv_dtype
+from millrace.run.device.kv_pool import bytes_per_token, resolve_kv_dtype
 from millrace.run.device.precision import Precision, choose_precision
 from millrace.run.drafting.drafters import AUTO, AUTO_TEXT, TEXT_DRAFTERS, offered_drafters
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.make import make_runner
-from millrace.run.runner import AnyRunner
+from millrace.run.runner import AnyRunner, Runner
 from millrace.run.sampling.processors import load_processor
 from millrace.run.settings import RunnerSettings
 from millrace.run.step_log import LoggedRunner, RunnerSetup, StepLog
 from millrace.sources.resolve import ModelFiles, resolve_model
 from millrace.version import __version__
+
+if TYPE_CHECKING:
+    from millrace.run.cuda_runner import CudaRunner
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """What is decided before memory is allocated."""
+
+    files: ModelFiles
+    spec: ModelSpec
+    device: Device
+    precision: Precision
+    drafter: DrafterSource | None
+    plan: MemoryPlan
+    runner: RunnerSettings
+    scheduler: SchedulerSettings
+    work: StepWork
+
+    @property
+    def drafter_kind(self) -> str:
+        return "" if self.drafter is None else self.drafter.kind
 
 
 def build_engine(
@@ -53,23 +77,41 @@ def build_engine(
 ) -> tuple[Engine, EngineReady]:
     """The engine, and the message that announces it. Raises on invalid settings before it allocates memory."""
 
-    for name in allowed_processors(config):
-        load_processor(name)
-
     def on_loading(what: str, done: int, total: int) -> None:
         channel.send_all(EngineLoading(what, done, total))
 
+    for name in allowed_processors(config):
+        load_processor(name)
+    decided = _decide(config, on_loading)
+    made = _load_runner(config, decided, build_pool, on_loading)
+    runner: AnyRunner = made
+    if config.plan.step_log:
+        runner = LoggedRunner(made, StepLog(Path(config.plan.step_log).expanduser(), _setup(config, decided)))
+    scheduler = Scheduler(decided.scheduler, make_shape_choice(made.facts.shapes))
+    text = AUTO_TEXT if config.plan.speculate == AUTO else config.plan.speculate
+    engine = Engine(
+        *(scheduler, runner, decided.device, channel),
+        facts=made.facts,
+        constrained=ConstrainedRequests(make_grammars(decided.files, decided.spec.vocab_size)),
+        work=decided.work,
+        has_figures=config.observe.figures,
+        drafter=decided.drafter_kind or text,
+    )
+    return engine, _ready(config, decided)
+
+
+def _decide(config: Config, on_loading: Callable[[str, int, int], None]) -> Decided:
     files = resolve_model(config.model.source, progress=on_loading)
     spec = spec_from_config(files.config)
     device = open_device(config.run)
     precision = choose_precision(config.model, device, has_quantised_weights(files))
-    dtype = precision.dtype
-    check_quantization(precision.quantization, device.torch_device, dtype)
+    dtype, place = precision.dtype, device.torch_device
+    check_quantization(precision.quantization, place, dtype)
     kv_dtype = resolve_kv_dtype(
         config.memory.kv_dtype,
         spec,
         dtype=dtype,
-        device=device.torch_device,
+        device=place,
         deterministic=config.run.deterministic,
         has_int8_products=precision.quantization == "int8",
     )
@@ -80,55 +122,54 @@ def build_engine(
         spec,
         device.defaults,
         dtype=dtype,
-        weights_bytes=weight_bytes(files, dtype, precision.quantization, device.torch_device),
+        weights_bytes=weight_bytes(files, dtype, precision.quantization, place),
         free_bytes=device.free_bytes(),
         kv_dtype=kv_dtype,
         step_flops=limits.step_flops,
         host_free_bytes=available_bytes(),
-        drafter=NO_DRAFTER if drafter is None else drafter.memory(dtype, kv_dtype, device.torch_device),
+        drafter=NO_DRAFTER if drafter is None else drafter.memory(dtype, kv_dtype, place),
     )
-    drafts = draft_settings(config, plan.max_running, device.defaults, drafter)
     host_tier = HostTierSettings(plan.host_slots, plan.block_bytes, plan.copy_batch_bytes)
-    decoder = load_decoder(
-        files,
-        device=device.torch_device,
-        dtype=dtype,
-        deterministic=config.run.deterministic,
-        quantization=precision.quantization,
-        seed=config.model.seed,
-        progress=lambda done, total: on_loading("weights", done, total),
+    work = step_work(spec, plan.weights_bytes, bytes_per_token(spec, dtype, kv_dtype) * spec.kv_groups.num_groups)
+    target = make_step_target(target_step_s(config, device.defaults), spec, limits, work)
+    drafts = draft_settings(config, plan.max_running, device.defaults, drafter)
+    return Decided(
+        files=files,
+        spec=spec,
+        device=device,
+        precision=precision,
+        drafter=drafter,
+        plan=plan,
+        runner=_runner_settings(config, plan, host_tier),
+        scheduler=_scheduler_settings(config, spec, plan, host_tier, drafts, target),
+        work=work,
     )
-    made = make_runner(
-        decoder,
-        device,
-        RunnerSettings(
-            num_blocks=plan.num_blocks,
-            block_size=config.plan.block_size,
-            max_rows=plan.max_running,
-            max_context=plan.max_context,
-            token_budget=plan.token_budget,
-            kv_dtype=kv_dtype,
-            speculate=config.plan.speculate,
-            host_slots=host_tier.num_slots,
-            max_copied=host_tier.max_blocks,
-            graphs=config.run.graphs,
-        ),
-        None if drafter is None else drafter.load(decoder),
-        build_pool,
+
+
+def _runner_settings(config: Config, plan: MemoryPlan, host_tier: HostTierSettings) -> RunnerSettings:
+    return RunnerSettings(
+        num_blocks=plan.num_blocks,
+        block_size=config.plan.block_size,
+        max_rows=plan.max_running,
+        max_context=plan.max_context,
+        token_budget=plan.token_budget,
+        kv_dtype=plan.kv_dtype,
+        speculate=config.plan.speculate,
+        host_slots=host_tier.num_slots,
+        max_copied=host_tier.max_blocks,
+        graphs=config.run.graphs,
     )
-    runner: AnyRunner = made
-    kv_token_bytes = bytes_per_token(spec, dtype, kv_dtype) * spec.kv_groups.num_groups
-    if config.plan.step_log:
-        setup = _setup(config, plan, precision, kv_dtype, host_tier)
-        runner = LoggedRunner(made, StepLog(Path(config.plan.step_log).expanduser(), setup))
-    target = make_step_target(
-        target_step_s(config, device.defaults),
-        spec,
-        limits,
-        weights_bytes=plan.weights_bytes,
-        kv_token_bytes=kv_token_bytes,
-    )
-    scheduler = Scheduler(
+
+
+def _scheduler_settings(
+    config: Config,
+    spec: ModelSpec,
+    plan: MemoryPlan,
+    host_tier: HostTierSettings,
+    drafts: DraftSettings,
+    target: StepTarget | None,
+) -> SchedulerSettings:
+    return SchedulerSettings(
         num_blocks=plan.num_blocks,
         block_size=config.plan.block_size,
         max_running=plan.max_running,
@@ -136,55 +177,52 @@ def build_engine(
         mixed_budget=plan.mixed_budget,
         target=target,
         prefix_cache=config.plan.prefix_cache,
-        policy=make_policy(config.plan.policy),
+        policy=config.plan.policy,
         static_batching=config.plan.batching == "static",
         aging_s=config.plan.aging_s,
         drafts=drafts,
         groups=KvGroups(spec.kv_groups.windows),
         host_tier=host_tier,
-        shapes=make_shape_choice(made.facts.shapes),
     )
-    measured = device.measured_limits(dtype)
-    kind = "" if drafter is None else drafter.kind
-    ready = msgspec.structs.replace(
-        _ready(config, files, spec, precision, device, plan),
-        drafters=offered_drafters(config.plan.speculate, device.defaults.pads_drafts, kind),
-        device_bytes_per_s=measured.bytes_per_s,
-        device_flops=measured.flops,
-    )
-    constrained = ConstrainedRequests(make_grammars(files, spec.vocab_size))
-    work = step_work(spec, plan.weights_bytes, kv_token_bytes)
-    has_figures = config.observe.figures
-    text = AUTO_TEXT if config.plan.speculate == AUTO else config.plan.speculate
-    engine = Engine(
-        *(scheduler, runner, device, channel),
-        facts=made.facts,
-        constrained=constrained,
-        work=work,
-        has_figures=has_figures,
-        drafter=kind or text,
-    )
-    return engine, ready
 
 
-def _setup(
-    config: Config, plan: MemoryPlan, precision: Precision, kv_dtype: KvFormat, host_tier: HostTierSettings
-) -> RunnerSetup:
+def _load_runner(
+    config: Config,
+    decided: Decided,
+    build_pool: KernelBuildPool | None,
+    on_loading: Callable[[str, int, int], None],
+) -> Runner | CudaRunner:
+    """Load the weights and allocate the KV pool."""
+    decoder = load_decoder(
+        decided.files,
+        device=decided.device.torch_device,
+        dtype=decided.precision.dtype,
+        deterministic=config.run.deterministic,
+        quantization=decided.precision.quantization,
+        seed=config.model.seed,
+        progress=lambda done, total: on_loading("weights", done, total),
+    )
+    drafter = None if decided.drafter is None else decided.drafter.load(decoder)
+    return make_runner(decoder, decided.device, decided.runner, drafter, build_pool)
+
+
+def _setup(config: Config, decided: Decided) -> RunnerSetup:
+    precision, settings = decided.precision, decided.runner
     return RunnerSetup(
         model=config.model.source,
         dtype=str(precision.dtype).removeprefix("torch."),
         quantization=precision.quantization,
         seed=config.model.seed,
         deterministic=config.run.deterministic,
-        kv_dtype=kv_dtype,
-        speculate=config.plan.speculate,
-        num_blocks=plan.num_blocks,
-        block_size=config.plan.block_size,
-        max_rows=plan.max_running,
-        max_context=plan.max_context,
-        token_budget=plan.token_budget,
-        host_slots=host_tier.num_slots,
-        max_copied=host_tier.max_blocks,
+        kv_dtype=settings.kv_dtype,
+        speculate=settings.speculate,
+        num_blocks=settings.num_blocks,
+        block_size=settings.block_size,
+        max_rows=settings.max_rows,
+        max_context=settings.max_context,
+        token_budget=settings.token_budget,
+        host_slots=settings.host_slots,
+        max_copied=settings.max_copied,
         drafter=config.plan.drafter,
     )
 
@@ -230,9 +268,9 @@ def step_work(spec: ModelSpec, weights_bytes: int, kv_token_bytes: int) -> StepW
     )
 
 
-def _ready(
-    config: Config, files: ModelFiles, spec: ModelSpec, precision: Precision, device: Device, plan: MemoryPlan
-) -> EngineReady:
+def _ready(config: Config, decided: Decided) -> EngineReady:
+    files, spec, device, plan = decided.files, decided.spec, decided.device, decided.plan
+    precision, measured = decided.precision, device.measured_limits(decided.precision.dtype)
     dtype_name = str(precision.dtype).removeprefix("torch.")
     identity = [__version__, torch.__version__, dtype_name, device.name(), str(config.model.seed)]
     identity += [precision.quantization, plan.kv_dtype, json.dumps(files.config, sort_keys=True, default=str)]
@@ -250,4 +288,7 @@ def _ready(
         num_parameters=spec.num_parameters,
         step_ms=1e3 * target_step_s(config, device.defaults),
         fingerprint="mr-" + hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12],
+        drafters=offered_drafters(config.plan.speculate, device.defaults.pads_drafts, decided.drafter_kind),
+        device_bytes_per_s=measured.bytes_per_s,
+        device_flops=measured.flops,
     )

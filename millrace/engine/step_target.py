@@ -7,6 +7,7 @@ slow one, and the first steps correct them.
 from __future__ import annotations
 
 from millrace.config import Config
+from millrace.engine.figures.step_figures import StepWork
 from millrace.host.device_limits import DeviceLimits
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.plan.budget import StepTarget
@@ -20,23 +21,20 @@ OVERHEAD_S = 3e-4
 """Time of a step that depends on nothing: launches, planning."""
 
 
-def make_step_target(
-    step_s: float, spec: ModelSpec, limits: DeviceLimits, *, weights_bytes: int, kv_token_bytes: int
-) -> StepTarget | None:
+def make_step_target(step_s: float, spec: ModelSpec, limits: DeviceLimits, work: StepWork) -> StepTarget | None:
     """None if no time is to limit steps. `step_s`: see `target_step_s`."""
     if step_s == 0:
         return None
     is_unknown = limits.step_flops <= 0 or limits.bytes_per_s <= 0
     if is_unknown:
         limits = SLOW_DEVICE
-    token_s = 2 * spec.active_parameters / limits.step_flops
+    token_s = work.token_flops / limits.step_flops
     rates = StepRates(
-        step_s=OVERHEAD_S + weights_bytes / limits.bytes_per_s,
+        step_s=OVERHEAD_S + work.weights_bytes / limits.bytes_per_s,
         prompt_token_s=token_s,
         decode_row_s=token_s + 2 * spec.hidden_size * spec.vocab_size / limits.step_flops,
-        context_token_s=kv_token_bytes / limits.bytes_per_s,
-        # Two products, each with two FLOPs per element of a head.
-        pair_s=4 * spec.q_size * spec.num_layers / limits.step_flops,
+        context_token_s=work.context_bytes / limits.bytes_per_s,
+        pair_s=work.pair_flops / limits.step_flops,
     )
     return StepTarget(step_s, rates, first_chunk=FIRST_CHUNK if is_unknown else 0)
 

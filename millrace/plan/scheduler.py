@@ -12,9 +12,11 @@ Its parts: `seating` (rows and their blocks), `admitting` (the queue), `budget`,
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
+from millrace.config import PolicyName
 from millrace.params import FinishReason
 from millrace.plan.admitting import Admitting
 from millrace.plan.budget import ChunkBudget, StepBudget, StepTarget
@@ -29,7 +31,7 @@ from millrace.plan.kv.host_tier import HostTier, HostTierSettings
 from millrace.plan.kv.prefix import PrefixIndex
 from millrace.plan.queue.fair_shares import FairShares
 from millrace.plan.queue.kv_peak import OutputLengthEstimate
-from millrace.plan.queue.policy import FirstCome, Policy
+from millrace.plan.queue.policy import make_policy
 from millrace.plan.queue.waiting import WaitingQueue
 from millrace.plan.request import Request, end_of
 from millrace.plan.row_choice import RowChoice
@@ -50,56 +52,60 @@ from millrace.plan.victim import cheapest_victim
 
 MAX_PREEMPTION_NOTES = 8
 """Preemptions of one request that are kept for `/explain`."""
-NO_DRAFTS = DraftSettings()
-NO_HOST_TIER = HostTierSettings()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerSettings:
+    num_blocks: int
+    block_size: int
+    max_running: int
+    token_budget: int
+    mixed_budget: int = 0
+    """Most tokens of a step that also decodes; 0 = the token budget."""
+    target: StepTarget | None = None
+    """None: no time limits steps."""
+    prefix_cache: bool = True
+    expected_output: float = 512.0
+    """Tokens of an answer, until some have ended."""
+    policy: PolicyName = "fcfs"
+    aging_s: float = 30.0
+    """Seconds of waiting after which a request is promoted by one priority class."""
+    static_batching: bool = False
+    groups: KvGroups = ONE_GROUP
+    drafts: DraftSettings = field(default_factory=DraftSettings)
+    host_tier: HostTierSettings = field(default_factory=HostTierSettings)
 
 
 class Scheduler:
-    def __init__(
-        self,
-        *,
-        num_blocks: int,
-        block_size: int,
-        max_running: int,
-        token_budget: int,
-        mixed_budget: int = 0,
-        target: StepTarget | None = None,
-        prefix_cache: bool = True,
-        expected_output: float = 512.0,
-        policy: Policy | None = None,
-        aging_s: float = 30.0,
-        static_batching: bool = False,
-        groups: KvGroups = ONE_GROUP,
-        drafts: DraftSettings = NO_DRAFTS,
-        host_tier: HostTierSettings = NO_HOST_TIER,
-        shapes: ShapeChoice | None = None,
-    ) -> None:
+    def __init__(self, settings: SchedulerSettings, shapes: ShapeChoice | None = None) -> None:
         """`shapes`: by default every step runs at its own size."""
-        self.block_size = block_size
-        self.budget = StepBudget(token_budget, mixed_budget, target)
-        host_index = HostIndex(host_tier.num_slots) if host_tier.num_slots and prefix_cache else None
-        self.pool = BlockPool(num_blocks, groups.num_groups, host_index)
-        self.rows = Rows(max_running, block_size, groups.num_groups)
-        self.prefix = PrefixIndex(self.pool, block_size, prefix_cache, groups)
+        groups, self.block_size = settings.groups, settings.block_size
+        self.budget = StepBudget(settings.token_budget, settings.mixed_budget, settings.target)
+        has_host_tier = settings.host_tier.num_slots and settings.prefix_cache
+        host_index = HostIndex(settings.host_tier.num_slots) if has_host_tier else None
+        self.pool = BlockPool(settings.num_blocks, groups.num_groups, host_index)
+        self.rows = Rows(settings.max_running, self.block_size, groups.num_groups)
+        self.prefix = PrefixIndex(self.pool, self.block_size, settings.prefix_cache, groups)
         self._choice = RowChoice(self.rows, self.budget)
         self.host_tier: HostTier | None = None
         if host_index is not None:
-            most_per_step = (-(-token_budget // block_size) + 2 * max_running) * groups.num_groups
-            self.host_tier = HostTier(host_tier, host_index, self.pool, self.prefix, most_per_step)
+            columns_per_step = -(-settings.token_budget // self.block_size) + 2 * settings.max_running
+            most_per_step = columns_per_step * groups.num_groups
+            self.host_tier = HostTier(settings.host_tier, host_index, self.pool, self.prefix, most_per_step)
         self._in_flight = StepsInFlight()
         self._seating = Seating(self.rows, self.pool, self.prefix, groups, self._in_flight)
         shapes = shapes if shapes is not None else ExactShapes()
         self.captures = shapes.captures
         self._composer = Composer(self._seating, self._in_flight, shapes)
-        self._drafts = DraftPlaces(drafts, self._seating)
-        policy = policy if policy is not None else FirstCome()
+        self._drafts = DraftPlaces(settings.drafts, self._seating)
+        policy = make_policy(settings.policy)
         self.shares = FairShares()
-        self.waiting = WaitingQueue(policy, self.shares, aging_s)
-        lengths = OutputLengthEstimate(initial=expected_output)
+        self.waiting = WaitingQueue(policy, self.shares, settings.aging_s)
+        lengths = OutputLengthEstimate(initial=settings.expected_output)
         self._admitting = Admitting(
             self._seating, self.waiting, policy, self.shares, self.budget, lengths, self.host_tier
         )
-        self._admitting.is_static = static_batching
+        self._admitting.is_static = settings.static_batching
         self.num_preemptions = 0
         self.num_yields = 0
         """Preemptions in favour of a more urgent request."""

@@ -20,7 +20,7 @@ from millrace.engine.loop import Engine
 from millrace.link.messages import NewRequest, pack_tokens
 from millrace.params import Grammar, SamplingParams
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import Ended, StepOutcome, StepPlan
 from millrace.run.facts import RunnerFacts
 from millrace.run.sampling.masks import MaskedRows, Masks, Uint32s
@@ -48,7 +48,9 @@ def new_request(request_id: int, prompt_tokens: int, max_tokens: int, grammar: G
 
 def answers(threads: set[str], runner: FakeRunner, **facts: int) -> dict[int, list[int]]:
     """Half of the requests have a grammar."""
-    scheduler = SeenScheduler(num_blocks=1024, block_size=4, max_running=NUM_REQUESTS, token_budget=2048)
+    scheduler = SeenScheduler(
+        SchedulerSettings(num_blocks=1024, block_size=4, max_running=NUM_REQUESTS, token_budget=2048)
+    )
     scheduler.threads = threads
     tokenizer = build_stand_in({"vocab_size": VOCAB, "eos_token_id": END})
     constrained = ConstrainedRequests(Grammars(lambda: GrammarEnvironment(tokenizer, VOCAB, 4)))
@@ -116,7 +118,10 @@ class Recorder:
 
 def waiting_cycle(runner: FakeRunner, masks: FakeMasks) -> tuple[Cycle, Recorder]:
     """A cycle after the launch of its first step. The next step's draw is queued before its masks are known."""
-    scheduler, recorder = Scheduler(num_blocks=64, block_size=4, max_running=2, token_budget=64), Recorder()
+    scheduler, recorder = (
+        Scheduler(SchedulerSettings(num_blocks=64, block_size=4, max_running=2, token_budget=64)),
+        Recorder(),
+    )
     scheduler.submit(Request(id=1, prompt=np.arange(5, dtype=np.int32), max_tokens=6, constrained=True))
     facts = RunnerFacts(max_jump_rows=0)
     cycle = Cycle(scheduler, runner, recorder, facts=facts, clock=FakeClock(), probe=lambda: None, masks=masks)

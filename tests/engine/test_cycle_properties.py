@@ -25,7 +25,7 @@ from millrace.plan.drafts import DraftSettings
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.host_tier import HostTierSettings
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes.choice import make_shape_choice
 from millrace.plan.shapes.table import ShapeFacts
 from millrace.plan.step import BlockCopies, CapturePlan, Ended, StepOutcome, StepPlan, StepShape
@@ -207,14 +207,16 @@ class World:
         facts = ShapeFacts(max_running, budget, 4, block_size, has_drafts=True, can_capture=True)
         self.runner = ToyRunner(self.device, rng, rng.choice([None, facts]))
         self.scheduler = Scheduler(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            max_running=max_running,
-            token_budget=budget,
-            expected_output=1.0,
-            groups=KvGroups(windows),
-            drafts=DraftSettings(rng.choice([0, 3]), max_places=max_running),
-            host_tier=HostTierSettings(rng.choice([0, 20]), block_bytes=1, batch_bytes=3),
+            SchedulerSettings(
+                num_blocks=num_blocks,
+                block_size=block_size,
+                max_running=max_running,
+                token_budget=budget,
+                expected_output=1.0,
+                groups=KvGroups(windows),
+                drafts=DraftSettings(rng.choice([0, 3]), max_places=max_running),
+                host_tier=HostTierSettings(rng.choice([0, 20]), block_bytes=1, batch_bytes=3),
+            ),
             shapes=make_shape_choice(self.runner.shapes),
         )
         self.grammars, self.now = ToyGrammars(), 0.0

@@ -35,7 +35,7 @@ from millrace.link.messages import NewRequest, pack_tokens
 from millrace.params import Grammar, SamplingParams
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes.choice import make_shape_choice
 from millrace.plan.step import StepPlan
 from millrace.run.cuda_runner import CudaRunner
@@ -77,11 +77,13 @@ class Answers:
         self.figures = DraftFigures("ngram")
         self.num_ended = 0
         self.scheduler = Scheduler(
-            num_blocks=BLOCKS,
-            block_size=BLOCK,
-            max_running=ROWS,
-            token_budget=32,
-            drafts=drafts,
+            SchedulerSettings(
+                num_blocks=BLOCKS,
+                block_size=BLOCK,
+                max_running=ROWS,
+                token_budget=32,
+                drafts=drafts,
+            ),
             shapes=make_shape_choice(runner.shapes),
         )
         tokenizer = build_stand_in({"vocab_size": VOCAB, "eos_token_id": END})

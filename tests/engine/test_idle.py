@@ -10,7 +10,7 @@ from helpers.fake_runner import FakeDevice, FakeRunner, run_engine
 from millrace.engine.loop import Engine
 from millrace.host import idle_memory
 from millrace.link.messages import AbortFront, StepTokens
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 
 
 @pytest.mark.parametrize("poll_s", [0.0, 0.002])
@@ -18,7 +18,7 @@ def test_an_idle_engine_polls_then_reports_then_blocks(poll_s: float) -> None:
     clock = FakeClock(100.0)
     # The first wait of each round ends without a message, the second one with a message that leaves nothing to do.
     channel = FakeChannel([], [AbortFront(0)], [], clock=clock)
-    scheduler = Scheduler(num_blocks=8, block_size=4, max_running=2, token_budget=8)
+    scheduler = Scheduler(SchedulerSettings(num_blocks=8, block_size=4, max_running=2, token_budget=8))
     engine = Engine(scheduler, FakeRunner(), FakeDevice(poll_s), channel, facts=FakeRunner.facts, clock=clock)
     engine.on_idle = lambda: channel.events.append(("idle",))
     run_engine(engine)

@@ -17,7 +17,7 @@ from millrace.engine.outbox import Outbox
 from millrace.link.messages import FRONT_SHIFT, NewRequest, pack_tokens, unpack_tokens
 from millrace.params import SamplingParams
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.run.sampling.logprobs import LogprobColumns
 from millrace.run.sampling.prompt_scores import PromptLogprobs
 
@@ -41,7 +41,7 @@ def columns(count: int) -> LogprobColumns:
 def test_every_front_gets_only_its_own_requests(num_fronts: int) -> None:
     channel, ledger = FakeChannel(num_fronts=num_fronts), Ledger()
     outbox = Outbox(channel, ledger)
-    scheduler = Scheduler(num_blocks=64, block_size=4, max_running=8, token_budget=64)
+    scheduler = Scheduler(SchedulerSettings(num_blocks=64, block_size=4, max_running=8, token_budget=64))
     ids = [(front << FRONT_SHIFT) + 7 for front in range(num_fronts) if front != 1] + [8]
     for request_id in ids:
         scores = {"prompt_logprobs": 0} if request_id == ids[0] else {}
@@ -77,7 +77,7 @@ def test_statistics_follow_the_tokens_and_do_not_count_ended_requests() -> None:
         clock.now += 0.6 * STATS_EVERY_S
 
     channel = FakeChannel([new_request(1, max_tokens=4)])
-    scheduler = Scheduler(num_blocks=64, block_size=4, max_running=8, token_budget=64)
+    scheduler = Scheduler(SchedulerSettings(num_blocks=64, block_size=4, max_running=8, token_budget=64))
     runner = FakeRunner(on_wait=pass_time)
     run_engine(Engine(scheduler, runner, FakeDevice(), channel, facts=runner.facts, clock=clock))
     messages = [message for _, message in channel.sent]

@@ -10,7 +10,7 @@ from helpers.fake_runner import step_result
 
 from millrace.engine.cycle import Confirmed, Cycle
 from millrace.plan.request import BATCH, INTERACTIVE, Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import Ended, StepPlan
 from millrace.run.facts import RunnerFacts
 from millrace.run.runner import StepResult
@@ -66,7 +66,7 @@ def request(number: int, priority: int, now: float) -> Request:
 def test_long_steps_are_planned_late_so_that_urgent_requests_wait_less(
     step_s: float, num_in_flight: int, num_steps: int
 ) -> None:
-    scheduler = Scheduler(num_blocks=64, block_size=16, max_running=2, token_budget=64)
+    scheduler = Scheduler(SchedulerSettings(num_blocks=64, block_size=16, max_running=2, token_budget=64))
     device = Device(step_s)
     cycle = Cycle(
         *(scheduler, device, device),  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from millrace.engine.cycle import Confirmed
 from millrace.engine.figures.step_figures import StepFigures, StepWork
 from millrace.observe.histograms import ITL, SPECS, Histograms
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import StepPlan
 from millrace.run.runner import StepResult
 
@@ -23,7 +23,13 @@ class Driven:
 
     def __init__(self, num_blocks: int = 128, expected_output: float = 512.0) -> None:
         self.scheduler = Scheduler(
-            num_blocks=num_blocks, block_size=4, max_running=8, token_budget=32, expected_output=expected_output
+            SchedulerSettings(
+                num_blocks=num_blocks,
+                block_size=4,
+                max_running=8,
+                token_budget=32,
+                expected_output=expected_output,
+            )
         )
         self.histograms = Histograms()
         self.figures = StepFigures(self.scheduler.rows, self.histograms, StepWork(1000.0, 10.0, 2.0, 1.0))

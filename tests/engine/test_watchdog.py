@@ -12,13 +12,13 @@ from helpers.served import wait_until
 
 from millrace.engine.watchdog import HANG_S, STALL_S, Watchdog
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import StepPlan
 
 
 @pytest.fixture
 def plan() -> StepPlan:
-    scheduler = Scheduler(num_blocks=8, block_size=4, max_running=2, token_budget=16)
+    scheduler = Scheduler(SchedulerSettings(num_blocks=8, block_size=4, max_running=2, token_budget=16))
     scheduler.submit(Request(id=1, prompt=np.arange(6, dtype=np.int32), max_tokens=2))
     plan = scheduler.plan(0.0)
     assert plan is not None

@@ -12,7 +12,7 @@ from millrace.plan.drafting.control import NO_DRAFTS, DraftDecision
 from millrace.plan.drafting.trained import TrainedDecision
 from millrace.plan.drafts import NO_TEXT, DraftPlaces, DraftSettings
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import StepPlan, TrainedDrafts
 
 SETTINGS = DraftSettings(max_drafts=5, is_fixed=False, has_trained=True)
@@ -23,7 +23,14 @@ def decoding(
 ) -> tuple[Scheduler, DraftPlaces]:
     """A scheduler whose rows have drawn their first token."""
     scheduler = Scheduler(
-        num_blocks=256, block_size=4, max_running=4, token_budget=32, mixed_budget=32, drafts=settings
+        SchedulerSettings(
+            num_blocks=256,
+            block_size=4,
+            max_running=4,
+            token_budget=32,
+            mixed_budget=32,
+            drafts=settings,
+        )
     )
     for index in range(num_rows):
         prompt = np.arange(5, dtype=np.int32)

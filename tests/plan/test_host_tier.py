@@ -10,7 +10,7 @@ from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.host_index import HostIndex
 from millrace.plan.kv.host_tier import PATIENCE_S, HostTier, HostTierSettings
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import BlockCopies
 
 VOCAB, BLOCK, NUM_BLOCKS, PROMPT = 11, 4, 30, 40
@@ -24,13 +24,15 @@ class Bench:
     ) -> None:
         num_blocks = NUM_BLOCKS * len(windows)
         self.scheduler = Scheduler(
-            num_blocks=num_blocks,
-            block_size=BLOCK,
-            max_running=2,
-            token_budget=16,
-            expected_output=4.0,
-            groups=KvGroups(windows),
-            host_tier=HostTierSettings(num_slots, block_bytes=1, batch_bytes=batch),
+            SchedulerSettings(
+                num_blocks=num_blocks,
+                block_size=BLOCK,
+                max_running=2,
+                token_budget=16,
+                expected_output=4.0,
+                groups=KvGroups(windows),
+                host_tier=HostTierSettings(num_slots, block_bytes=1, batch_bytes=batch),
+            )
         )
         self.device = ToyDevice(num_blocks, BLOCK, 2, VOCAB, windows)
         self.copies: list[tuple[BlockCopies, int]] = []

@@ -8,17 +8,16 @@ from helpers.toy_device import ToyDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.plan.queue.policy import make_policy
 from millrace.plan.queue.predict import OutputLengthPredictor
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 
 POLICIES = ("fcfs", "shortest", "feedback", "deadline")
 
 
 def make(policy: str = "fcfs", **limits: float) -> Scheduler:
     wanted = {"num_blocks": 400, "block_size": 4, "max_running": 1, "token_budget": 64, "aging_s": 30.0, **limits}
-    return Scheduler(**wanted, policy=make_policy(policy))
+    return Scheduler(SchedulerSettings(**wanted, policy=policy))
 
 
 def make_request(request_id: int, *, prompt: int = 4, max_tokens: int = 8, **fields: object) -> Request:

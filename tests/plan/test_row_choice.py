@@ -13,7 +13,7 @@ from millrace.plan.budget import StepTarget
 from millrace.plan.pacing.step_time import StepRates
 from millrace.plan.request import BATCH, INTERACTIVE, STANDARD, Request
 from millrace.plan.row_choice import MAX_TURNS
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import StepPlan
 
 RATES = StepRates(step_s=0.02, prompt_token_s=0.008, decode_row_s=0.008, context_token_s=1e-9, pair_s=1e-9)
@@ -23,12 +23,14 @@ OUTPUT = 400
 
 def a_scheduler(step_s: float = 0.2, token_budget: int = 4096, num_blocks: int = 100_000) -> Scheduler:
     return Scheduler(
-        num_blocks=num_blocks,
-        block_size=16,
-        max_running=128,
-        token_budget=token_budget,
-        prefix_cache=False,
-        target=StepTarget(step_s, RATES) if step_s else None,
+        SchedulerSettings(
+            num_blocks=num_blocks,
+            block_size=16,
+            max_running=128,
+            token_budget=token_budget,
+            prefix_cache=False,
+            target=StepTarget(step_s, RATES) if step_s else None,
+        )
     )
 
 
@@ -119,11 +121,13 @@ def test_an_urgent_class_of_the_same_tenant_goes_first() -> None:
 def test_a_step_whose_time_hardly_depends_on_its_rows_keeps_them() -> None:
     """Weights are read once for all rows: fewer of them would only cost throughput."""
     scheduler = Scheduler(
-        num_blocks=10_000,
-        block_size=16,
-        max_running=64,
-        token_budget=4096,
-        target=StepTarget(0.2, StepRates(1.0, 0.001, 0.001, 1e-9, 1e-9)),
+        SchedulerSettings(
+            num_blocks=10_000,
+            block_size=16,
+            max_running=64,
+            token_budget=4096,
+            target=StepTarget(0.2, StepRates(1.0, 0.001, 0.001, 1e-9, 1e-9)),
+        )
     )
     for number in range(61):
         scheduler.submit(a_request(number, "b" if number == 60 else "a"))

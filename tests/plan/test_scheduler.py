@@ -7,16 +7,18 @@ from helpers.toy_device import ToyDevice
 
 from millrace.plan.queue.kv_peak import kv_peak
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 
 
 def make(num_blocks: int = 64, block_size: int = 4, max_running: int = 8, **more: int) -> Scheduler:
     return Scheduler(
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_running=max_running,
-        token_budget=more.pop("token_budget", 64),
-        **more,
+        SchedulerSettings(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_running=max_running,
+            token_budget=more.pop("token_budget", 64),
+            **more,
+        )
     )
 
 

@@ -23,9 +23,8 @@ from millrace.plan.drafts import DraftSettings
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.host_tier import HostTierSettings
 from millrace.plan.pacing.step_time import StepRates
-from millrace.plan.queue.policy import make_policy
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import BlockCopies, StepPlan
 
 VOCAB = 11
@@ -47,15 +46,17 @@ class World:
         # A low expected output length admits too many requests, which leads to preemptions.
         expected_output = rng.choice([1.0, 1.0, 512.0])
         self.scheduler = Scheduler(
-            **limits,
-            prefix_cache=rng.random() < 0.8,
-            expected_output=expected_output,
-            policy=make_policy(rng.choice(["fcfs", "shortest", "feedback", "deadline"])),
-            aging_s=rng.choice([2.0, 30.0]),
-            groups=KvGroups(windows),
-            drafts=DraftSettings(max_drafts, max_places=rng.choice([8, 1000])),
-            target=rng.choice([None, StepTarget(0.1, StepRates(0.01, 0.02, 0.03, 1e-3, 1e-4))]),
-            host_tier=HostTierSettings(host_slots, block_bytes=1, batch_bytes=rng.choice([1, 3, 100])),
+            SchedulerSettings(
+                **limits,
+                prefix_cache=rng.random() < 0.8,
+                expected_output=expected_output,
+                policy=rng.choice(["fcfs", "shortest", "feedback", "deadline"]),
+                aging_s=rng.choice([2.0, 30.0]),
+                groups=KvGroups(windows),
+                drafts=DraftSettings(max_drafts, max_places=rng.choice([8, 1000])),
+                target=rng.choice([None, StepTarget(0.1, StepRates(0.01, 0.02, 0.03, 1e-3, 1e-4))]),
+                host_tier=HostTierSettings(host_slots, block_bytes=1, batch_bytes=rng.choice([1, 3, 100])),
+            )
         )
         sizes = (limits["num_blocks"], limits["block_size"], limits["max_running"])
         self.device = ToyDevice(*sizes, VOCAB, windows, seed=rng.randrange(1000))
@@ -343,7 +344,7 @@ def isolate(world: World, suspects: list[int]) -> None:
 
 def test_the_oldest_request_does_not_starve() -> None:
     """A stream of small requests cannot keep a large one waiting."""
-    scheduler = Scheduler(num_blocks=10, block_size=4, max_running=4, token_budget=16)
+    scheduler = Scheduler(SchedulerSettings(num_blocks=10, block_size=4, max_running=4, token_budget=16))
     device = ToyDevice(10, 4, 4, VOCAB)
     for index in range(3):
         scheduler.submit(Request(id=index, prompt=np.arange(3, dtype=np.int32), max_tokens=8))

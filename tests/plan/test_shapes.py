@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes.choice import ExactShapes, PaddedShapes, StepSizes
 from millrace.plan.shapes.order import build_order, capture_order
 from millrace.plan.shapes.table import ShapeFacts, ShapeTable
@@ -139,7 +139,9 @@ def test_places_of_drafts_are_part_of_a_decode_shape() -> None:
 
 
 def test_plans_carry_the_shapes_of_the_choice() -> None:
-    scheduler = Scheduler(num_blocks=64, block_size=16, max_running=8, token_budget=256, shapes=PaddedShapes(FACTS))
+    scheduler = Scheduler(
+        SchedulerSettings(num_blocks=64, block_size=16, max_running=8, token_budget=256), shapes=PaddedShapes(FACTS)
+    )
     for index in range(3):
         scheduler.submit(Request(id=index, prompt=np.full(40, index, np.int32), max_tokens=9))
     plans: list[StepPlan] = []

@@ -9,7 +9,7 @@ from helpers.toy_device import ToyDevice
 
 from millrace.plan.budget import MANY_PREFILLS
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 
 
 def request(request_id: int, prompt: list[int], max_tokens: int) -> Request:
@@ -31,7 +31,7 @@ def test_every_row_of_a_step_begins_with_the_shared_blocks() -> None:
     prefixes = [draw.choices(range(50), k=40), draw.choices(range(50), k=23), []]
     num_shared = 0
     for round_no in range(30):
-        scheduler = Scheduler(num_blocks=150, block_size=4, max_running=6, token_budget=64)
+        scheduler = Scheduler(SchedulerSettings(num_blocks=150, block_size=4, max_running=6, token_budget=64))
         device = ToyDevice(150, 4, 6, 7)
         usual = draw.choice(prefixes)
         for index in range(8):
@@ -52,7 +52,9 @@ def test_many_waiting_requests_get_long_steps() -> None:
     """Few streams do not delay many waiting requests; few new requests do not disturb many streams."""
 
     def second_step(num_streams: int, num_new: int) -> int:
-        scheduler = Scheduler(num_blocks=4000, block_size=4, max_running=128, token_budget=256, mixed_budget=32)
+        scheduler = Scheduler(
+            SchedulerSettings(num_blocks=4000, block_size=4, max_running=128, token_budget=256, mixed_budget=32)
+        )
         device = ToyDevice(4000, 4, 128, 7)
         for index in range(num_streams):
             scheduler.submit(request(index, [index, 1], 40))

@@ -3,12 +3,19 @@ from __future__ import annotations
 import numpy as np
 
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 
 
 def scheduler(*, static: bool) -> Scheduler:
     return Scheduler(
-        num_blocks=64, block_size=4, max_running=4, token_budget=16, mixed_budget=16, static_batching=static
+        SchedulerSettings(
+            num_blocks=64,
+            block_size=4,
+            max_running=4,
+            token_budget=16,
+            mixed_budget=16,
+            static_batching=static,
+        )
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from millrace.plan.budget import StepTarget
 from millrace.plan.pacing.step_time import StepRates
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import StepPlan
 
 BUDGET, ROWS, PROMPT = 8192, 512, 512
@@ -23,12 +23,14 @@ def a_scheduler(
     token_budget: int = BUDGET, mixed_budget: int = 0, max_running: int = ROWS, target: StepTarget | None = None
 ) -> Scheduler:
     return Scheduler(
-        num_blocks=16_384,
-        block_size=16,
-        max_running=max_running,
-        token_budget=token_budget,
-        mixed_budget=mixed_budget,
-        target=target,
+        SchedulerSettings(
+            num_blocks=16_384,
+            block_size=16,
+            max_running=max_running,
+            token_budget=token_budget,
+            mixed_budget=mixed_budget,
+            target=target,
+        )
     )
 
 

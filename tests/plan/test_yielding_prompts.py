@@ -12,7 +12,7 @@ from millrace.plan.budget import MANY_PREFILLS, StepTarget
 from millrace.plan.pacing.step_time import StepRates
 from millrace.plan.pacing.yielding import PERIODS
 from millrace.plan.request import BATCH, INTERACTIVE, STANDARD, Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import StepPlan
 
 RATES = StepRates(step_s=0.02, prompt_token_s=0.003, decode_row_s=0.004, context_token_s=2e-6, pair_s=2e-7)
@@ -28,13 +28,15 @@ class Device:
 
     def __init__(self, first: StepRates = RATES, true: StepRates = RATES, noise: float = 0.0, aging_s: float = 30.0):
         self.scheduler = Scheduler(
-            num_blocks=10_000,
-            block_size=16,
-            max_running=64,
-            token_budget=512,
-            target=StepTarget(TARGET_S, first),
-            prefix_cache=False,
-            aging_s=aging_s,
+            SchedulerSettings(
+                num_blocks=10_000,
+                block_size=16,
+                max_running=64,
+                token_budget=512,
+                target=StepTarget(TARGET_S, first),
+                prefix_cache=False,
+                aging_s=aging_s,
+            )
         )
         self.true, self.noise, self.rng = true, noise, random.Random(5)
         self.now = 0.0

@@ -17,7 +17,7 @@ from millrace.params import RowParams, SamplingParams
 from millrace.plan.drafting import trained as trained_control
 from millrace.plan.drafting.trained import TrainedControl
 from millrace.plan.drafts import DraftSettings
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import Admission, Int32s
 from millrace.run.drafting.drafted_rows import RowDrafts
 from millrace.run.drafting.drafter import DraftAsk, Drafter, RowProgress
@@ -33,7 +33,14 @@ def drive(
 ) -> tuple[dict[int, list[int]], list[RowDrafts]]:
     """Tokens by request, and what became of all drafts. No time is measured, so controllers stay as they began."""
     scheduler = Scheduler(
-        num_blocks=num_blocks, block_size=BLOCK, max_running=ROWS, token_budget=BUDGET, mixed_budget=16, drafts=drafts
+        SchedulerSettings(
+            num_blocks=num_blocks,
+            block_size=BLOCK,
+            max_running=ROWS,
+            token_budget=BUDGET,
+            mixed_budget=16,
+            drafts=drafts,
+        )
     )
     for request in requests():
         params = msgspec.structs.replace(request.row_params.params, speculate=speculate)
@@ -145,7 +152,14 @@ def test_results_say_which_drafts_the_trained_drafter_made() -> None:
     decoder = load("llama_tied")
     runner = runner_of(decoder, load("llama_tied", grouped=False), 300, "auto")
     scheduler = Scheduler(
-        num_blocks=300, block_size=BLOCK, max_running=ROWS, token_budget=BUDGET, mixed_budget=16, drafts=CONTROLLED
+        SchedulerSettings(
+            num_blocks=300,
+            block_size=BLOCK,
+            max_running=ROWS,
+            token_budget=BUDGET,
+            mixed_budget=16,
+            drafts=CONTROLLED,
+        )
     )
     scheduler.submit(requests()[1])
     counted, passes = 0, 0.0

@@ -31,7 +31,7 @@ from millrace.ops.linear.dense import Head as LmHead
 from millrace.ops.triton.attention.qkv import PrepareQkvKernel
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes import table
 from millrace.plan.shapes.choice import PaddedShapes, ShapeChoice, make_shape_choice
 from millrace.plan.step import HeadShape, StepPlan, StepShape
@@ -86,7 +86,9 @@ def drive(
     Requests in `later` are submitted when the others have ended."""
     limits = {"token_budget": BUDGET, "mixed_budget": mixed_budget}
     shapes = shapes or make_shape_choice(runner.shapes)
-    scheduler = Scheduler(num_blocks=BLOCKS, block_size=BLOCK, max_running=ROWS, shapes=shapes, **limits)
+    scheduler = Scheduler(
+        SchedulerSettings(num_blocks=BLOCKS, block_size=BLOCK, max_running=ROWS, **limits), shapes=shapes
+    )
     for request in asked:
         scheduler.submit(request)
     tokens: dict[int, list[int]] = {request.id: [] for request in (*asked, *later)}
@@ -377,11 +379,13 @@ class Grammar:
 def drive_masked(runner: Runner | CudaRunner, asked: list[Request], grammar: Grammar) -> dict[int, list[int]]:
     """Like `drive`, one step at a time; every second table row is masked."""
     scheduler = Scheduler(
-        num_blocks=BLOCKS,
-        block_size=BLOCK,
-        max_running=ROWS,
-        token_budget=BUDGET,
-        mixed_budget=BUDGET,
+        SchedulerSettings(
+            num_blocks=BLOCKS,
+            block_size=BLOCK,
+            max_running=ROWS,
+            token_budget=BUDGET,
+            mixed_budget=BUDGET,
+        ),
         shapes=make_shape_choice(runner.shapes),
     )
     for request in asked:
@@ -418,11 +422,13 @@ def test_masks_must_be_those_that_the_plan_announced() -> None:
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     runner = CudaRunner(decoder_for("llama", place, True), device, RunnerSettings(token_budget=BUDGET, **SIZES))
     scheduler = Scheduler(
-        num_blocks=BLOCKS,
-        block_size=BLOCK,
-        max_running=ROWS,
-        token_budget=BUDGET,
-        mixed_budget=BUDGET,
+        SchedulerSettings(
+            num_blocks=BLOCKS,
+            block_size=BLOCK,
+            max_running=ROWS,
+            token_budget=BUDGET,
+            mixed_budget=BUDGET,
+        ),
         shapes=make_shape_choice(runner.shapes),
     )
     for request in requests(1, 3, [GREEDY]):

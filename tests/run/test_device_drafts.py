@@ -26,7 +26,7 @@ from millrace.models.spec.families import spec_from_config
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes.choice import make_shape_choice
 from millrace.plan.shapes.order import placed_shapes
 from millrace.plan.shapes.table import ShapeFacts, ShapeTable
@@ -62,12 +62,14 @@ class Drive:
     def __init__(self, runner: Runner | CudaRunner, drafts: DraftSettings) -> None:
         self.runner = runner
         self.scheduler = Scheduler(
-            num_blocks=BLOCKS,
-            block_size=BLOCK,
-            max_running=ROWS,
-            token_budget=BUDGET,
-            mixed_budget=24,
-            drafts=drafts,
+            SchedulerSettings(
+                num_blocks=BLOCKS,
+                block_size=BLOCK,
+                max_running=ROWS,
+                token_budget=BUDGET,
+                mixed_budget=24,
+                drafts=drafts,
+            ),
             shapes=make_shape_choice(runner.shapes),
         )
         self.counts: list[int] = []

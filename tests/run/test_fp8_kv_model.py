@@ -31,7 +31,7 @@ from millrace.models.spec.families import spec_from_config
 from millrace.ops.kv.cache import SCALE_BYTES
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes.choice import make_shape_choice
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.defaults import CUDA_DEFAULTS
@@ -107,7 +107,9 @@ def test_requests_with_a_shared_prefix_give_the_same_tokens(
     assert {kv.dtype for kv in runner._kv} == {torch.uint8}
     prompt = np.random.default_rng(6).integers(0, VOCAB, 13).astype(np.int32)
     shapes = make_shape_choice(runner.shapes)
-    scheduler = Scheduler(num_blocks=40, block_size=4, max_running=3, token_budget=24, mixed_budget=24, shapes=shapes)
+    scheduler = Scheduler(
+        SchedulerSettings(num_blocks=40, block_size=4, max_running=3, token_budget=24, mixed_budget=24), shapes=shapes
+    )
     drawn: dict[int, list[int]] = {0: [], 1: []}
     cached = []
     for index in drawn:

@@ -23,7 +23,7 @@ from millrace.models.spec.families import spec_from_config
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes.choice import make_shape_choice
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import CpuDevice, open_device
@@ -43,12 +43,14 @@ def load(device: torch.device, grouped: bool) -> Decoder:
 
 def drive(runner: Runner | CudaRunner, windows: tuple[int | None, ...], num_blocks: int) -> dict[int, list[int]]:
     scheduler = Scheduler(
-        num_blocks=num_blocks,
-        block_size=4,
-        max_running=4,
-        token_budget=BUDGET,
-        mixed_budget=24,
-        groups=KvGroups(windows),
+        SchedulerSettings(
+            num_blocks=num_blocks,
+            block_size=4,
+            max_running=4,
+            token_budget=BUDGET,
+            mixed_budget=24,
+            groups=KvGroups(windows),
+        ),
         shapes=make_shape_choice(runner.shapes),
     )
     draw, greedy = random.Random(3), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

@@ -28,7 +28,7 @@ from millrace.params import RowParams, SamplingParams
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import Int32s
 from millrace.run.device.device import CpuDevice
 from millrace.run.device.kv_pool import KvFormat
@@ -89,14 +89,16 @@ def drive(runner: Runner, decoder: Decoder, num_blocks: int, *, prefix_cache: bo
     """Two rounds of the same requests: the second one finds its prompts in the prefix cache."""
     drafts = DraftSettings(max_drafts=3, max_places=4 * ROWS)
     scheduler = Scheduler(
-        num_blocks=num_blocks,
-        block_size=BLOCK,
-        max_running=ROWS,
-        token_budget=BUDGET,
-        mixed_budget=16,
-        drafts=drafts if runner._drafted is not None else DraftSettings(),
-        prefix_cache=prefix_cache,
-        groups=KvGroups(decoder.spec.kv_groups.windows),
+        SchedulerSettings(
+            num_blocks=num_blocks,
+            block_size=BLOCK,
+            max_running=ROWS,
+            token_budget=BUDGET,
+            mixed_budget=16,
+            drafts=drafts if runner._drafted is not None else DraftSettings(),
+            prefix_cache=prefix_cache,
+            groups=KvGroups(decoder.spec.kv_groups.windows),
+        )
     )
     tokens: dict[int, list[int]] = {}
     for round_no in range(2):
@@ -169,7 +171,9 @@ def test_a_prompt_given_up_halfway_is_not_computed_further(monkeypatch: Any) -> 
     monkeypatch.setattr(ChainDrafter, "leave", lambda _, rows: left.extend(len(own.tokens) for own in rows))
     decoder = load("llama_tied")
     runner = runner_of(decoder, load("llama_tied", grouped=False), 60)
-    scheduler = Scheduler(num_blocks=60, block_size=BLOCK, max_running=ROWS, token_budget=BUDGET, mixed_budget=16)
+    scheduler = Scheduler(
+        SchedulerSettings(num_blocks=60, block_size=BLOCK, max_running=ROWS, token_budget=BUDGET, mixed_budget=16)
+    )
     prompt = np.arange(3 * BUDGET, dtype=np.int32) % VOCAB
     params = RowParams(SamplingParams(max_tokens=OUTPUT), ())
     scheduler.submit(Request(id=1, prompt=prompt, max_tokens=OUTPUT, row_params=params))

@@ -13,7 +13,7 @@ from helpers.small_decoder import decoder_for
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import StepPlan
 from millrace.run.device.device import CpuDevice, Pending
 from millrace.run.runner import Runner, StepResult
@@ -71,7 +71,9 @@ def test_a_plan_is_the_same_after_its_step(speculate: Any) -> None:
     settings = RunnerSettings(**sizes, max_rows=ROWS, max_context=CONTEXT, speculate=speculate)
     runner = Runner(decoder_for(torch.device("cpu"), paged=False), device, settings)
     drafts = DraftSettings(3, max_places=ROWS * 4) if speculate != "off" else DraftSettings()
-    scheduler = Scheduler(**sizes, max_running=ROWS, token_budget=32, expected_output=1.0, drafts=drafts)
+    scheduler = Scheduler(
+        SchedulerSettings(**sizes, max_running=ROWS, token_budget=32, expected_output=1.0, drafts=drafts)
+    )
     for request in requests():
         scheduler.submit(request)
     flying: list[tuple[StepPlan, Any, Pending[StepResult]]] = []

@@ -19,7 +19,7 @@ from millrace.params import RowParams, SamplingParams
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.run.device.device import CpuDevice
 from millrace.run.runner import Runner
 from millrace.run.settings import RunnerSettings
@@ -58,7 +58,9 @@ def test_vectors_are_those_of_transformers(case: str, speculate: Any) -> None:
         decoder, CpuDevice(1), RunnerSettings(**sizes, max_rows=ROWS, max_context=CONTEXT, speculate=speculate)
     )
     drafts = DraftSettings(3) if speculate != "off" else DraftSettings()
-    scheduler = Scheduler(**sizes, max_running=ROWS, token_budget=BUDGET, groups=groups, drafts=drafts)
+    scheduler = Scheduler(
+        SchedulerSettings(**sizes, max_running=ROWS, token_budget=BUDGET, groups=groups, drafts=drafts)
+    )
     channel, ledger = FakeChannel(), Ledger()
     outbox = Outbox(channel, ledger)
     for round_no in range(2):  # The second finds the prefixes of the first.

@@ -17,7 +17,7 @@ from millrace.errors import Overloaded
 from millrace.link.messages import EngineStats
 from millrace.plan.queue.waiting import WaitingQueue
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.serve.tenancy.admission import Admission
 
 OBJECTIVES_S = (2.0, 10.0, 10.0)
@@ -40,7 +40,9 @@ class Overload:
         )
         self._admission = Admission(self._config)
         self._rng, self._numbers = random.Random(seed), np.random.default_rng(seed)
-        self._scheduler = Scheduler(num_blocks=256, block_size=16, max_running=16, token_budget=512, mixed_budget=192)
+        self._scheduler = Scheduler(
+            SchedulerSettings(num_blocks=256, block_size=16, max_running=16, token_budget=512, mixed_budget=192)
+        )
         self._rates, self._stats, self._unreported = MeasuredRates(), EngineStats(*[0] * 13), 0
         self._arrived: dict[int, tuple[float, int]] = {}
         self._admitted_at: dict[int, float] = {}
@@ -159,7 +161,7 @@ def test_a_burst_counts_at_once_and_expires_with_the_window() -> None:
 
 
 def test_aged_requests_count_as_more_urgent() -> None:
-    scheduler = Scheduler(num_blocks=64, block_size=16, max_running=1, token_budget=64, aging_s=30.0)
+    scheduler = Scheduler(SchedulerSettings(num_blocks=64, block_size=16, max_running=1, token_budget=64, aging_s=30.0))
     waiting: WaitingQueue = scheduler.waiting
     for number in range(6):
         prompt = np.arange(4, dtype=np.int32)

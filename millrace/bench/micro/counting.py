@@ -12,7 +12,7 @@ from millrace.engine.cycle import Confirmed
 from millrace.engine.figures.step_figures import StepFigures, StepWork
 from millrace.observe.histograms import Histograms
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.run.runner import StepResult
 
 SIZES = (1, 64, 256, 2048)
@@ -40,10 +40,12 @@ def _error(values: list[float]) -> float:
 def measure(num_rows: int, num_steps: int = NUM_STEPS) -> tuple[list[float], list[float], float]:
     """Microseconds of steps without and with figures, and what counting all noted steps at once takes for each."""
     scheduler = Scheduler(
-        num_blocks=num_rows * (num_steps // BLOCK_SIZE + 5),
-        block_size=BLOCK_SIZE,
-        max_running=num_rows,
-        token_budget=num_rows * 2 * BLOCK_SIZE,
+        SchedulerSettings(
+            num_blocks=num_rows * (num_steps // BLOCK_SIZE + 5),
+            block_size=BLOCK_SIZE,
+            max_running=num_rows,
+            token_budget=num_rows * 2 * BLOCK_SIZE,
+        )
     )
     for index in range(num_rows):
         prompt = np.full(BLOCK_SIZE + index % BLOCK_SIZE, index, np.int32)

@@ -15,7 +15,7 @@ import numpy as np
 
 from millrace.bench.figures import Figure
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 
 SIZES = (1, 4, 16, 64, 256, 512, 1024, 2048, 4096)
 BARS_MS = {256: 0.3, 2048: 1.0}
@@ -52,10 +52,12 @@ def measure_plan_cost(num_rows: int, num_steps: int = 200) -> PlanCost:
     """Median over `num_steps` steady steps, with one step in flight as in the engine."""
     max_tokens = num_steps + 64
     scheduler = Scheduler(
-        num_blocks=num_rows * (-(-(max_tokens + 2 * BLOCK_SIZE) // BLOCK_SIZE) + 1),
-        block_size=BLOCK_SIZE,
-        max_running=num_rows,
-        token_budget=num_rows * 2 * BLOCK_SIZE,
+        SchedulerSettings(
+            num_blocks=num_rows * (-(-(max_tokens + 2 * BLOCK_SIZE) // BLOCK_SIZE) + 1),
+            block_size=BLOCK_SIZE,
+            max_running=num_rows,
+            token_budget=num_rows * 2 * BLOCK_SIZE,
+        )
     )
     for index in range(num_rows):
         prompt = np.full(BLOCK_SIZE + index % BLOCK_SIZE, index, np.int32)
@@ -93,7 +95,9 @@ class FirstCost:
 def measure_first_cost(num_tokens: int, num_requests: int = 40) -> FirstCost:
     """Median over lone requests, one after the other, each with its own prompt. The CPU caches are swept before each
     part; work that overlaps with the device is left out."""
-    scheduler = Scheduler(num_blocks=50_000, block_size=BLOCK_SIZE, max_running=256, token_budget=8192)
+    scheduler = Scheduler(
+        SchedulerSettings(num_blocks=50_000, block_size=BLOCK_SIZE, max_running=256, token_budget=8192)
+    )
     random, swept = np.random.default_rng(0), np.zeros(SWEEP_LENGTH)
     plan_s, confirm_s = [], []
     for index in range(num_requests):

@@ -20,9 +20,8 @@ import numpy as np
 from millrace.bench.errors import BenchError
 from millrace.bench.figures import Figure, percentile
 from millrace.config import PolicyName
-from millrace.plan.queue.policy import make_policy
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import Ended
 
 STEP_MS, ROW_MS, TOKEN_MS = 4.9, 0.037, 0.02
@@ -85,12 +84,14 @@ class Replay:
     def __init__(self, policy: PolicyName, arrivals: list[Arrival]) -> None:
         self._arrivals = arrivals
         self._scheduler = Scheduler(
-            num_blocks=NUM_BLOCKS,
-            block_size=BLOCK_SIZE,
-            max_running=MAX_RUNNING,
-            token_budget=TOKEN_BUDGET,
-            prefix_cache=True,
-            policy=make_policy(policy),
+            SchedulerSettings(
+                num_blocks=NUM_BLOCKS,
+                block_size=BLOCK_SIZE,
+                max_running=MAX_RUNNING,
+                token_budget=TOKEN_BUDGET,
+                prefix_cache=True,
+                policy=policy,
+            )
         )
         self._first: dict[int, float] = {}
         self._ended: dict[int, tuple[float, str]] = {}
