@@ -14,7 +14,7 @@ import torch
 from millrace.config import Config, allowed_processors
 from millrace.engine.constrained import ConstrainedRequests
 from millrace.engine.drafting.find import DrafterSource, find_drafter
-from millrace.engine.figures.step_figures import StepWork
+from millrace.engine.figures.step_figures import ModelWork
 from millrace.engine.fingerprint import weights_digest
 from millrace.engine.grammars import make_grammars
 from millrace.engine.loop import Engine
@@ -65,7 +65,7 @@ class Decided:
     plan: MemoryPlan
     runner: RunnerSettings
     scheduler: SchedulerSettings
-    work: StepWork
+    work: ModelWork
 
     @property
     def drafter_kind(self) -> str:
@@ -130,7 +130,7 @@ def _decide(config: Config, on_loading: Callable[[str, int, int], None]) -> Deci
         drafter=NO_DRAFTER if drafter is None else drafter.memory(dtype, kv_dtype, place),
     )
     host_tier = HostTierSettings(plan.host_slots, plan.block_bytes, plan.copy_batch_bytes)
-    work = step_work(spec, plan.weights_bytes, bytes_per_token(spec, dtype, kv_dtype) * spec.kv_groups.num_groups)
+    work = model_work(spec, plan.weights_bytes, bytes_per_token(spec, dtype, kv_dtype) * spec.kv_groups.num_groups)
     target = make_step_target(target_step_s(config, device.defaults), spec, limits, work)
     drafts = draft_settings(config, plan.max_running, device.defaults, drafter)
     return Decided(
@@ -258,8 +258,8 @@ def draft_settings(
     )
 
 
-def step_work(spec: ModelSpec, weights_bytes: int, kv_token_bytes: int) -> StepWork:
-    return StepWork(
+def model_work(spec: ModelSpec, weights_bytes: int, kv_token_bytes: int) -> ModelWork:
+    return ModelWork(
         weights_bytes=weights_bytes,
         token_flops=2.0 * spec.active_parameters,
         context_bytes=kv_token_bytes,

@@ -16,8 +16,8 @@ from millrace.engine.constrained import ConstrainedRequests
 from millrace.engine.cycle import Confirmed, Cycle
 from millrace.engine.explain import explain
 from millrace.engine.figures.draft_figures import DraftFigures
-from millrace.engine.figures.row_drafts import RowDraftCounts, drafted_rows
-from millrace.engine.figures.step_figures import StepFigures, StepWork
+from millrace.engine.figures.row_drafts import RowDraftCounts, step_drafts
+from millrace.engine.figures.step_figures import ModelWork, StepFigures
 from millrace.engine.figures.uncounted import UncountedSteps, UncountedTimes
 from millrace.engine.ledger import Ledger
 from millrace.engine.outbox import Outbox
@@ -75,7 +75,7 @@ class Engine:
         facts: RunnerFacts,
         clock: Callable[[], float] = time.monotonic,
         constrained: ConstrainedRequests | None = None,
-        work: StepWork | None = None,
+        work: ModelWork | None = None,
         has_figures: bool = True,
         drafter: str = "ngram",
     ) -> None:
@@ -91,7 +91,7 @@ class Engine:
         self._rates = MeasuredRates()
         self._outbox = Outbox(channel, self._ledger)
         count_steps = StepFigures if has_figures else UncountedSteps
-        self._figures = count_steps(scheduler.rows, self._ledger.histograms, work or StepWork())
+        self._figures = count_steps(scheduler.rows, self._ledger.histograms, work or ModelWork())
         self._drafts = DraftFigures(drafter)
         self._row_drafts = RowDraftCounts(scheduler.rows.capacity, drafter)
         self._ledger.take_drafts = self._row_drafts.take
@@ -187,7 +187,7 @@ class Engine:
         self._step_no = done.plan.step_no
         for part in done.result.drafted:
             self._ledger.on_drafts(part.request_id, {part.source: (1, part.num_drafts, part.num_accepted)})
-        drafted = drafted_rows(done.plan, done.result)
+        drafted = step_drafts(done.plan, done.result)
         if drafted is not None:
             self._row_drafts.add(drafted)
         for finish in self._outbox.send_step(done.outcome, done.result, done.at):

@@ -7,7 +7,7 @@ slow one, and the first steps correct them.
 from __future__ import annotations
 
 from millrace.config import Config
-from millrace.engine.figures.step_figures import StepWork
+from millrace.engine.figures.step_figures import ModelWork
 from millrace.host.device_limits import DeviceLimits
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.plan.budget import StepTarget
@@ -21,7 +21,7 @@ OVERHEAD_S = 3e-4
 """Time of a step that depends on nothing: launches, planning."""
 
 
-def make_step_target(step_s: float, spec: ModelSpec, limits: DeviceLimits, work: StepWork) -> StepTarget | None:
+def make_step_target(step_s: float, spec: ModelSpec, limits: DeviceLimits, work: ModelWork) -> StepTarget | None:
     """None if no time is to limit steps. `step_s`: see `target_step_s`."""
     if step_s == 0:
         return None

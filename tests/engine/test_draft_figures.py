@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from millrace.engine.figures.draft_figures import DraftFigures
-from millrace.engine.figures.row_drafts import RowDraftCounts, drafted_rows
+from millrace.engine.figures.row_drafts import RowDraftCounts, step_drafts
 from millrace.plan.step import ForcedDrafts
 from millrace.run.drafting.drafted_rows import RowDrafts
 
@@ -52,7 +52,7 @@ def test_a_gpu_says_it_in_columns_and_counts_no_empty_places() -> None:
     assert figures.num_steps == 1
     for row, request_id in ((3, 30), (5, 50), (6, 60), (7, 70)):
         rows.admit(row, request_id)
-    drafted = drafted_rows(step, result)
+    drafted = step_drafts(step, result)
     assert drafted is not None
     rows.add(drafted)
     rows.add(drafted)
@@ -62,4 +62,4 @@ def test_a_gpu_says_it_in_columns_and_counts_no_empty_places() -> None:
     assert rows.admit(7, 71) == (70, {"prediction": (2, 4, 2)}), "of a preempted request"
     assert rows.take(70) == rows.take(71) == {}
     result.num_drafts[:] = 0
-    assert drafted_rows(step, result) is None
+    assert step_drafts(step, result) is None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from millrace.engine.cycle import Confirmed
-from millrace.engine.figures.step_figures import StepFigures, StepWork
+from millrace.engine.figures.step_figures import ModelWork, StepFigures
 from millrace.observe.histograms import ITL, SPECS, Histograms
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
@@ -32,7 +32,7 @@ class Driven:
             )
         )
         self.histograms = Histograms()
-        self.figures = StepFigures(self.scheduler.rows, self.histograms, StepWork(1000.0, 10.0, 2.0, 1.0))
+        self.figures = StepFigures(self.scheduler.rows, self.histograms, ModelWork(1000.0, 10.0, 2.0, 1.0))
 
     def submit(self, number: int, *, prompt: int = 4, max_tokens: int = 50, priority: int = 1) -> None:
         tokens = np.arange(prompt, dtype=np.int32) + 100 * number

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.engine.figures.step_log import CAPACITY, StepLog
+from millrace.engine.figures.step_log import CAPACITY, StepHistory
 from millrace.load.roofline import MachineLimits, page, report
 from millrace.observe.perfetto import bars, request_slices, step_slices, trace_file
 
@@ -26,7 +26,7 @@ def test_stages_of_a_request_follow_each_other() -> None:
     assert drawn[2].count("█") > drawn[3].count("█") > drawn[0].count("█") > 0
 
 
-def steps_of(log: StepLog, count: int, total: int) -> dict[str, Any]:
+def steps_of(log: StepHistory, count: int, total: int) -> dict[str, Any]:
     steps = [(number, number, number + 0.5, 0.4, 4, 64 * (number % 5 == 0), 4, 1e6, 1e7) for number in range(total)]
     for first in range(0, total, 100):
         log.add(np.array(steps[first : first + 100], np.float64))
@@ -34,7 +34,7 @@ def steps_of(log: StepLog, count: int, total: int) -> dict[str, Any]:
 
 
 def test_the_log_keeps_the_last_steps(tmp_path: Path) -> None:
-    found = steps_of(StepLog(), 10, CAPACITY + 7)
+    found = steps_of(StepHistory(), 10, CAPACITY + 7)
     assert found["step_no"] == list(range(CAPACITY - 3, CAPACITY + 7))
     assert set(found["decode_tokens"]) == {4}
     assert set(found["bytes"]) == {1_000_000}
@@ -44,11 +44,11 @@ def test_the_log_keeps_the_last_steps(tmp_path: Path) -> None:
     events = trace_file(slices, "millrace")["traceEvents"]
     assert json.dumps(events)
     assert [event["ph"] for event in events].count("X") == 10
-    assert StepLog().last(5)["step_no"] == []
+    assert StepHistory().last(5)["step_no"] == []
 
 
 def test_a_profile_names_both_kinds_of_steps_and_draws_the_roof() -> None:
-    found = {**steps_of(StepLog(), 50, 50), "model": "m", "device": "d"}
+    found = {**steps_of(StepHistory(), 50, 50), "model": "m", "device": "d"}
     limits = MachineLimits(1e9, 1e11, False)
     lines = report(found, {"series": {"step_ms": {"plan": [0.1, None]}}}, limits)
     assert any(line.startswith("decode only") and "40 steps" in line for line in lines)

@@ -22,7 +22,7 @@ from millrace.models.drafters.program import EagleDrafter
 from millrace.ops.linear.stored import StoredLinear, packed_bytes
 from millrace.plan.drafts import DraftSettings
 from millrace.run.cpu.draft_pass import NativeEaglePass
-from millrace.run.drafting.chain import ChainDrafter, DraftInputs, DraftStates
+from millrace.run.drafting.chain import ChainDrafter, DraftInputs, PassStates
 from millrace.run.drafting.passes import EaglePass
 
 NUM_BLOCKS = 60
@@ -67,7 +67,7 @@ def recorded(own: type[EaglePass] | type[NativeEaglePass], monkeypatch: Any) -> 
     found: Written = []
     forward, write_only = own.forward, own.write
 
-    def kept(self: Any, inputs: DraftInputs) -> DraftStates:
+    def kept(self: Any, inputs: DraftInputs) -> PassStates:
         states = forward(self, inputs)
         found.append((*columns(inputs), states.for_head.clone(), states.hidden.clone()))
         return states

@@ -9,7 +9,7 @@ import numpy as np
 
 from millrace.bench.figures import Figure
 from millrace.engine.cycle import Confirmed
-from millrace.engine.figures.step_figures import StepFigures, StepWork
+from millrace.engine.figures.step_figures import ModelWork, StepFigures
 from millrace.observe.histograms import Histograms
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
@@ -50,7 +50,7 @@ def measure(num_rows: int, num_steps: int = NUM_STEPS) -> tuple[list[float], lis
     for index in range(num_rows):
         prompt = np.full(BLOCK_SIZE + index % BLOCK_SIZE, index, np.int32)
         scheduler.submit(Request(id=index, prompt=prompt, max_tokens=num_steps + 40, end_token_ids=(2, 3)))
-    figures = StepFigures(scheduler.rows, Histograms(), StepWork(1.0, 1.0, 1.0, 1.0))
+    figures = StepFigures(scheduler.rows, Histograms(), ModelWork(1.0, 1.0, 1.0, 1.0))
     no_result = _no_result()
     figures_off: list[float] = []
     figures_on: list[float] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from millrace.engine.figures.row_drafts import DraftedRows, drafted_rows, source_names
+from millrace.engine.figures.row_drafts import StepDrafts, source_names, step_drafts
 from millrace.link.messages import DraftStats
 from millrace.plan.drafting.control import MAX_DRAFTS
 from millrace.plan.step import Int64s, StepPlan
@@ -23,7 +23,7 @@ class DraftFigures:
     def on_step(self, plan: StepPlan, result: StepResult) -> None:
         for part in result.drafted:
             self._add(part.source, part.num_drafts, part.num_accepted)
-        drafted = drafted_rows(plan, result)
+        drafted = step_drafts(plan, result)
         if drafted is not None:
             self._add_rows(drafted)
         self.num_steps += bool(result.drafted) or drafted is not None
@@ -33,7 +33,7 @@ class DraftFigures:
         counts[0, :num_drafts] += 1
         counts[1, :num_accepted] += 1
 
-    def _add_rows(self, drafted: DraftedRows) -> None:
+    def _add_rows(self, drafted: StepDrafts) -> None:
         place = np.arange(1, MAX_DRAFTS + 1)
         for source in np.unique(drafted.sources).tolist():
             counts, own = self._of(self._names[source]), drafted.sources == source

@@ -21,7 +21,7 @@ DraftCounts = dict[str, tuple[int, int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class DraftedRows:
+class StepDrafts:
     """The rows of a step that had drafts, as columns."""
 
     rows: Int64s
@@ -30,7 +30,7 @@ class DraftedRows:
     num_accepted: Int32s
 
 
-def drafted_rows(plan: StepPlan, result: StepResult) -> DraftedRows | None:
+def step_drafts(plan: StepPlan, result: StepResult) -> StepDrafts | None:
     """None if the result does not say where drafts come from, as on a CPU, or if no row had any."""
     if result.sources is None or result.num_drafts is None or result.counts is None:
         return None
@@ -40,7 +40,7 @@ def drafted_rows(plan: StepPlan, result: StepResult) -> DraftedRows | None:
     rows, sources = plan.rows[plan.samples][has].astype(np.int64), result.sources[has]
     for forced in plan.forced:
         sources[rows == forced.row] = FORCED
-    return DraftedRows(rows, sources, result.num_drafts[has], result.counts[has] - 1)
+    return StepDrafts(rows, sources, result.num_drafts[has], result.counts[has] - 1)
 
 
 def source_names(drafter: str) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ class RowDraftCounts:
         self._request_ids[row] = request_id
         return before, self._take(row) if self._has_any else {}
 
-    def add(self, drafted: DraftedRows) -> None:
+    def add(self, drafted: StepDrafts) -> None:
         self._has_any = True
         new = np.stack([np.ones_like(drafted.num_drafts), drafted.num_drafts, drafted.num_accepted])
         self._counts[:, drafted.sources, drafted.rows] += new

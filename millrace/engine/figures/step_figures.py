@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from millrace.engine.cycle import Confirmed
-from millrace.engine.figures.step_log import StepLog
+from millrace.engine.figures.step_log import StepHistory
 from millrace.engine.figures.token_gaps import MAX_STEPS, TokenGaps
 from millrace.observe.histograms import NUM_CLASSES, Floats, Histograms
 from millrace.plan.rows import Rows
@@ -20,7 +20,7 @@ from millrace.plan.step import Int32s, Int64s, StepOutcome, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
-class StepWork:
+class ModelWork:
     """What a step must read and compute at least. All 0 if unknown."""
 
     weights_bytes: float = 0.0
@@ -35,10 +35,10 @@ class StepWork:
 class StepFigures:
     """Totals of all steps up to the last `count`, except `output_tokens` and those of drafts, which are up to date."""
 
-    def __init__(self, rows: Rows, histograms: Histograms, work: StepWork) -> None:
+    def __init__(self, rows: Rows, histograms: Histograms, work: ModelWork) -> None:
         self._rows, self._work = rows, work
         self._gaps = TokenGaps(rows, histograms)
-        self._log = StepLog()
+        self._log = StepHistory()
         self._noted: list[tuple[float, ...]] = []
         """Steps since the last count: number, launch, end, time on the device, rows, tokens with padding and places for
         drafts."""

@@ -13,7 +13,7 @@ COLUMNS = ("step_no", "launched", "done", "device_s", "rows", "prefill_tokens", 
 _TIMES = ("launched", "done", "device_s")
 
 
-class StepLog:
+class StepHistory:
     def __init__(self) -> None:
         self._columns = np.zeros((CAPACITY, len(COLUMNS)))
         self._num = 0

@@ -9,7 +9,7 @@ from torch import Tensor
 from millrace.models.drafters.program import EagleDrafter
 from millrace.plan.step import Int32s
 from millrace.run.cpu.native_step import NativeStep
-from millrace.run.drafting.chain import DraftInputs, DraftPass, DraftStates
+from millrace.run.drafting.chain import DraftInputs, DraftPass, PassStates
 from millrace.run.drafting.passes import UNKNOWN
 
 
@@ -19,10 +19,10 @@ class NativeDraftPass(DraftPass):
     def __init__(self, step: NativeStep, vocab_size: int) -> None:
         self._step, self._vocab_size = step, vocab_size
 
-    def forward(self, inputs: DraftInputs) -> DraftStates:
+    def forward(self, inputs: DraftInputs) -> PassStates:
         rows, tokens = inputs.rows, self._known(inputs.tokens)
         draws = np.ones(len(rows), np.int32)
-        return DraftStates(self._step.forward_rows(rows, inputs.starts, inputs.counts, draws, tokens), None)
+        return PassStates(self._step.forward_rows(rows, inputs.starts, inputs.counts, draws, tokens), None)
 
     def write(self, inputs: DraftInputs) -> None:
         none = np.zeros(len(inputs.rows), np.int32)
@@ -34,7 +34,7 @@ class NativeDraftPass(DraftPass):
     def fuse(self, states: Tensor) -> Tensor:
         return states
 
-    def draw(self, states: DraftStates, rows: Int32s, positions: Int32s) -> Int32s:
+    def draw(self, states: PassStates, rows: Int32s, positions: Int32s) -> Int32s:
         return _drawn(self._step, states, rows, positions)
 
 
@@ -49,9 +49,9 @@ class NativeEaglePass(DraftPass):
     def fuse(self, states: Tensor) -> Tensor:
         return self._drafter.fuse(states)
 
-    def forward(self, inputs: DraftInputs) -> DraftStates:
+    def forward(self, inputs: DraftInputs) -> PassStates:
         for_head, hidden = self._forward(inputs, np.ones(len(inputs.rows), np.int32))
-        return DraftStates(for_head, for_head if self._drafter.spec.returns_normed else hidden)
+        return PassStates(for_head, for_head if self._drafter.spec.returns_normed else hidden)
 
     def write(self, inputs: DraftInputs) -> None:
         self._forward(inputs, np.zeros(len(inputs.rows), np.int32))
@@ -61,12 +61,12 @@ class NativeEaglePass(DraftPass):
         tokens = np.ascontiguousarray(inputs.tokens)
         return self._step.forward_pairs(inputs.rows, inputs.starts, inputs.counts, draws, tokens, inputs.states)
 
-    def draw(self, states: DraftStates, rows: Int32s, positions: Int32s) -> Int32s:
+    def draw(self, states: PassStates, rows: Int32s, positions: Int32s) -> Int32s:
         drawn = _drawn(self._step, states, rows, positions)
         return drawn if self._token_ids is None else self._token_ids[drawn]
 
 
-def _drawn(step: NativeStep, states: DraftStates, rows: Int32s, positions: Int32s) -> Int32s:
+def _drawn(step: NativeStep, states: PassStates, rows: Int32s, positions: Int32s) -> Int32s:
     # The rows' last tokens are those of the target.
     none_is_last = np.zeros(len(rows), np.bool_)
     return step.draw(states.for_head, rows, positions, is_last=none_is_last).numpy().astype(np.int32)

@@ -34,7 +34,7 @@ class DraftInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftStates:
+class PassStates:
     """The drafter's states of the last token of each row."""
 
     for_head: Tensor
@@ -53,13 +53,13 @@ class DraftPass(Protocol):
         """What a feature drafter keeps of the target's states [n, width]: [n, hidden]."""
         ...
 
-    def forward(self, inputs: DraftInputs) -> DraftStates: ...
+    def forward(self, inputs: DraftInputs) -> PassStates: ...
 
     def write(self, inputs: DraftInputs) -> None:
         """`forward`, of which only the keys and values are needed."""
         ...
 
-    def draw(self, states: DraftStates, rows: Int32s, positions: Int32s) -> Int32s:
+    def draw(self, states: PassStates, rows: Int32s, positions: Int32s) -> Int32s:
         """A token for each state, drawn as the target draws for this row at this position."""
         ...
 
@@ -123,7 +123,7 @@ class ChainDrafter(Drafter):
             valid = len(progress.tokens) - num_void
             self._computed[progress.row] = min(int(self._computed[progress.row]), valid)
 
-    def _link(self, states: DraftStates, rows: Int32s, starts: Int32s, tokens: Int32s) -> DraftStates:
+    def _link(self, states: PassStates, rows: Int32s, starts: Int32s, tokens: Int32s) -> PassStates:
         """Compute the last drafts."""
         ones = np.ones(len(rows), np.int32)
         self._computed[rows] = starts + 1
@@ -132,7 +132,7 @@ class ChainDrafter(Drafter):
     def _lag(self, own: RowTokens) -> int:
         return len(own.tokens) - int(self._computed[own.row])
 
-    def _catch_up(self, own: Sequence[RowTokens]) -> DraftStates | None:
+    def _catch_up(self, own: Sequence[RowTokens]) -> PassStates | None:
         """Compute what the drafter lacks of these rows; None if nothing."""
         inputs = self._lacking(own)
         return None if inputs is None else self._run.forward(inputs)
@@ -196,8 +196,8 @@ class _RowStates:
         return torch.cat(parts)
 
 
-def _kept(states: DraftStates, keeps: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> DraftStates:
+def _kept(states: PassStates, keeps: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> PassStates:
     if keeps.all():
         return states
     index = torch.from_numpy(keeps).to(states.for_head.device)
-    return DraftStates(states.for_head[index], None if states.hidden is None else states.hidden[index])
+    return PassStates(states.for_head[index], None if states.hidden is None else states.hidden[index])

@@ -14,7 +14,7 @@ from millrace.models.decoder import Decoder
 from millrace.models.drafters.program import EagleDrafter
 from millrace.plan.step import Int32s
 from millrace.run.device.device import Device
-from millrace.run.drafting.chain import DraftInputs, DraftPass, DraftStates
+from millrace.run.drafting.chain import DraftInputs, DraftPass, PassStates
 from millrace.run.sampling.sampler import Sampler
 from millrace.run.table.batch import StepBatch
 from millrace.run.table.inputs import gather_inputs
@@ -58,10 +58,10 @@ class PlainDraftPass(DraftPass):
     def __init__(self, decoder: Decoder, kv: Sequence[Tensor], table: DraftTable, sampler: Sampler) -> None:
         self._decoder, self._kv, self._table, self._sampler = decoder, kv, table, sampler
 
-    def forward(self, inputs: DraftInputs) -> DraftStates:
+    def forward(self, inputs: DraftInputs) -> PassStates:
         batch = self._table.gather(inputs)
         batch.token_ids = batch.token_ids.where(batch.token_ids < self._decoder.spec.vocab_size, UNKNOWN)
-        return DraftStates(self._table.last(inputs, self._decoder.forward(batch, self._kv)), None)
+        return PassStates(self._table.last(inputs, self._decoder.forward(batch, self._kv)), None)
 
     def write(self, inputs: DraftInputs) -> None:
         self.forward(inputs)
@@ -69,7 +69,7 @@ class PlainDraftPass(DraftPass):
     def fuse(self, states: Tensor) -> Tensor:
         return states
 
-    def draw(self, states: DraftStates, rows: Int32s, positions: Int32s) -> Int32s:
+    def draw(self, states: PassStates, rows: Int32s, positions: Int32s) -> Int32s:
         logits = self._decoder.logits(states.for_head, draws=True)
         return self._sampler.choose(logits, rows, positions).cpu().numpy().astype(np.int32)
 
@@ -92,15 +92,15 @@ class EaglePass(DraftPass):
     def fuse(self, states: Tensor) -> Tensor:
         return self._drafter.fuse(states)
 
-    def forward(self, inputs: DraftInputs) -> DraftStates:
+    def forward(self, inputs: DraftInputs) -> PassStates:
         assert inputs.states is not None
         states = self._drafter.step(inputs.states, self._table.gather(inputs), self._kv)
-        return DraftStates(self._table.last(inputs, states.for_head), self._table.last(inputs, states.hidden))
+        return PassStates(self._table.last(inputs, states.for_head), self._table.last(inputs, states.hidden))
 
     def write(self, inputs: DraftInputs) -> None:
         assert inputs.states is not None
         self._drafter.write(inputs.states, self._table.gather(inputs), self._kv)
 
-    def draw(self, states: DraftStates, rows: Int32s, positions: Int32s) -> Int32s:
+    def draw(self, states: PassStates, rows: Int32s, positions: Int32s) -> Int32s:
         chosen = self._sampler.choose(self._drafter.logits(states.for_head), rows, positions)
         return self._drafter.token_ids(chosen).cpu().numpy().astype(np.int32)
