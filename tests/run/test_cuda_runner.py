@@ -222,6 +222,18 @@ def test_same_tokens_with_a_list_of_decode_rows(monkeypatch: pytest.MonkeyPatch)
     assert max(sizes) > BUDGET
 
 
+def test_block_updates_that_a_packet_cannot_hold_are_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+    if interpreted:
+        want_few_programs(monkeypatch)
+    monkeypatch.setattr(cuda_runner, "UPDATES_IN_PACKET", 1)
+    plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), RunnerSettings(**SIZES))
+    device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
+    fast = CudaRunner(decoder_for("qwen3", place, True), device, RunnerSettings(token_budget=BUDGET, **SIZES))
+    expected, _ = drive(plain, requests(3, 5, [GREEDY]))
+    with quick_interpreter() if interpreted else nullcontext():
+        assert drive(fast, requests(3, 5, [GREEDY]))[0] == expected
+
+
 def test_a_packed_cache_gives_the_results_of_a_full_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole and chunked prompts next to decode rows. Keys and values are rounded to bfloat16 here, as a bfloat16 model
     produces them."""
