@@ -89,22 +89,17 @@ class ThinkingLimit:
     """The prompt has already begun the reasoning."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Sampling and stopping. `None` and the neutral value both mean "off".
+class DrawParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a runner reads of a request's parameters. `None` and the neutral value both mean "off"."""
 
-    Fields at their defaults do not travel to the engine. `msgspec.structs.replace` makes a changed copy.
-    """
-
-    max_tokens: int | None = None
-    """Maximum number of output tokens; None = up to the end of the context."""
-    min_tokens: int = 0
-    """End tokens and stop token ids cannot be drawn before this many output tokens."""
     temperature: float = 1.0
     """0 is greedy."""
     top_k: int = 0
     """0 keeps every token."""
     top_p: float = 1.0
     min_p: float = 0.0
+    min_tokens: int = 0
+    """End tokens and stop token ids cannot be drawn before this many output tokens."""
     repetition_penalty: float = 1.0
     """Over prompt and output (Hugging Face definition)."""
     presence_penalty: float = 0.0
@@ -113,19 +108,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     """The same seed, prompt and parameters give the same text, whatever else is in the batch."""
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    n: int = 1
     logprobs: int | None = None
     """None = off; k ≥ 0 = of the chosen token and of the k likeliest tokens."""
     prompt_logprobs: int | None = None
     pooling: Pooling = ""
     """Not "": the result is no text but one vector, pooled from the prompt's hidden states and normalised."""
-    grammar: Grammar | None = None
-    """Only tokens that the grammar allows are drawn; the answer ends where the grammar may end."""
     prediction: tuple[int, ...] = ()
     """Token ids that the answer will probably contain: drafts come from here. They never change the answer."""
 
@@ -144,7 +131,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     dry_allowed_length: int = 2
     dry_range: int = -1
     """Tokens that DRY looks back over; -1: the whole context."""
-    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
     dry_breaker_ids: tuple[int, ...] | None = None
     """The tokens that contain a breaker. None: whoever has the tokenizer fills them in (`text.breakers`)."""
     mirostat: int = 0
@@ -158,12 +144,63 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     dynatemp_exponent: float = 1.0
     logits_processors: tuple[str, ...] = ()
     """Dotted names of functions that the operator allows (`--allow-logits-processors`), applied in this order."""
-    bad_words: tuple[str, ...] = ()
-    """Strings that the answer must not contain."""
     bad_word_ids: tuple[tuple[int, ...], ...] | None = None
-    """Their token sequences. None: whoever has the tokenizer fills them in (`text.bad_words`)."""
+    """Token sequences of `bad_words`. None: whoever has the tokenizer fills them in (`text.bad_words`)."""
     allowed_token_ids: tuple[int, ...] | None = None
     """Only these tokens are drawn; None: all. Without an end token among them the answer ends at its length."""
+
+    @property
+    def uses_penalties(self) -> bool:
+        return self.repeat_last_n != 0 and (
+            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        )
+
+    @property
+    def needs_tokens(self) -> bool:
+        """True if what is drawn depends on where earlier tokens are, not only on how many."""
+        return (
+            self.dry_multiplier > 0
+            or (self.repeat_last_n > 0 and self.uses_penalties)
+            or bool(self.logits_processors)
+            or bool(self.bad_word_ids)
+        )
+
+    @property
+    def has_further_cuts(self) -> bool:
+        """True with an option of docs/samplers.md from temperature on, beyond top-k, min-p and top-p."""
+        return (
+            self.typical_p < 1
+            or self.top_a > 0
+            or self.xtc_probability > 0
+            or self.mirostat > 0
+            or self.dynatemp_range > 0
+        )
+
+    def of_draws(self) -> DrawParams:
+        """These parameters without what only the front and the engine read, such as a grammar's text."""
+        return self if type(self) is DrawParams else DrawParams(*_draw_fields_of(self))
+
+
+_draw_fields_of = attrgetter(*(field.name for field in msgspec.structs.fields(DrawParams)))
+
+
+class SamplingParams(DrawParams, frozen=True, omit_defaults=True):
+    """Sampling and stopping. Fields at their defaults do not travel to the engine. `msgspec.structs.replace` makes a
+    changed copy."""
+
+    max_tokens: int | None = None
+    """Maximum number of output tokens; None = up to the end of the context."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    n: int = 1
+    grammar: Grammar | None = None
+    """Only tokens that the grammar allows are drawn; the answer ends where the grammar may end."""
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    bad_words: tuple[str, ...] = ()
+    """Strings that the answer must not contain."""
     thinking: ThinkingLimit | None = None
 
     @property
@@ -186,33 +223,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
                 " grammar.",
                 param="pooling",
             )
-
-    @property
-    def uses_penalties(self) -> bool:
-        return self.repeat_last_n != 0 and (
-            self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
-        )
-
-    @property
-    def needs_tokens(self) -> bool:
-        """True if what is drawn depends on where earlier tokens are, not only on how many."""
-        return (
-            self.dry_multiplier > 0
-            or (self.repeat_last_n > 0 and self.uses_penalties)
-            or bool(self.logits_processors)
-            or bool(self.bad_words)
-        )
-
-    @property
-    def has_further_cuts(self) -> bool:
-        """True with an option of docs/samplers.md from temperature on, beyond top-k, min-p and top-p."""
-        return (
-            self.typical_p < 1
-            or self.top_a > 0
-            or self.xtc_probability > 0
-            or self.mirostat > 0
-            or self.dynatemp_range > 0
-        )
 
     def with_seed(self, seed: int) -> SamplingParams:
         """A copy with this seed (0 to 2**63 - 1). Skips validation, because it runs for most requests."""
@@ -394,12 +404,23 @@ class BeamParams:
 
 @dataclass(frozen=True, slots=True)
 class RowParams:
-    """What the runner needs to draw tokens for one request. The scheduler passes it through unread."""
+    """What a runner is told about a request beside its tokens. The scheduler reads only whether the prompt is scored or
+    pooled."""
 
-    params: SamplingParams
+    params: DrawParams
     end_token_ids: tuple[int, ...] = ()
     scope: str = ""
     """Requests of equal scope may see each other's text, as in the prefix cache."""
 
+    def to_bytes(self) -> bytes:
+        return _row_encoder.encode((self.params.of_draws(), self.end_token_ids, self.scope))
 
-DEFAULT_ROW_PARAMS = RowParams(SamplingParams())
+    @staticmethod
+    def from_bytes(data: bytes) -> RowParams:
+        """Raises a ValueError if the bytes are no parameters."""
+        return RowParams(*_row_decoder.decode(data))
+
+
+_row_encoder = msgspec.msgpack.Encoder()
+_row_decoder = msgspec.msgpack.Decoder(tuple[DrawParams, tuple[int, ...], str])
+DEFAULT_ROW_PARAMS = RowParams(DrawParams())

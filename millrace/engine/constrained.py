@@ -7,6 +7,7 @@ import numpy as np
 from millrace.engine.grammars import NEVER, Failure, Grammars
 from millrace.engine.thinking import ThinkingLimits
 from millrace.link.messages import GrammarStats
+from millrace.params import SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.step import Int32s, StepOutcome
 from millrace.run.drafting.drafter import DraftAsk
@@ -27,10 +28,9 @@ class ConstrainedRequests:
     def is_compiling(self) -> bool:
         return bool(self._held)
 
-    def hold(self, request: Request, now: float) -> bool:
+    def hold(self, request: Request, params: SamplingParams, now: float) -> bool:
         """Compile the request's grammar: it must not be scheduled before `take_ready` returns it. False if it has none
         and can be scheduled at once."""
-        params = request.row_params.params
         if params.thinking is not None:
             self._thinking.open(request.id, params.thinking)
         grammar = params.grammar

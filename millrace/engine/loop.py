@@ -255,7 +255,7 @@ class Engine:
             if self._ledger.is_cancelled(request.id):
                 self.on_ended((end_of(request, "cancelled", 0, message=CANCELLED),), self._clock())
             else:
-                self._submit(request)
+                self._submit(request, message.params)
         elif isinstance(message, Abort):
             for request_id in message.ids:
                 self._abort(request_id, message.reason)
@@ -264,11 +264,11 @@ class Engine:
         else:
             self._handle_rare(message)
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: Request, params: SamplingParams) -> None:
         if not request.constrained:
             self._scheduler.submit(request)
         elif self._constrained is not None:
-            if not self._constrained.hold(request, self._clock()):
+            if not self._constrained.hold(request, params, self._clock()):
                 self._scheduler.submit(request)
         else:
             message = "This model's tokenizer cannot be used with grammars, so response_format is not supported."
@@ -422,7 +422,7 @@ def _to_request(message: NewRequest, facts: RunnerFacts, *, has_drafts: bool = T
         constrained=constrained,
         can_draft=has_drafts and _can_draft(params, facts),
         can_jump=constrained and _can_verify(params, verifies_adjusted=False),
-        row_params=RowParams(params, message.end_token_ids, message.cache_salt),
+        row_params=RowParams(params.of_draws(), message.end_token_ids, message.cache_salt),
     )
 
 

@@ -105,7 +105,7 @@ class Answers:
             message = NewRequest(id=index, prompt=prompt, params=params, end_token_ids=(END,), arrival=0.0)
             # What the engine's loop makes of a message.
             request = _to_request(message, FACTS)
-            if not self.constrained.hold(request, 0.0):
+            if not self.constrained.hold(request, params, 0.0):
                 ready.append(request)
 
         def are_ready() -> bool:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
+import msgspec
 import numpy as np
 import pytest
 
-from millrace.params import RowParams, SamplingParams
+from millrace.engine.loop import _to_request
+from millrace.link.messages import NewRequest
+from millrace.params import DrawParams, Grammar, RowParams, SamplingParams, ThinkingLimit
 from millrace.plan.step import Admission
 from millrace.run.sampling.row_params import RowParamTable, RowValues
 
@@ -50,3 +56,30 @@ def test_values_without_effect_are_neutral() -> None:
     assert admit(SamplingParams(top_k=VOCAB - 1))[1].top_k == VOCAB - 1
     assert admit(SamplingParams(temperature=9e-6))[1].temperature == 0
     assert admit(SamplingParams(min_tokens=4), ends=())[1].ends_from == 0
+
+
+def test_a_runner_reads_every_field_that_it_is_sent() -> None:
+    run = Path(__file__).parents[2] / "millrace" / "run"
+    text = "".join(file.read_text(encoding="utf-8") for file in run.rglob("*.py"))
+    unread = [
+        field.name for field in msgspec.structs.fields(DrawParams) if not re.search(rf"[.\"]{field.name}\b", text)
+    ]
+    assert unread == []
+
+
+def test_a_runner_is_sent_no_text_of_a_grammar() -> None:
+    grammar = Grammar("regex", "(a|b)" * 20_000)
+    params = SamplingParams(
+        max_tokens=9,
+        temperature=0.5,
+        seed=2**64 - 1,
+        grammar=grammar,
+        stop=("x",),
+        thinking=ThinkingLimit(3, 1, 2, True),
+    )
+    message = NewRequest(id=1, prompt=bytes(8), params=params, end_token_ids=(4,), cache_salt="tenant")
+    sent = _to_request(message, is_gpu=False).row_params
+    assert sent == RowParams(DrawParams(temperature=0.5, seed=2**64 - 1), (4,), "tenant")
+    assert len(sent.to_bytes()) < 60
+    assert RowParams.from_bytes(sent.to_bytes()) == sent
+    assert RowParams(params, (4,), "tenant").to_bytes() == sent.to_bytes(), "whoever made the record"

@@ -94,4 +94,4 @@ def test_a_constraint_needs_tokens_of_its_own() -> None:
     for other in ({"grammar": Grammar("json_object")}, {"thinking": ThinkingLimit(3, 1, 2, False)}):
         with pytest.raises(BadRequest, match="allowed_token_ids cannot be combined"):
             SamplingParams(allowed_token_ids=(1,), **other)
-        assert SamplingParams(bad_words=("a",), **other).needs_tokens
+        assert SamplingParams(bad_words=("a",), bad_word_ids=((5,),), **other).needs_tokens

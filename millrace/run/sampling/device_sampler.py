@@ -26,7 +26,7 @@ from millrace.ops.triton.row_records import (
 )
 from millrace.ops.triton.sampling.draw import Cut, MaskLines, draw_full
 from millrace.ops.triton.sampling.greedy import RACE_START, draw_greedy
-from millrace.params import SamplingParams
+from millrace.params import DrawParams
 from millrace.plan.step import Admission, Int32s, StepPlan, Variant
 from millrace.run.device.device import Device
 from millrace.run.sampling.draw_plan import DrawPlan
@@ -216,7 +216,7 @@ class DeviceSampler:
             )
         self._ends[row, : len(ends)] = self._device.upload(np.array(ends, np.int32))
 
-    def _fill_bias(self, row: int, params: SamplingParams) -> None:
+    def _fill_bias(self, row: int, params: DrawParams) -> None:
         token_ids, places = np.unique([token_id for token_id, _ in params.logit_bias], return_inverse=True)
         biases = np.zeros(len(token_ids), np.float32)
         np.add.at(biases, places, np.array([bias for _, bias in params.logit_bias], np.float32))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millrace.params import SamplingParams
+from millrace.params import DrawParams
 from millrace.plan.step import Admission
 
 NO_DRAFT = -1
@@ -35,7 +35,7 @@ class Penalties:
         if slot is not None:
             self._free.append(slot)
 
-    def apply(self, logits: Tensor, index: int, row: int, params: SamplingParams) -> None:
+    def apply(self, logits: Tensor, index: int, row: int, params: DrawParams) -> None:
         """Apply the penalties to row `index` of the logits, in place: repetition, then presence and frequency."""
         slot = self._slot_of[row]
         values, counts = logits[index], self._in_output[slot]

@@ -6,14 +6,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millrace.params import SamplingParams
+from millrace.params import DrawParams
 
 MAX_MATCH = 64
 """Longest repetition that DRY tells from a longer one: with the usual base its penalty exceeds any logit by far."""
 MAX_PENALTY = 1e30
 
 
-def penalise_recent(logits: Tensor, tokens: Tensor, num_prompt: int, params: SamplingParams) -> None:
+def penalise_recent(logits: Tensor, tokens: Tensor, num_prompt: int, params: DrawParams) -> None:
     """Apply the three penalties over the last `repeat_last_n` of `tokens` (prompt, then output) to logits [vocab], in
     place: repetition over all of them, presence and frequency over those that are output."""
     first = 0 if params.repeat_last_n < 0 else max(0, len(tokens) - params.repeat_last_n)
@@ -27,7 +27,7 @@ def penalise_recent(logits: Tensor, tokens: Tensor, num_prompt: int, params: Sam
         logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
 
 
-def penalise_repeats(logits: Tensor, tokens: Tensor, is_breaker: Tensor, params: SamplingParams) -> None:
+def penalise_repeats(logits: Tensor, tokens: Tensor, is_breaker: Tensor, params: DrawParams) -> None:
     """DRY: lower the logit of each token that would continue a repetition of at least `dry_allowed_length` tokens, by
     dry_multiplier * dry_base ** (length - dry_allowed_length). `is_breaker`: bool [vocab]."""
     if params.dry_range >= 0:

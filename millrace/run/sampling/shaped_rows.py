@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.params import SamplingParams
+from millrace.params import DrawParams
 from millrace.plan.step import Admission, Int32s, Release
 from millrace.run.device.device import Device
 from millrace.run.sampling.cuts import (
@@ -47,7 +47,7 @@ _XTC_KEY = np.uint64(0x5851F42D4C957F2D)
 class _Row:
     request_id: int
     num_prompt: int
-    params: SamplingParams
+    params: DrawParams
     tokens: Tensor | None
     """int64: all tokens and room for more, if the options need them."""
     is_breaker: Tensor | None
@@ -107,7 +107,7 @@ class ShapedRows:
         room[: len(known)] = known
         return self._device.upload(room)
 
-    def _breakers(self, params: SamplingParams) -> Tensor:
+    def _breakers(self, params: DrawParams) -> Tensor:
         is_breaker = np.zeros(self._vocab_size, np.bool_)
         ids = np.array(params.dry_breaker_ids or (), np.int64)
         is_breaker[ids[ids < self._vocab_size]] = True
@@ -141,7 +141,7 @@ class ShapedRows:
         for processor in record.processors:
             logits.copy_(processor(tokens, logits))
 
-    def _choose(self, logits: Tensor, rows: Int32s, positions: Int32s, params: list[SamplingParams]) -> Tensor:
+    def _choose(self, logits: Tensor, rows: Int32s, positions: Int32s, params: list[DrawParams]) -> Tensor:
         columns = _Columns(self._device, self._row_params, rows, positions, params)
         greedy = logits.argmax(dim=-1)
         if not columns.any("temperature"):
@@ -190,7 +190,7 @@ class ShapedRows:
         tokens: Tensor,
         rows: Int32s,
         positions: Int32s,
-        params: list[SamplingParams],
+        params: list[DrawParams],
         mirostat: list[int],
     ) -> None:
         """Move mu by the surprise of each drawn token, in bits, among the tokens that were left."""
@@ -228,7 +228,7 @@ class _Columns:
         row_params: RowParamTable,
         rows: Int32s,
         positions: Int32s,
-        params: list[SamplingParams],
+        params: list[DrawParams],
     ) -> None:
         seeds, at = row_params.seed[rows], positions.astype(np.uint64)
         temperature = row_params.temperature[rows].astype(np.float64)

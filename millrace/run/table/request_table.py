@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from millrace.params import RowParams, SamplingParams
+from millrace.params import DEFAULT_ROW_PARAMS, RowParams
 from millrace.plan.step import Admission, Appended, Int32s, StepPlan
 from millrace.run.device.device import Device
 
@@ -30,7 +30,7 @@ class RequestTable:
         self.num_prompt = np.zeros(max_rows, np.int32)
         self.tokens: list[Int32s] = [np.zeros(0, np.int32)] * max_rows
         self.request_ids = np.zeros(max_rows, np.int64)
-        self.params: list[RowParams] = [RowParams(SamplingParams())] * max_rows
+        self.params: list[RowParams] = [DEFAULT_ROW_PARAMS] * max_rows
 
     def update(self, plan: StepPlan) -> None:
         """Apply the plan's admissions and block-table updates."""
