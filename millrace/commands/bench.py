@@ -42,7 +42,8 @@ examples:
   millrace bench --url http://127.0.0.1:8080             any OpenAI-compatible server, the same workloads
   millrace bench --url … --workloads single,mixed --json one JSON line per figure
   millrace bench counting                                what counting figures costs per step
-  millrace bench plan                                    host time of the scheduler: decode steps, first tokens
+  millrace bench plan                                    host time of the scheduler: decode steps, first tokens,
+                                                         and of a step's bytes
   millrace bench step                                    time of a CPU step by kind of work
   millrace bench front --streams 64,512,2048             fronts over a null engine: tokens/s, µs of CPU per token
   millrace bench front --fronts 1,2 --streams 512        the same with one front and with two
@@ -147,7 +148,7 @@ def _print_figures(figures: Iterable[Figure], title: str, target: str, *, as_jso
 def _bench_plan(args: argparse.Namespace) -> int:
     from millrace.bench.micro.plan import plan_figures
 
-    title = "Host time: plan and apply of one steady decode step; first token of a lone request"
+    title = "Host time: plan and apply of one steady decode step; first token of a lone request; steps as bytes"
     return _print_figures(plan_figures(), title, "local", as_json=args.json)
 
 

@@ -15,6 +15,7 @@ from millrace.params import FinishReason, RowParams
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
+Uint32s = npt.NDArray[np.uint32]
 Bools = npt.NDArray[np.bool_]
 
 FEW = 16
@@ -207,6 +208,38 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(self.counts.tolist()) if len(self.counts) < FEW else int(self.counts.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """One mask for each drawn token that a grammar restricts."""
+
+    index: Int64s
+    """Of each token: its row's index among the rows that draw, ascending. In a head: its index among the tokens."""
+    bits: Uint32s
+    """[n, vocab / 32, rounded up]: bit t % 32 of word t // 32 is 1 if token t may be drawn."""
+    places: Int64s | None = None
+    """Of each token: its place in its row, after that many drafts. None: all are the first."""
+
+    @property
+    def rows(self) -> Int64s:
+        """The rows with masks: their indices among those that draw."""
+        return self.index if self.places is None else self.index[self.places == 0]
+
+    def of(self, draws: Int64s) -> Masks | None:
+        """The masks of some of the drawn tokens, ascending, which are then numbered from 0; None if none has one."""
+        is_kept = np.isin(self.index, draws)
+        return Masks(np.searchsorted(draws, self.index[is_kept]), self.bits[is_kept]) if is_kept.any() else None
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What is known of a step only later than its plan, before the draw."""
+
+    step_no: int
+    masks: Masks | None = None
+    drafts: tuple[Int32s, ...] = ()
+    """Drafts that the host proposed or changed: of each masked row of the plan. Empty: none has any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from millrace.plan.step import Int64s
+from millrace.plan.step import Int64s, Masks, Uint32s
+
+__all__ = [
+    "MaskedRows",
+    "Masks",
+    "Uint32s",
+    "allowed_tokens",
+    "apply_masks",
+    "check_masks",
+    "new_masks",
+    "words_per_mask",
+]
 
 TOKENS_PER_WORD = 32
-Uint32s = npt.NDArray[np.uint32]
 
 
 def words_per_mask(vocab_size: int) -> int:
@@ -45,28 +55,6 @@ class MaskedRows:
         counts = np.array([1 + len(own) for own in self.drafts])
         places = np.arange(len(bits)) - np.repeat(np.cumsum(counts) - counts, counts)
         return Masks(np.repeat(self.index, counts), bits, places)
-
-
-@dataclass(frozen=True, slots=True)
-class Masks:
-    """One mask for each drawn token that a grammar restricts."""
-
-    index: Int64s
-    """Of each token: its row's index among the rows that draw, ascending. In a head: its index among the tokens."""
-    bits: Uint32s
-    """[n, words_per_mask(vocab)]: bit t % 32 of word t // 32 is 1 if token t may be drawn."""
-    places: Int64s | None = None
-    """Of each token: its place in its row, after that many drafts. None: all are the first."""
-
-    @property
-    def rows(self) -> Int64s:
-        """The rows with masks: their indices among those that draw."""
-        return self.index if self.places is None else self.index[self.places == 0]
-
-    def of(self, draws: Int64s) -> Masks | None:
-        """The masks of some of the drawn tokens, ascending, which are then numbered from 0; None if none has one."""
-        is_kept = np.isin(self.index, draws)
-        return Masks(np.searchsorted(draws, self.index[is_kept]), self.bits[is_kept]) if is_kept.any() else None
 
 
 def allowed_tokens(masks: Masks, vocab_size: int) -> npt.NDArray[np.bool_]:

@@ -1,0 +1,254 @@
+"""Reads step messages. Arrays of a decoded message are read-only views of its bytes."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from millrace.params import RowParams
+from millrace.plan.codec.layout import (
+    ADMISSION,
+    ALIGNMENT,
+    APPENDED,
+    BOOL,
+    CAPTURE,
+    CAPTURE_HEAD,
+    CAPTURES,
+    COPIES,
+    COPIES_HEAD,
+    FORCED,
+    GROUP_SHIFT,
+    HAS_GROUPS,
+    HAS_MASK_PLACES,
+    HAS_MASKED,
+    HAS_MASKS,
+    HAS_PLACES,
+    HAS_POOLED,
+    HAS_SCORED,
+    HAS_TRAINED,
+    HEAD,
+    INPUTS,
+    INPUTS_HEAD,
+    INT32,
+    INT64,
+    IS_HEAD,
+    PLAN,
+    PLAN_HEAD,
+    REASONS,
+    RELEASE,
+    REPEATED,
+    REPEATED_HEAD,
+    TO_HOST,
+    TRAINED_RESTS,
+    UINT32,
+    VARIANTS,
+    StepBytesError,
+    StepMessage,
+    shape_from,
+)
+from millrace.plan.step import (
+    Admission,
+    Appended,
+    BlockCopies,
+    CapturePlan,
+    ForcedDrafts,
+    HeadShape,
+    Int32s,
+    Masks,
+    Release,
+    StepInputs,
+    StepPlan,
+    TrainedPlaces,
+)
+
+
+class StepDecoder:
+    """Reads all messages of one encoder, in order. A missed message is an error, and no later one can be read: both
+    sides begin anew."""
+
+    def __init__(self) -> None:
+        self._sequence = 0
+        """Number of the next message."""
+        self._last: StepPlan | None = None
+
+    def decode(self, data: bytes) -> StepMessage:
+        """Raises `StepBytesError`."""
+        message = self._read(data)
+        self._sequence = (self._sequence + 1) & 0xFFFFFFFF
+        if isinstance(message, StepPlan):
+            self._last = message
+        return message
+
+    def _read(self, data: bytes) -> StepMessage:
+        try:
+            kind, _, _, sequence = HEAD.unpack_from(data)
+            if sequence != self._sequence:
+                raise StepBytesError(
+                    f"step message {sequence} came where {self._sequence} was due: a message was missed"
+                )
+            reader = _Reader(data)
+            if kind == REPEATED:
+                message: StepMessage = _repeated(reader, self._last)
+            elif kind in _READERS:
+                message = _READERS[kind](reader)
+            else:
+                raise StepBytesError(f"step message {sequence} has the unknown kind {kind}")
+        except StepBytesError:
+            raise
+        except (struct.error, ValueError, IndexError) as error:
+            raise StepBytesError(f"step message {self._sequence} is damaged: {error}") from error
+        if reader.num_left >= ALIGNMENT:
+            raise StepBytesError(f"step message {sequence} has {reader.num_left} bytes too many")
+        return message
+
+
+class _Reader:
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    @property
+    def num_left(self) -> int:
+        return len(self._data) - self._at
+
+    def fields(self, layout: struct.Struct) -> tuple[Any, ...]:
+        found = layout.unpack_from(self._data, self._at)
+        self._at += layout.size
+        return found
+
+    def column(self, dtype: np.dtype[np.generic], count: int) -> npt.NDArray[Any]:
+        column = np.frombuffer(self._data, dtype, count, self._at) if count else np.zeros(0, dtype)
+        self._skip(column.nbytes)
+        return column
+
+    def bytes(self, count: int) -> bytes:
+        if self.num_left < count:
+            raise StepBytesError("a step message is cut off")
+        found = self._data[self._at : self._at + count]
+        self._skip(count)
+        return found
+
+    def _skip(self, count: int) -> None:
+        self._at += count + -count % ALIGNMENT
+
+
+def _updates(reader: _Reader, count: int, flags: int) -> tuple[Int32s, Int32s, Int32s, Int32s | None]:
+    """Rows, columns, ids and groups."""
+    rows, cols, ids = reader.column(INT32, 3 * count).reshape(3, count)
+    groups = None
+    if flags & HAS_GROUPS:
+        groups, rows = rows >> np.int32(GROUP_SHIFT), rows & np.int32((1 << GROUP_SHIFT) - 1)
+    return rows, cols, ids, groups
+
+
+def _repeated(reader: _Reader, last: StepPlan | None) -> StepPlan:
+    _, flags, shape_flags, _, step_no, num_updates, shared_blocks, *sizes = reader.fields(REPEATED_HEAD)
+    if last is None:
+        raise StepBytesError(f"step {step_no} repeats a step that was not sent")
+    starts = last.starts + np.int32(1)
+    starts.flags.writeable = False
+    block_rows, block_cols, block_ids, block_groups = _updates(reader, num_updates, flags)
+    return StepPlan(
+        step_no=step_no,
+        rows=last.rows,
+        starts=starts,
+        counts=last.counts,
+        samples=last.samples,
+        block_rows=block_rows,
+        block_cols=block_cols,
+        block_ids=block_ids,
+        block_groups=block_groups,
+        shape=shape_from(tuple(sizes), shape_flags, last.shape),
+        shared_blocks=shared_blocks,
+        trained_rests=bool(flags & TRAINED_RESTS),
+        masked=last.masked,
+        captures=bool(flags & CAPTURES),
+        epoch=last.epoch,
+    )
+
+
+def _plan(reader: _Reader) -> StepPlan:
+    _, flags, shape_flags, _, step_no, epoch, draft_floor, worth, *numbers = reader.fields(PLAN_HEAD)
+    num_rows, num_updates, shared_blocks, num_admitted, num_released, num_appended, num_forced, *sizes = numbers
+    columns: dict[str, Any] = {name: reader.column(INT32, num_rows) for name in ("rows", "starts", "counts")}
+    columns["samples"] = reader.column(BOOL, num_rows)
+    names = ("block_rows", "block_cols", "block_ids", "block_groups")
+    columns.update(zip(names, _updates(reader, num_updates, flags), strict=True))
+    columns["draft_places"] = reader.column(INT32, num_rows) if flags & HAS_PLACES else None
+    columns["trained"] = TrainedPlaces(reader.column(INT32, num_rows), worth) if flags & HAS_TRAINED else None
+    for name, flag in (("masked", HAS_MASKED), ("scored", HAS_SCORED), ("pooled", HAS_POOLED)):
+        columns[name] = reader.column(BOOL, num_rows) if flags & flag else None
+    return StepPlan(
+        step_no=step_no,
+        shape=shape_from(tuple(sizes), shape_flags),
+        admitted=tuple([_admission(reader) for _ in range(num_admitted)]),
+        released=tuple([_release(reader) for _ in range(num_released)]),
+        appended=tuple([_appended(reader) for _ in range(num_appended)]),
+        forced=tuple([_forced(reader) for _ in range(num_forced)]),
+        shared_blocks=shared_blocks,
+        draft_floor=draft_floor,
+        trained_rests=bool(flags & TRAINED_RESTS),
+        captures=bool(flags & CAPTURES),
+        epoch=epoch,
+        **columns,
+    )
+
+
+def _admission(reader: _Reader) -> Admission:
+    request_id, row, num_prompt, limit, num_computed, num_tokens, num_bytes = reader.fields(ADMISSION)
+    tokens = reader.column(INT32, num_tokens)
+    params = RowParams.from_bytes(reader.bytes(num_bytes))
+    return Admission(row, request_id, tokens, num_prompt, params, limit, num_computed)
+
+
+def _release(reader: _Reader) -> Release:
+    request_id, row, reason = reader.fields(RELEASE)
+    return Release(row, request_id, REASONS[reason])
+
+
+def _appended(reader: _Reader) -> Appended:
+    row, start, num_tokens = reader.fields(APPENDED)
+    return Appended(row, start, reader.column(INT32, num_tokens))
+
+
+def _forced(reader: _Reader) -> ForcedDrafts:
+    row, num_tokens = reader.fields(FORCED)
+    return ForcedDrafts(row, reader.column(INT32, num_tokens))
+
+
+def _inputs(reader: _Reader) -> StepInputs:
+    _, flags, _, _, step_no, num_masks, num_words, num_drafted = reader.fields(INPUTS_HEAD)
+    masks = None
+    if flags & HAS_MASKS:
+        index = reader.column(INT64, num_masks)
+        bits = reader.column(UINT32, num_masks * num_words).reshape(num_masks, num_words)
+        masks = Masks(index, bits, reader.column(INT64, num_masks) if flags & HAS_MASK_PLACES else None)
+    if not num_drafted:
+        return StepInputs(step_no, masks)
+    counts = reader.column(INT32, num_drafted)
+    tokens = reader.column(INT32, int(counts.sum()))
+    return StepInputs(step_no, masks, tuple(np.split(tokens, np.cumsum(counts)[:-1])))
+
+
+def _copies(reader: _Reader) -> BlockCopies:
+    _, flags, _, _, copies_no, count = reader.fields(COPIES_HEAD)
+    blocks = reader.column(INT32, count)
+    return BlockCopies(copies_no, bool(flags & TO_HOST), blocks, reader.column(INT32, count))
+
+
+def _capture(reader: _Reader) -> CapturePlan:
+    _, flags, shape_flags, _, states, variant, *sizes = reader.fields(CAPTURE_HEAD)
+    if flags & IS_HEAD:
+        return CapturePlan(HeadShape(states, VARIANTS[variant]))
+    return CapturePlan(shape_from(tuple(sizes), shape_flags))
+
+
+_READERS: dict[int, Callable[[_Reader], StepMessage]] = {
+    PLAN: _plan,
+    INPUTS: _inputs,
+    COPIES: _copies,
+    CAPTURE: _capture,
+}
