@@ -1,7 +1,7 @@
 """The step log: every plan with its masks and what it drew, in a file from which the same steps can be run again.
 
-A file begins with a `RunnerSetup`, and has another one for every later start of the engine. A plan that repeats the one
-before is written as a difference.
+A file begins with a line that names its version. Then come records: a `RunnerSetup` for every start of the engine, and
+after it the engine's step messages, as `plan/codec` writes them, with the results of the steps.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import struct
-import typing
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from millrace.errors import ConfigError
+from millrace.plan.codec.decoder import StepDecoder
+from millrace.plan.codec.encoder import StepEncoder
+from millrace.plan.codec.layout import VERSION, StepMessage
 from millrace.plan.shapes.table import ShapeFacts
-from millrace.plan.step import NO_EPOCH, BlockCopies, CapturePlan, HeadShape, Int32s, Int64s, StepPlan, StepShape
+from millrace.plan.step import BlockCopies, CapturePlan, HeadShape, Int32s, StepInputs, StepPlan
 from millrace.run.device.device import Pending
 from millrace.run.drafting.drafter import DraftGuide
 from millrace.run.runner import AnyRunner, StepResult
@@ -28,11 +30,15 @@ from millrace.run.sampling.masks import Masks, Uint32s
 
 log = logging.getLogger(__name__)
 
-HEADER = struct.Struct("<Q")
-"""Length of the record that follows."""
+Float32s = npt.NDArray[np.float32]
+
+FIRST_LINE = b"millrace step log %d\n" % VERSION
+RECORD = struct.Struct("<BxxxI")
+"""Kind and length of the record that follows."""
+SETUP, STEP, RESULT = range(3)
 
 
-class RunnerSetup(msgspec.Struct, frozen=True, tag="setup"):
+class RunnerSetup(msgspec.Struct, frozen=True):
     """What a runner must be made with to run the steps that follow."""
 
     model: str
@@ -52,110 +58,51 @@ class RunnerSetup(msgspec.Struct, frozen=True, tag="setup"):
     drafter: str = ""
 
 
-class Planned(msgspec.Struct, frozen=True, tag="plan"):
-    plan: StepPlan
-
-
-class Repeated(msgspec.Struct, frozen=True, tag="repeat"):
-    """A plan that repeats the one before: only its number and its block-table updates are new."""
+class LoggedResult(msgspec.Struct, frozen=True, array_like=True):
+    """What a step gave."""
 
     step_no: int
-    block_rows: Int32s
-    block_cols: Int32s
-    block_ids: Int32s
-    block_groups: Int32s | None
-    shared_blocks: int
-    shape: StepShape
-    captures: bool
+    tokens: bytes
+    """int32"""
+    vectors: bytes = b""
+    """float32: those of pooled rows, one after the other."""
 
 
-class Masked(msgspec.Struct, frozen=True, tag="masks"):
-    step_no: int
-    index: Int64s
-    bits: npt.NDArray[np.uint32]
-    places: Int64s | None = None
-    drafts: list[Int32s] = []
-    """Of each masked row of the plan; empty if none has any."""
+Record = RunnerSetup | StepMessage | LoggedResult
 
-
-class Drawn(msgspec.Struct, frozen=True, tag="drawn"):
-    step_no: int
-    tokens: Int32s
-    counts: Int32s | None
-
-
-class Captured(msgspec.Struct, frozen=True, tag="capture"):
-    shape: StepShape | None = None
-    head: HeadShape | None = None
-
-
-class Copied(msgspec.Struct, frozen=True, tag="copies"):
-    copies: BlockCopies
-
-
-Record = RunnerSetup | Planned | Repeated | Masked | Drawn | Captured | Copied
-
-
-def _encode_array(value: Any) -> bytes:
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    raise NotImplementedError(f"{type(value).__name__} is no part of a step log")
-
-
-def _decode_array(kind: Any, value: Any) -> Any:
-    """`kind` is a type like `Int32s`."""
-    if typing.get_origin(kind) is not np.ndarray:
-        raise NotImplementedError(f"{kind} is no part of a step log")
-    return np.frombuffer(value, typing.get_args(typing.get_args(kind)[1])[0])
-
-
-_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
-_decoder: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record, dec_hook=_decode_array)
-
-
-def encode(record: Record) -> bytes:
-    return _encoder.encode(record)
-
-
-def decode(data: bytes) -> Record:
-    return _decoder.decode(data)
+_result_decoder = msgspec.msgpack.Decoder(LoggedResult)
 
 
 class StepLog:
     """Writes records. A file that cannot be written ends the log, not the engine."""
 
     def __init__(self, file: Path, setup: RunnerSetup) -> None:
-        self._file: BinaryIO | None = file.open("ab")
-        self._last = NO_EPOCH
-        self._write(setup)
+        self._file: BinaryIO | None = _open_for_more(file)
+        self._encoder = StepEncoder()
+        self._write(SETUP, lambda: msgspec.msgpack.encode(setup))
 
     def plan(self, plan: StepPlan) -> None:
-        repeats, self._last = plan.repeats(self._last), plan.epoch
-        if repeats:
-            blocks = (plan.block_rows, plan.block_cols, plan.block_ids, plan.block_groups)
-            self._write(Repeated(plan.step_no, *blocks, plan.shared_blocks, plan.shape, plan.captures))
-        else:
-            self._write(Planned(plan))
+        self._write(STEP, lambda: self._encoder.plan(plan))
 
-    def masks(self, plan: StepPlan, masks: Masks, drafts: list[Int32s]) -> None:
-        self._write(Masked(plan.step_no, masks.index, masks.bits, masks.places, drafts))
+    def inputs(self, inputs: StepInputs) -> None:
+        self._write(STEP, lambda: self._encoder.inputs(inputs))
 
     def capture(self, plan: CapturePlan) -> None:
-        part = plan.shape
-        self._write(Captured(head=part) if isinstance(part, HeadShape) else Captured(shape=part))
+        self._write(STEP, lambda: self._encoder.capture(plan))
 
     def copies(self, copies: BlockCopies) -> None:
-        self._write(Copied(copies))
+        self._write(STEP, lambda: self._encoder.copies(copies))
 
-    def drawn(self, result: StepResult) -> None:
-        self._write(Drawn(result.step_no, result.drawn(), result.counts), flushes=True)
+    def result(self, result: StepResult) -> None:
+        logged = LoggedResult(result.step_no, result.drawn().tobytes(), vectors_of(result).tobytes())
+        self._write(RESULT, lambda: msgspec.msgpack.encode(logged), flushes=True)
 
-    def _write(self, record: Record, *, flushes: bool = False) -> None:
+    def _write(self, kind: int, encode: Callable[[], bytes], *, flushes: bool = False) -> None:
         if self._file is None:
             return
-        data = encode(record)
+        data = encode()
         try:
-            self._file.write(HEADER.pack(len(data)) + data)
+            self._file.write(RECORD.pack(kind, len(data)) + data)
             if flushes:
                 self._file.flush()
         except OSError:
@@ -163,6 +110,27 @@ class StepLog:
             with contextlib.suppress(OSError):  # Closing tries to write again.
                 self._file.close()
             self._file = None
+
+
+def vectors_of(result: StepResult) -> Float32s:
+    """Of the step's pooled rows, one after the other."""
+    return np.concatenate([np.zeros(0, np.float32), *(part.vector.numpy() for part in result.pooled)])
+
+
+def _open_for_more(file: Path) -> BinaryIO:
+    """Records are added to a log of this version. What an earlier engine did not write whole is removed."""
+    if not file.is_file() or not file.stat().st_size:
+        opened = file.open("ab")
+        opened.write(FIRST_LINE)
+        return opened
+    with file.open("r+b") as existing:
+        try:
+            _check_first_line(existing, file)
+        except ValueError as error:
+            raise ConfigError(f"{error} Or give --step-log another file.", param="step_log") from error
+        end = len(FIRST_LINE) + sum(RECORD.size + len(data) for _, data in _records(existing))
+        existing.truncate(end)
+    return file.open("ab")
 
 
 class LoggedRunner:
@@ -190,7 +158,7 @@ class LoggedRunner:
 
     def draw(self, plan: StepPlan, masks: Masks | None) -> Pending[StepResult]:
         if masks is not None:
-            self._steps.masks(plan, masks, self._drafts)
+            self._steps.inputs(StepInputs(plan.step_no, masks, tuple(self._drafts)))
         return _LoggedDraw(self._runner.draw(plan, masks), self._steps)
 
     def draw_ahead(self, plan: StepPlan, masks: Masks) -> Pending[StepResult] | None:
@@ -228,58 +196,50 @@ class _LoggedDraw:
 
     def wait(self) -> StepResult:
         result = self._pending.wait()
-        self._steps.drawn(result)
+        self._steps.result(result)
         return result
 
     def done(self) -> bool:
         return self._pending.done()
 
 
-def read_log(file: Path) -> Iterator[Record]:
-    """The records of the engine's last start, repeated plans made whole. A record cut off at the end is left out."""
-    sessions: list[list[Record]] = []
-    last: StepPlan | None = None
-    for record in _records(file):
-        if isinstance(record, RunnerSetup):
-            sessions.append([])
-        if isinstance(record, Repeated):
-            if last is None:
-                raise ValueError(f"{file}: step {record.step_no} repeats a step that is not in the log")
-            record = Planned(_repeat(last, record))
-        if isinstance(record, Planned):
-            last = record.plan
-        if not sessions:
-            raise ValueError(f"{file} does not begin with the setup of a runner; it is no step log")
-        sessions[-1].append(record)
-    return iter(sessions[-1] if sessions else [])
-
-
-def _repeat(last: StepPlan, record: Repeated) -> StepPlan:
-    return replace(
-        last,
-        step_no=record.step_no,
-        starts=last.starts + 1,
-        block_rows=record.block_rows,
-        block_cols=record.block_cols,
-        block_ids=record.block_ids,
-        block_groups=record.block_groups,
-        shared_blocks=record.shared_blocks,
-        shape=record.shape,
-        captures=record.captures,
-        scored=None,
-        pooled=None,
-        admitted=(),
-        released=(),
-        appended=(),
-        forced=(),
-    )
-
-
-def _records(file: Path) -> Iterator[Record]:
+def read_log(file: Path) -> list[Record]:
+    """The records of the engine's last start. A record cut off at the end is left out. Raises a ValueError."""
+    found: list[Record] = []
+    decoder = StepDecoder()
     with file.open("rb") as source:
-        while len(head := source.read(HEADER.size)) == HEADER.size:
-            (length,) = HEADER.unpack(head)
-            data = source.read(length)
-            if len(data) < length:
-                return
-            yield decode(data)
+        _check_first_line(source, file)
+        for kind, data in _records(source):
+            if kind == SETUP:
+                found, decoder = [msgspec.msgpack.decode(data, type=RunnerSetup)], StepDecoder()
+            elif kind == STEP:
+                found.append(decoder.decode(data))
+            elif kind == RESULT:
+                found.append(_result_decoder.decode(data))
+            else:
+                raise ValueError(f"{file} has a record of the unknown kind {kind}; it is damaged.")
+    return found
+
+
+def _check_first_line(source: BinaryIO, file: Path) -> None:
+    line = source.read(len(FIRST_LINE))
+    if line == FIRST_LINE:
+        return
+    name = FIRST_LINE[: FIRST_LINE.rindex(b" ") + 1]
+    # Version 1 had no such line: it began with the length of a record, 8 bytes.
+    if line.startswith(name) or (line[3:8] == bytes(5) and line[:3] != bytes(3)):
+        raise ValueError(
+            f"{file} is a step log of another version; this Millrace reads and writes version {VERSION}. Record the"
+            " steps again."
+        )
+    raise ValueError(f"{file} is no step log.")
+
+
+def _records(source: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """Kind and content of each record that was written whole."""
+    while len(head := source.read(RECORD.size)) == RECORD.size:
+        kind, length = RECORD.unpack(head)
+        data = source.read(length)
+        if len(data) < length:
+            return
+        yield kind, data

@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.step_messages import plain
 
 from millrace import LLM, SamplingParams
 from millrace.bench.errors import BenchError
 from millrace.bench.micro.replay import replay_log
 from millrace.config import RunConfig
+from millrace.errors import ConfigError
 from millrace.params import Grammar, RowParams
+from millrace.plan.codec.encoder import encode_inputs, encode_plan
+from millrace.plan.queue.admission_forecast import AdmissionForecast
 from millrace.plan.scheduler import Scheduler
-from millrace.plan.step import Admission, Appended, ForcedDrafts, Int32s, Release, StepPlan, StepShape, exact_shape
+from millrace.plan.step import (
+    Admission,
+    BlockCopies,
+    CapturePlan,
+    HeadShape,
+    Int32s,
+    Masks,
+    Release,
+    StepInputs,
+    StepPlan,
+    exact_shape,
+)
+from millrace.run.device.device import Pending
 from millrace.run.runner import StepResult
-from millrace.run.step_log import Copied, Drawn, Masked, Planned, RunnerSetup, StepLog, decode, encode, read_log
+from millrace.run.step_log import (
+    FIRST_LINE,
+    LoggedResult,
+    LoggedRunner,
+    RunnerSetup,
+    StepLog,
+    read_log,
+)
 
 SETUP = RunnerSetup("m", "float32", "none", 0, False, "full", "off", 8, 4, 2, 64, 32, 0, 1)
 
@@ -35,8 +60,7 @@ def ints(*values: int) -> Int32s:
 
 
 def a_plan(step_no: int, epoch: int) -> StepPlan:
-    params = SamplingParams(logit_bias=((3, -1.5),), grammar=Grammar("json_object"), seed=7, stop=("x",))
-    tokens = ints(5, 6, 7)
+    tokens, params = ints(5, 6, 7), SamplingParams(logit_bias=((3, -1.5),), seed=7).of_draws()
     return StepPlan(
         step_no=step_no,
         rows=ints(1, 0),
@@ -49,59 +73,43 @@ def a_plan(step_no: int, epoch: int) -> StepPlan:
         shape=exact_shape(ints(1, 1), 2),
         admitted=(Admission(1, 2**50, tokens, 2, RowParams(params, (0, 9)), limit=40, num_computed=1),),
         released=(Release(0, 3, "preempted"),),
-        appended=(Appended(1, 4, tokens),),
-        forced=(ForcedDrafts(1, tokens),),
-        block_groups=ints(0),
-        draft_places=ints(2, 0),
-        masked=np.array([True, False]),
         epoch=epoch,
     )
 
 
-def plain(value: object) -> object:
-    """Arrays as lists with their type, so that records can be compared."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {part.name: plain(getattr(value, part.name)) for part in dataclasses.fields(value)}
-    if isinstance(value, np.ndarray):
-        return value.dtype.str, value.tolist()
-    return [plain(part) for part in value] if isinstance(value, tuple) else value
+def a_result(step_no: int, *tokens: int) -> StepResult:
+    return StepResult(step_no, torch.tensor(tokens), None, np.zeros(0, np.int64), ints(), ())
 
 
-def test_a_plan_is_read_as_it_was_written() -> None:
-    record = decode(encode(Planned(a_plan(3, 1))))
-    assert isinstance(record, Planned)
-    assert plain(record.plan) == plain(a_plan(3, 1))
+def write_everything(log: StepLog) -> list[object]:
+    """One record of every kind but the setup, and what they should be read as."""
+    masks = Masks(np.array([0]), np.array([[7, 1]], np.uint32))
+    inputs = StepInputs(0, masks, (ints(3, 4),))
+    copies, capture = BlockCopies(1, True, ints(2), ints(0)), CapturePlan(HeadShape(4, "full"))
+    log.plan(a_plan(0, 1))
+    log.inputs(inputs)
+    log.copies(copies)
+    log.capture(capture)
+    log.result(a_result(0, 3))
+    return [a_plan(0, 1), inputs, copies, capture, LoggedResult(0, ints(3).tobytes())]
 
 
-def test_repeated_plans_are_short_and_read_back_whole(tmp_path: Path) -> None:
+def test_records_of_the_last_start_are_read_as_they_were_written(tmp_path: Path) -> None:
     file = tmp_path / "steps"
-    StepLog(file, SETUP)  # An earlier start.
-    log = StepLog(file, SETUP)
-    first = a_plan(0, 1)
-    second = dataclasses.replace(
-        first,
-        step_no=1,
-        starts=first.starts + 1,
-        block_ids=ints(5),
-        shape=StepShape(4, 4, 0, is_decode=True, places=2),
-        captures=True,
-        admitted=(),
-        released=(),
-        appended=(),
-        forced=(),
-    )
-    log.plan(first)
-    size = file.stat().st_size
-    log.plan(second)
-    log.plan(a_plan(2, 2))
-    log._file.flush()  # Plans are flushed with the next tokens.
-    assert file.stat().st_size - size < 3 * len(encode(Planned(first)))
-    records = list(read_log(file))
-    assert isinstance(records[0], RunnerSetup)
-    plans = [record.plan for record in records if isinstance(record, Planned)]
-    assert [plain(plan) for plan in plans] == [plain(plan) for plan in (first, second, a_plan(2, 2))]
+    write_everything(StepLog(file, SETUP))
+    setup = msgspec.structs.replace(SETUP, model="other")
+    written = write_everything(StepLog(file, setup))
+    assert [plain(record) for record in read_log(file)] == [plain(record) for record in [setup, *written]]
+    assert file.read_bytes().count(FIRST_LINE) == 1
+
+
+def test_a_record_that_was_not_written_whole_is_left_out_and_does_not_hide_later_ones(tmp_path: Path) -> None:
+    file = tmp_path / "steps"
+    written = write_everything(StepLog(file, SETUP))
     file.write_bytes(file.read_bytes()[:-3])
-    assert len(list(read_log(file))) == 3, "a record that was not written whole is left out"
+    assert len(read_log(file)) == len(written), "the setup, and all but the last"
+    write_everything(StepLog(file, SETUP))
+    assert [plain(record) for record in read_log(file)] == [plain(record) for record in [SETUP, *written]]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
@@ -109,35 +117,144 @@ def test_a_full_disk_ends_the_log_and_not_the_step(caplog: pytest.LogCaptureFixt
     log = StepLog(Path("/dev/full"), SETUP)
     for step_no in range(2):
         log.plan(a_plan(step_no, step_no))
-        log.drawn(StepResult(step_no, torch.tensor([3]), None, np.zeros(0, np.int64), ints(), ()))
+        log.result(a_result(step_no, 3))
     assert caplog.text.count("the step log ends here") == 1
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"\x05" + bytes(7) + b"hello, a record of version 1", "another version; this Millrace reads and writes"),
+        (FIRST_LINE.replace(b"2", b"7"), "another version; this Millrace reads and writes"),
+        (b"a letter to somebody, not a log", "is no step log"),
+        (b"", "is no step log"),
+    ],
+)
+def test_another_file_is_refused_by_name_when_read_and_when_written(tmp_path: Path, content: bytes, says: str) -> None:
+    file = tmp_path / "other"
+    file.write_bytes(content)
+    with pytest.raises(BenchError, match=rf"other cannot be read: .*{says}"):
+        replay_log(file, RunConfig())
+    if content:
+        with pytest.raises(ConfigError, match=f"{says}.*Or give --step-log another file"):
+            StepLog(file, SETUP)
+        assert file.read_bytes() == content
+
+
+def test_a_log_that_lacks_a_step_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "steps"
+    log = StepLog(file, SETUP)
+    log._encoder._sequence = 1
+    log.plan(a_plan(0, 1))
+    log.result(a_result(0, 3))
+    with pytest.raises(BenchError, match="step message 1 came where 0 was due"):
+        replay_log(file, RunConfig())
+
+
+class Watched:
+    """The bytes of plans and inputs when they were given to the runner, beside the objects themselves."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.plans: list[tuple[StepPlan, bytes]] = []
+        self.num_inputs = 0
+        forward, draw = LoggedRunner.forward, LoggedRunner.draw
+
+        def watched_forward(runner: LoggedRunner, plan: StepPlan) -> None:
+            self.plans.append((plan, encode_plan(plan)))
+            forward(runner, plan)
+
+        def watched_draw(runner: LoggedRunner, plan: StepPlan, masks: Masks | None) -> Pending[StepResult]:
+            pending = draw(runner, plan, masks)
+            return pending if masks is None else WatchedDraw(self, pending, StepInputs(plan.step_no, masks))
+
+        patch.setattr(LoggedRunner, "forward", watched_forward)
+        patch.setattr(LoggedRunner, "draw", watched_draw)
+
+    def check(self) -> None:
+        for plan, before in self.plans:
+            assert encode_plan(plan) == before, f"step {plan.step_no} was modified: {plan}"
+
+
+class WatchedDraw:
+    def __init__(self, watched: Watched, pending: Pending[StepResult], inputs: StepInputs) -> None:
+        self._watched, self._pending, self._inputs, self._before = watched, pending, inputs, encode_inputs(inputs)
+
+    def wait(self) -> StepResult:
+        result = self._pending.wait()
+        assert encode_inputs(self._inputs) == self._before, "masks were modified before the draw ended"
+        self._watched.num_inputs += 1
+        return result
+
+    def done(self) -> bool:
+        return self._pending.done()
+
+
+def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Half of the prompts begin alike, all repeat themselves, and their answers are drawn in every way."""
+    rng = np.random.default_rng(0)
+    shared = rng.integers(300, 40_000, 32).tolist()
+    prompts = [shared * (index % 2) + rng.integers(300, 40_000, 20).tolist() * 3 for index in range(8)]
+    grammar, repeating = Grammar("json_schema", json.dumps(SCHEMA)), Grammar("regex", "(yes|no)(, (yes|no)){6}")
+    others: list[dict[str, Any]] = [
+        {"grammar": grammar, "temperature": 0.0},
+        {"grammar": repeating, "temperature": 0.0},
+        {"temperature": 0.0},
+        {"logprobs": 2, "top_p": 0.9},
+        {"frequency_penalty": 0.5, "prompt_logprobs": 1},
+        {"typical_p": 0.9, "dry_multiplier": 0.8, "bad_words": ("the",)},
+        {"logit_bias": ((300, 2.0),), "min_tokens": 3, "top_k": 40},
+        {"temperature": 0.0, "prediction": tuple(prompts[7])},
+    ]
+    params = [SamplingParams(max_tokens=20, seed=index, **other) for index, other in enumerate(others)]
+    return prompts, params
+
+
+@pytest.mark.timeout(600)
 def test_running_the_steps_again_draws_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # How many drafts there are must not depend on how busy the machine is.
     monkeypatch.setattr(Scheduler, "observe_step", lambda *_: None)
-    file = tmp_path / "steps"
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(300, 40_000, 40).tolist() * 3 for _ in range(6)]
-    grammar = Grammar("json_schema", json.dumps(SCHEMA))
-    params = [
-        SamplingParams(max_tokens=12, temperature=index % 2, seed=index, grammar=grammar if index < 3 else None)
-        for index in range(6)
-    ]
-    settings = {"speculate": "ngram", "kv_tokens": 400, "kv_host_gib": 0.1, "max_running": 4, "token_budget": 50}
-    with LLM(dtype="float32", step_log=str(file), **settings) as llm:
+    # Too many requests are admitted, so that blocks run out and requests are preempted.
+    monkeypatch.setattr(AdmissionForecast, "admit", lambda *_: True)
+    watched, file = Watched(monkeypatch), tmp_path / "steps"
+    prompts, params = mixed_requests()
+    settings = {
+        "speculate": "ngram",
+        "kv_tokens": 200,
+        "kv_host_gib": 0.1,
+        "max_running": 4,
+        "token_budget": 50,
+        "draft_tokens": 3,
+    }
+    with (
+        LLM(dtype="float32", step_log=str(file), block_size=8, **settings) as llm,
+        ThreadPoolExecutor(2) as beside,
+    ):
+        vectors = [beside.submit(llm.embed, prompts[:3], pooling=pooling) for pooling in ("last", "mean")]
         answers = [generation.token_ids for generation in llm.generate(prompts, params)]
         llm.generate(prompts, params)
-    records = list(read_log(file))
-    assert {type(record) for record in records} == {RunnerSetup, Planned, Masked, Drawn, Copied}
-    assert sum(len(drafts) for record in records if isinstance(record, Masked) for drafts in record.drafts) > 2
+        assert all(len(each.result(300)) == 3 for each in vectors)
+    watched.check()
+    assert watched.num_inputs > 10
+    records = read_log(file)
+    plans = [record for record in records if isinstance(record, StepPlan)]
+    assert [encode_plan(plan) for plan in plans] == [before for _, before in watched.plans]
+    assert {type(record) for record in records} == {RunnerSetup, StepPlan, StepInputs, LoggedResult, BlockCopies}
+    found = {
+        "drafts of masked rows": sum(
+            len(own) for record in records if isinstance(record, StepInputs) for own in record.drafts
+        ),
+        "drafts of other rows": sum(
+            int(plan.draft_places.sum()) for plan in plans if plan.draft_places is not None and plan.masked is None
+        ),
+        "preemptions": sum(one.reason == "preempted" for plan in plans for one in plan.released),
+        "prefix hits": sum(one.num_computed > 0 for plan in plans for one in plan.admitted),
+        "forced tokens": sum(len(one.tokens) for plan in plans for one in plan.appended),
+        "loads from the host": sum(isinstance(record, BlockCopies) and not record.to_host for record in records),
+        "scored prompts": sum(plan.scored is not None for plan in plans),
+    }
+    assert all(found.values()), found
     done = replay_log(file, RunConfig())
     assert done.num_different == 0
     assert done.num_tokens > sum(map(len, answers)) / 2
-
-
-def test_a_file_that_is_no_log_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "other"
-    file.write_bytes(b"\x05" + bytes(7) + b"hello")
-    with pytest.raises(BenchError, match="other"):
-        replay_log(file, RunConfig())
+    assert done.num_vectors >= 2
+    assert done.vector_error < 1e-5

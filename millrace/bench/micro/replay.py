@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 
 from millrace.bench.errors import BenchError
@@ -15,15 +16,14 @@ from millrace.bench.figures import Figure
 from millrace.config import Config, ModelConfig, PlanConfig, Quantization, RunConfig, Speculation
 from millrace.engine.drafting.find import find_drafter
 from millrace.models.load import load_decoder
-from millrace.plan.step import CapturePlan, Int32s, StepPlan
+from millrace.plan.step import BlockCopies, CapturePlan, Int32s, StepInputs, StepPlan
 from millrace.run.device.device import Device, open_device
 from millrace.run.device.kv_pool import KvFormat
 from millrace.run.drafting.drafter import DraftAsk, DraftGuide
 from millrace.run.make import make_runner
-from millrace.run.runner import AnyRunner
-from millrace.run.sampling.masks import Masks
+from millrace.run.runner import AnyRunner, StepResult
 from millrace.run.settings import RunnerSettings
-from millrace.run.step_log import Captured, Copied, Drawn, Masked, Planned, Record, RunnerSetup, read_log
+from millrace.run.step_log import LoggedResult, Record, RunnerSetup, read_log, vectors_of
 from millrace.sources.resolve import resolve_model
 
 
@@ -32,21 +32,39 @@ class Replay:
     num_steps: int = 0
     num_tokens: int = 0
     num_different: int = 0
-    """Steps whose tokens differ."""
+    """Steps whose tokens, or number of vectors, differ."""
+    num_vectors: int = 0
+    """Steps that gave vectors."""
+    vector_error: float = 0.0
+    """Largest difference of an element of a vector."""
     seconds: float = 0.0
+
+    def compare(self, found: StepResult, expected: LoggedResult | None) -> None:
+        """`expected`: None of a step that did not end."""
+        tokens, vectors = found.drawn(), vectors_of(found)
+        self.num_steps += 1
+        self.num_tokens += len(tokens)
+        if expected is not None:
+            logged = np.frombuffer(expected.vectors, np.float32)
+            is_same_size = len(logged) == len(vectors)
+            self.num_different += tokens.tobytes() != expected.tokens or not is_same_size
+            if len(vectors) and is_same_size:
+                self.num_vectors += 1
+                self.vector_error = max(self.vector_error, float(np.abs(vectors - logged).max()))
 
     def figures(self) -> Iterator[Figure]:
         yield Figure("replay", "steps", self.num_steps, "")
         yield Figure("replay", "tokens drawn", self.num_tokens, "")
         yield Figure("replay", "steps with other tokens", self.num_different, "")
+        yield Figure("replay", "largest difference of a vector", self.vector_error, "")
         yield Figure("replay", "time of a step", 1e3 * self.seconds / max(1, self.num_steps), "ms")
 
 
 def replay_log(file: Path, run: RunConfig) -> Replay:
     try:
-        records = list(read_log(file))
-    except (OSError, ValueError, msgspec.DecodeError) as error:
-        raise BenchError(f"The step log {file} cannot be read: {error}.") from error
+        records = read_log(file)
+    except (OSError, ValueError) as error:
+        raise BenchError(f"The step log {file} cannot be read: {error}") from error
     if not records or not isinstance(records[0], RunnerSetup):
         raise BenchError(f"The step log {file} is empty.")
     device = open_device(run)
@@ -62,11 +80,11 @@ class LoggedDrafts(DraftGuide):
     def __init__(self) -> None:
         self._drafts: dict[int, Int32s] = {}
 
-    def take(self, plan: StepPlan, masked: Masked | None) -> None:
+    def take(self, plan: StepPlan, inputs: StepInputs | None) -> None:
         """For the next step."""
         self._drafts = {}
-        if masked is not None and masked.drafts:
-            self._drafts = dict(zip(plan.rows[plan.masked].tolist(), masked.drafts, strict=True))
+        if inputs is not None and inputs.drafts:
+            self._drafts = dict(zip(plan.rows[plan.masked].tolist(), inputs.drafts, strict=True))
 
     def guide(self, request_id: int, ask: DraftAsk, drafts: Int32s) -> tuple[Int32s, bool]:
         return self._drafts.get(ask.row, drafts[:0]), True
@@ -74,29 +92,23 @@ class LoggedDrafts(DraftGuide):
 
 def replay(records: list[Record], runner: AnyRunner) -> Replay:
     """Steps one after the other, in the order of the log."""
-    masks = {each.step_no: each for each in records if isinstance(each, Masked)}
-    drawn = {each.step_no: each for each in records if isinstance(each, Drawn)}
+    inputs = {each.step_no: each for each in records if isinstance(each, StepInputs)}
+    results = {each.step_no: each for each in records if isinstance(each, LoggedResult)}
     logged = LoggedDrafts()
     runner.guide_drafts(logged)
     done, began = Replay(), time.perf_counter()
     for record in records:
-        if isinstance(record, Captured):
-            part = record.shape or record.head
-            assert part is not None, "a capture has a shape or a head"
-            runner.capture(CapturePlan(part))
-        if isinstance(record, Copied):
-            runner.copy(record.copies).wait()
-        if not isinstance(record, Planned):
+        if isinstance(record, CapturePlan):
+            runner.capture(record)
+        if isinstance(record, BlockCopies):
+            runner.copy(record).wait()
+        if not isinstance(record, StepPlan):
             continue
-        plan = record.plan
-        own, expected = masks.get(plan.step_no), drawn.get(plan.step_no)
-        logged.take(plan, own)
-        runner.forward(plan)
-        given = Masks(own.index, own.bits.reshape(len(own.index), -1), own.places) if own is not None else None
-        found = runner.draw(plan, given).wait().drawn()
-        done.num_steps += 1
-        done.num_tokens += len(found)
-        done.num_different += expected is not None and expected.tokens.tolist() != found.tolist()
+        own, expected = inputs.get(record.step_no), results.get(record.step_no)
+        logged.take(record, own)
+        runner.forward(record)
+        found = runner.draw(record, None if own is None else own.masks).wait()
+        done.compare(found, expected)
     done.seconds = time.perf_counter() - began
     return done
 
