@@ -64,10 +64,6 @@ class DrafterSpec:
         return self.draft_vocab_size != self.vocab_size
 
     @property
-    def reads_target_states(self) -> bool:
-        return self.kind != "draft"
-
-    @property
     def num_kv_layers(self) -> int:
         """KV tensors that the drafter needs beside the target's."""
         return 0 if self.decoder is None else self.decoder.num_layers

@@ -70,10 +70,6 @@ class BlockPool:
         return len(self._cached) + len(self._dirty)
 
     @property
-    def num_dirty(self) -> int:
-        return len(self._dirty)
-
-    @property
     def num_held(self) -> int:
         return len(self._held)
 

@@ -120,11 +120,6 @@ class HostTier:
         """Batches in flight."""
         return len(self._in_flight)
 
-    @property
-    def num_arriving(self) -> int:
-        """Blocks allocated for content that has not arrived."""
-        return sum(arrival.num_left for arrival in self._arrivals.values())
-
     def advance(self, now: float) -> None:
         """Call before each plan: finds out whether copies are stuck."""
         self._now = now
