@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 
 MAX_WAIT_S, POLL_S = 0.05, 0.0002
 """Longest wait for copies: they may be stuck, and messages must be taken meanwhile."""
+MAX_POLLS = round(MAX_WAIT_S / POLL_S)
+"""Ends the wait also where the given clock stands still, as a simulated one may."""
 
 
 class PendingCopy(Protocol):
@@ -52,7 +54,9 @@ class BlockCopying:
     def acknowledge(self, *, wait: bool = False) -> None:
         """Acknowledge the copies that are done; with `wait`, wait for the oldest for a while."""
         until = self._clock() + MAX_WAIT_S
-        while wait and self._started and not self._started[0][1].done() and self._clock() < until:
+        for _ in range(MAX_POLLS if wait and self._started else 0):
+            if self._started[0][1].done() or self._clock() >= until:
+                break
             time.sleep(POLL_S)
         while self._started and self._started[0][1].done():
             copies, pending = self._started.popleft()

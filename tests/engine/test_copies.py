@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from helpers.fake_clock import FakeClock
 from helpers.fake_runner import FakeRunner
 
@@ -53,4 +54,12 @@ def test_a_copy_that_never_ends_is_waited_for_briefly() -> None:
     copying.start()
     copying.acknowledge(wait=True)
     assert 10 <= looks <= 12
+    assert len(copying) == 1
+
+
+@pytest.mark.timeout(60)
+def test_the_wait_ends_on_a_clock_that_stands_still() -> None:
+    copying = BlockCopying(FakeScheduler(1), FakeRunner(), lambda: 0.0)  # type: ignore[arg-type]
+    copying.start()
+    copying.acknowledge(wait=True)
     assert len(copying) == 1
