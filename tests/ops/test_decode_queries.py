@@ -81,10 +81,10 @@ class Case:
                    **options)  # fmt: skip
             torch.testing.assert_close(out.float(), expected.float(), atol=CLOSE, rtol=CLOSE)
 
-    def host_list(self, bounds: list[int]) -> torch.Tensor:
-        count = len(bounds)
+    def host_list(self, lengths: list[int]) -> torch.Tensor:
+        count = len(lengths)
         words, rows = np.zeros(num_words(count), np.int32), np.arange(count)
-        write_decode_rows(words, rows * self.num_queries, rows, np.array(bounds, np.int32))
+        write_decode_rows(words, rows * self.num_queries, rows, np.array(lengths, np.int32))
         return torch.from_numpy(words.reshape(LIST_COLUMNS, -1)).to(device)
 
 
@@ -120,19 +120,15 @@ def test_group_sizes_and_a_softcap(heads: int, kv_heads: int) -> None:
 
 @pytest.mark.parametrize("held", ["plain", "packed"])
 @pytest.mark.parametrize("queries", [1, 4])
-def test_listed_rows_with_lengths_on_the_device(queries: int, held: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The list splits the longest row; its lengths are only upper bounds."""
+def test_listed_rows(queries: int, held: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list splits the longest row, and its lengths are those that hold."""
     monkeypatch.setattr(decode_rows, "LONG_TOKENS", 128)
     lengths = [40, 9, 400, 33]
     case = Case(lengths, queries)
-    of_row = torch.zeros(6, dtype=torch.int32, device=device)
-    of_row[:4] = case.given.seq_lens
-    bounds = [length + 7 for length in lengths]
     unknown = replace(case.rows, seq_lens=torch.full_like(case.given.seq_lens, 1 << 20))
-    listed = case.host_list(bounds)
+    listed = case.host_list(lengths)
     assert int(listed[4].max()) > 1
-    case.check(replace(NARROW, splits=8), held, listed=listed, lengths_of_row=of_row, rows=unknown)
-    case.check(NARROW, held, lengths_of_row=of_row, rows=unknown)
+    case.check(replace(NARROW, splits=8), held, listed=listed, rows=unknown)
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -206,13 +202,12 @@ def test_more_rows_than_entries_are_refused() -> None:
 @pytest.mark.parametrize("held", ["plain", "packed"])
 @pytest.mark.parametrize("queries", [1, 3])
 def test_attention_of_few_rows(queries: int, held: CacheFormat, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through the op, with lengths on the device: rows are split, and padding changes nothing."""
+    """Through the op: rows are split, and padding changes nothing."""
     if interpreted:
         want_few_programs(monkeypatch)
     case = Case([70, 9, 300 if interpreted else 9000], queries)
     attention, kv = PagedAttention(*case.arguments), in_format(case.kv, held)
-    unknown = torch.full_like(case.given.seq_lens, 1 << 20)
-    step = make_tiled(case.given, seq_lens=unknown, queries_per_row=queries, lengths_of_row=case.given.seq_lens)
+    step = make_tiled(case.given, queries_per_row=queries)
     prepared = attention.prepare(step, BLOCK, None, held)
     assert prepared.in_parts
     found = [attention(case.queries, kv, prepared).float() for _ in range(2)]

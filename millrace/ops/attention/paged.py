@@ -74,8 +74,7 @@ class PagedAttention:
         if step.has_decode_rows and step.shared_len is None:
             few = few_rows(self._shape, num_rows, step.seq_lens.device, cache_format, queries_per_row)
         if few is not None:
-            lengths = step.lengths_of_row
-            listed = list_rows(paged, few.entries, window or 0, queries_per_row=queries_per_row, lengths_of_row=lengths)
+            listed = list_rows(paged, few.entries, window or 0, queries_per_row=queries_per_row)
             step = replace(step, decode_rows=listed)
         return PreparedRows(paged, step, window or 0, few is not None)
 
@@ -134,7 +133,6 @@ class PagedAttention:
             all_single=prepared.step.tiles is None and not prepared.step.long_rows,
             listed=listed,
             queries_per_row=queries_per_row,
-            lengths_of_row=prepared.step.lengths_of_row,
         )
 
     def _attend_shared(self, queries: Tensor, kv: Tensor, out: Tensor, prepared: PreparedRows, length: Tensor) -> None:

@@ -59,8 +59,6 @@ class TiledRows(_Rows):
     is no window."""
     queries_per_row: int = 1
     """Queries of a decode row. Above 1, all rows without tiles are decode rows."""
-    lengths_of_row: Tensor | None = None
-    """int32, sequence lengths by row of the block tables; those in `decode_rows` are then upper bounds."""
 
 
 AttentionRows = PlainRows | TiledRows

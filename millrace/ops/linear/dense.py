@@ -1,4 +1,4 @@
-"""A linear layer: y = x W^T + b, optionally plus an addend.
+"""A linear layer: y = x W^T + b.
 
 make(weight, bias) -> Linear. The weight [N, K] is contiguous and in the model's dtype; a version that repacks it keeps
 no reference to it.
@@ -46,9 +46,8 @@ class Linear(ABC):
     """True if `decode` uses another kernel than a call; its results then differ."""
 
     @abstractmethod
-    def __call__(self, x: Any, addend: Tensor | None = None) -> Tensor:
-        """[T, K] -> [T, N]. The input is a Tensor or, if `takes_fp8`, `Quantised`. The sums start from `addend` [T, N],
-        if given, and are rounded once where the version can do so."""
+    def __call__(self, x: Any) -> Tensor:
+        """[T, K] -> [T, N]. The input is a Tensor or, if `takes_fp8`, `Quantised`."""
         ...
 
     def decode(self, x: Any) -> Tensor:
@@ -83,9 +82,6 @@ class Head(Linear):
         logits. Only if `draws` returned true."""
         raise NotImplementedError
 
-    def _plus(self, x: Tensor, addend: Tensor) -> Tensor:
-        return self.wide(x).add_(addend).to(addend.dtype)
-
 
 class PlainLinear(Head):
     """The reference: torch's own linear."""
@@ -95,11 +91,8 @@ class PlainLinear(Head):
         self.bias = bias
         self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
 
-    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
-        if addend is None:
-            return F.linear(x, self.weight, self.bias)
-        bias = None if self.bias is None else self.bias.float()
-        return F.linear(x.float(), self.weight.float(), bias).add_(addend).to(addend.dtype)
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
 
     def wide(self, x: Tensor, out: Tensor | None = None, decode: bool = False) -> Tensor:
         return linear_float32(x, self.weight, self.bias, out)
@@ -150,8 +143,8 @@ class NativeParts(Head):
         self.num_bytes = sum(packed.nbytes for packed in self._packed) + (0 if bias is None else bias.nbytes)
         self.has_decode_kernel = bool(kernels.with_gil.has_decode_kernel(self._address))
 
-    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
-        return self._multiply(x, self.dtype, False) if addend is None else self._plus(x, addend)
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._multiply(x, self.dtype, False)
 
     def decode(self, x: Tensor) -> Tensor:
         """Over quantised weights this uses the kernel of cpp/linear/linear_decode.h: faster for few rows, and it rounds
@@ -206,9 +199,7 @@ class PackedLinear(Head):
         self.bias = bias
         self.num_bytes = weight.nbytes + (0 if bias is None else bias.nbytes)
 
-    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
-        if addend is not None:
-            return self._plus(x, addend)
+    def __call__(self, x: Tensor) -> Tensor:
         result: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return result
 
@@ -223,9 +214,7 @@ class TiledLinear(Head):
         self.inner = inner
         self.num_bytes = inner.num_bytes
 
-    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
-        if addend is not None:
-            return self._plus(x, addend)
+    def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
         padded = F.pad(x, (0, 0, 0, -rows % TILE_ROWS))
         tiles = [self.inner(tile) for tile in torch.split(padded, TILE_ROWS)]
@@ -253,9 +242,7 @@ class TunedLinear(Head):
         self._chosen_wide = measured_product(weight, bias, wide=True)
         self._head_tiles = gemm_choice.measured_head(weight, bias)
 
-    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
-        if addend is not None:
-            return torch.addmm(addend, x, self.weight.t()) if self.bias is None else self._plus(x, addend)
+    def __call__(self, x: Tensor) -> Tensor:
         tiles = self._tiles.of(x.shape[0])
         if tiles is not None:
             return self._multiply(x, self.weight, tiles, bias=self.bias, counters=self._counters)
@@ -303,9 +290,7 @@ class InvariantLinear(Head):
         self._multiply, self._choose = gemm.multiply, gemm_choice.invariant
         self._counters = gemm_choice.invariant_counters(weight.shape[0], weight.device)
 
-    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
-        if addend is not None:
-            return self._plus(x, addend)
+    def __call__(self, x: Tensor) -> Tensor:
         tiles = self._choose(x.shape[0], self.weight)
         return self._multiply(x, self.weight, tiles, bias=self.bias, counters=self._counters)
 

@@ -7,7 +7,6 @@ row take it unquantised.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +27,7 @@ FP8_CAPABILITY = (8, 9)
 
 
 class Fp8Weight(Linear):
-    """Base of all versions: the quantised weight. An addend is added after the product."""
+    """Base of all versions: the quantised weight."""
 
     takes_fp8 = True
 
@@ -38,18 +37,11 @@ class Fp8Weight(Linear):
         self.bias = bias
         self.num_bytes = self.weight.values.nbytes + self.weight.scales.nbytes + (0 if bias is None else bias.nbytes)
 
-    def __call__(self, x: Tensor | Quantised, addend: Tensor | None = None) -> Tensor:
-        product = self._multiplied(x)
-        return product if addend is None else product.float().add_(addend).to(self.dtype)
-
-    @abstractmethod
-    def _multiplied(self, x: Tensor | Quantised) -> Tensor: ...
-
 
 class Fp8Reference(Fp8Weight):
     """Widens both operands to float32 and multiplies them in fixed tiles of rows."""
 
-    def _multiplied(self, x: Tensor | Quantised) -> Tensor:
+    def __call__(self, x: Tensor | Quantised) -> Tensor:
         wide = (quantise_rows(x) if isinstance(x, Tensor) else x).widen()
         weight = self.weight.widen()
         bias = None if self.bias is None else self.bias.float()
@@ -66,7 +58,7 @@ class Fp8ScaledMm(Fp8Weight):
         self._right = self.weight.values.t()
         self._right_scales = self.weight.scales[None, :]
 
-    def _multiplied(self, x: Tensor | Quantised) -> Tensor:
+    def __call__(self, x: Tensor | Quantised) -> Tensor:
         return self._scaled_mm(quantise_rows(x) if isinstance(x, Tensor) else x)
 
     def _scaled_mm(self, x: Quantised) -> Tensor:
@@ -95,7 +87,7 @@ class Fp8Tuned(Fp8ScaledMm):
         self._tiles = tiles or gemm_choice.measured_fp8(weight)
         self._counters = self._tiles.rows.counters(weight.shape[0], weight.device)
 
-    def _multiplied(self, x: Tensor | Quantised) -> Tensor:
+    def __call__(self, x: Tensor | Quantised) -> Tensor:
         rows = x.shape[0]
         if isinstance(x, Tensor):
             tiles = self._tiles.wide.of(rows)
@@ -130,7 +122,7 @@ class Fp8Invariant(Fp8Weight):
         self._multiply, self._new_scales, self._choose = gemm.multiply, gemm.Scales, gemm_choice.invariant
         self._counters = gemm_choice.invariant_counters(weight.shape[0], weight.device)
 
-    def _multiplied(self, x: Tensor | Quantised) -> Tensor:
+    def __call__(self, x: Tensor | Quantised) -> Tensor:
         if isinstance(x, Tensor):
             x = self._quantise(x)
         return self._multiply(

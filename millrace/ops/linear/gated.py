@@ -35,15 +35,11 @@ class GatedLinear(ABC):
         self.num_bytes, self.takes_fp8 = linear.num_bytes, linear.takes_fp8
         self.has_decode_kernel = linear.has_decode_kernel
 
-    def __call__(self, x: Any, quantise: bool = False, addend: Tensor | None = None) -> Any:
-        """[T, K] -> [T, I], as Tensor or Quantised. With `quantise` the result is for an FP8 linear: `Quantised`, or a
-        Tensor where it is faster to let that linear quantise it. `addend` [T, 2 I]: added before the activation."""
-        if addend is None:
-            return self._fused(x, quantise)
-        return self._gated(self.linear(x, addend), quantise=quantise)
-
     @abstractmethod
-    def _fused(self, x: Any, quantise: bool) -> Any: ...
+    def __call__(self, x: Any, quantise: bool = False) -> Any:
+        """[T, K] -> [T, I], as Tensor or Quantised. With `quantise` the result is for an FP8 linear: `Quantised`, or a
+        Tensor where it is faster to let that linear quantise it."""
+        ...
 
     def decode(self, x: Tensor) -> Any:
         """The same for decode rows."""
@@ -58,7 +54,7 @@ class ComposedGatedLinear(GatedLinear):
     ) -> None:
         super().__init__(linear(weight, bias), gated)
 
-    def _fused(self, x: Any, quantise: bool) -> Any:
+    def __call__(self, x: Any, quantise: bool = False) -> Any:
         return self._gated(self.linear(x), quantise=quantise)
 
 
@@ -84,7 +80,7 @@ class TunedGatedLinear(GatedLinear):
         self._counters = self._tiles.counters(weight.shape[0] // 2, weight.device)
         self._many_tiles = gemm_choice.measured_many(weight, bias, activation)
 
-    def _fused(self, x: Any, quantise: bool) -> Any:
+    def __call__(self, x: Any, quantise: bool = False) -> Any:
         if quantise:
             return self._gated(self.linear(x), quantise=True)
         tiles = self._tiles.of(x.shape[0])
@@ -124,7 +120,7 @@ class TunedFp8GatedLinear(GatedLinear):
         self._tiles = tiles or gemm_choice.measured("fp8_gated", weight)
         self._counters = self._tiles.counters(weight.shape[0] // 2, weight.device)
 
-    def _fused(self, x: Any, quantise: bool) -> Any:
+    def __call__(self, x: Any, quantise: bool = False) -> Any:
         tiles = None if isinstance(x, Tensor) else self._tiles.of(x.shape[0])
         if tiles is None:
             return self._gated(self.linear(x), quantise=quantise)

@@ -79,7 +79,7 @@ def _join(partial_ptr, lse_ptr, cell, active, d, VECTORS: tl.constexpr, GJ: tl.c
 @triton.jit(do_not_specialize=["splits", "min_tiles"])
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr,
-    listed_ptr, lengths_ptr, query_starts, seq_lens, table_rows, tables,
+    listed_ptr, query_starts, seq_lens, table_rows, tables,
     shared_len_ptr, shared_partial_ptr, shared_lse_ptr,
     softmax_scale, q_stride, table_stride, block_stride, splits, min_tiles,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, OWN: tl.constexpr, GP: tl.constexpr,
@@ -108,17 +108,12 @@ def _decode_kernel(
         start = tl.load(entry)
         table_row = tl.load(entry + entries)
         last = tl.load(entry + 2 * entries)
-        if lengths_ptr is not None:
-            last = tl.minimum(last, tl.load(lengths_ptr + table_row))
         split = tl.load(entry + 3 * entries)
         splits = tl.load(entry + 4 * entries)
         first_cell = tl.load(entry + 5 * entries)
     else:
         table_row = tl.load(table_rows + row)
-        if lengths_ptr is not None:
-            last = tl.load(lengths_ptr + table_row)
-        else:
-            last = tl.load(seq_lens + row)
+        last = tl.load(seq_lens + row)
         if ALL_SINGLE:
             start = row * QUERIES
             is_single = True
@@ -335,7 +330,6 @@ def decode(
     shared: SharedPrefix | None = None,
     listed: Tensor | None = None,
     queries_per_row: int = 1,
-    lengths_of_row: Tensor | None = None,
 ) -> None:
     """Attention of the rows with exactly `queries_per_row` queries; other rows are skipped. `all_single`: there are no
     other rows. With `shared`, whose partial results must already be computed, only the keys after the shared prefix are
@@ -345,14 +339,13 @@ def decode(
     first queries no keys and results of 0.
 
     `listed` int32 [LIST_COLUMNS, n]: these rows as a list, each in at most `tuning.splits` parts; for the columns see
-    `ops/attention/decode_rule.py`. `lengths_of_row` int32: the rows' lengths, by row of the block tables. Lengths in
-    the list are then only upper bounds."""
+    `ops/attention/decode_rule.py`."""
     num_rows = rows.seq_lens.shape[0]
     own = shape.queries_per_program(queries_per_row, tuning.own_queries)
     turns = -(-queries_per_row // own)
     vectors = int(triton.next_power_of_2(shape.group * own))
-    if shared is not None and (queries_per_row > 1 or lengths_of_row is not None):
-        raise ValueError("with a shared prefix rows have one query, and lengths from the host")
+    if shared is not None and queries_per_row > 1:
+        raise ValueError("with a shared prefix rows have one query")
     if shared is not None and (tuning.splits > 1 or window or listed is not None):
         raise ValueError("a shared prefix cannot be combined with splits, a window or a list of rows")
     if tuning.swap and format_of(kv) != "plain":
@@ -362,7 +355,7 @@ def decode(
     grid = (num_rows, tuning.splits) if listed is None else (listed.shape[1], 1)
     _decode_kernel[(shape.num_kv_heads * turns, *grid)](
         queries, *cache_pointers(kv), out, workspace.partial, workspace.lse, workspace.arrivals,
-        listed, lengths_of_row, rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables,
+        listed, rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables,
         None if shared is None else shared.length, None if shared is None else shared.partial,
         None if shared is None else shared.lse,
         shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1), tuning.splits,

@@ -21,7 +21,7 @@ COLUMNS = 6
 
 @triton.jit(do_not_specialize=["num_rows", "entries"])
 def _list_rows_kernel(
-    query_starts, seq_lens, table_rows, lengths_ptr, listed_ptr, num_rows, entries,
+    query_starts, seq_lens, table_rows, listed_ptr, num_rows, entries,
     QUERIES: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr, ENTRIES: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -31,10 +31,7 @@ def _list_rows_kernel(
     here = row < num_rows
     starts = tl.load(query_starts + row, mask=here, other=0)
     own_rows = tl.load(table_rows + row, mask=here, other=0)
-    if lengths_ptr is not None:
-        lengths = tl.load(lengths_ptr + own_rows, mask=here, other=0)
-    else:
-        lengths = tl.load(seq_lens + row, mask=here, other=0)
+    lengths = tl.load(seq_lens + row, mask=here, other=0)
     is_decode = tl.load(query_starts + row + 1, mask=here, other=0) - starts == QUERIES
     lengths = tl.where(is_decode, lengths, 0)
     units = tl.cdiv(lengths, UNIT)
@@ -72,23 +69,15 @@ def _of_entry(is_own, values):
     return tl.sum(tl.where(is_own, values[None, :], 0), 1)
 
 
-def list_rows(
-    rows: PagedRows,
-    entries: int,
-    window: int = 0,
-    *,
-    queries_per_row: int = 1,
-    lengths_of_row: Tensor | None = None,
-) -> Tensor:
-    """int32 [LIST_COLUMNS, entries]: the rows with exactly `queries_per_row` queries, in parts of about equal size. For
-    `lengths_of_row` see `decode`. Attention reads the list before it waits for the previous kernel, so another kernel
-    must run in between."""
+def list_rows(rows: PagedRows, entries: int, window: int = 0, *, queries_per_row: int = 1) -> Tensor:
+    """int32 [LIST_COLUMNS, entries]: the rows with exactly `queries_per_row` queries, in parts of about equal size.
+    Attention reads the list before it waits for the previous kernel, so another kernel must run in between."""
     num_rows = rows.seq_lens.shape[0]
     if num_rows > entries:
         raise ValueError(f"{num_rows} rows do not fit a list of {entries} entries")
     listed = torch.empty((COLUMNS, entries), dtype=torch.int32, device=rows.seq_lens.device)
     _list_rows_kernel[(1,)](
-        rows.query_starts, rows.seq_lens, rows.table_rows, lengths_of_row, listed, num_rows, entries,
+        rows.query_starts, rows.seq_lens, rows.table_rows, listed, num_rows, entries,
         QUERIES=queries_per_row, WINDOW=window, UNIT=UNIT, ROWS=triton.next_power_of_2(num_rows),
         ENTRIES=triton.next_power_of_2(entries), num_warps=4, **pdl_options(listed.device),
     )  # fmt: skip
