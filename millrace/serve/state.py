@@ -26,7 +26,7 @@ from millrace.serve.database import Store
 from millrace.serve.http.siblings import Siblings
 from millrace.serve.model_control import FixedModels, ModelControl
 from millrace.serve.served_models import ServedModel, ServedModels, as_asked, loading_state
-from millrace.serve.tenancy.admission import Admission
+from millrace.serve.tenancy.admission import AdmissionControl
 from millrace.serve.tenancy.keyring import Keyring
 from millrace.serve.tenancy.quotas import Quotas
 from millrace.settings_changes import with_live_changes
@@ -150,7 +150,7 @@ class FrontState:
     """How long a request waits for its model to be loaded before it gets a 503."""
     formats: AnswerFormats = field(init=False)
     """How the model writes tool calls and reasoning."""
-    admission: Admission = field(init=False)
+    admission: AdmissionControl = field(init=False)
     cors_origins: frozenset[str] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -172,7 +172,7 @@ class FrontState:
     def use_settings(self, config: Config) -> None:
         """Take over settings, at the start and again when the operator changes those that are live."""
         self.config = config
-        self.admission = Admission(config)
+        self.admission = AdmissionControl(config)
         origins = (origin.strip().rstrip("/") for origin in self.config.server.cors_origins.split(","))
         self.cors_origins = frozenset(origin for origin in origins if origin)
 

@@ -16,7 +16,7 @@ from millrace.ops.attention.decode_rule import SPLIT_CELLS
 from millrace.ops.attention.paged import tiles_of
 from millrace.ops.kv.cache import SCALE_BYTES, SCALE_WORDS
 from millrace.ops.kv.packed import packed_items
-from millrace.ops.triton.attention.prefill import ContextSplit, HeadShape, SplitWorkspace
+from millrace.ops.triton.attention.prefill import AttentionShape, ContextSplit, SplitWorkspace
 
 HALF = torch.float16 if interpreted else torch.bfloat16
 """Triton's interpreter cannot multiply bfloat16."""
@@ -117,7 +117,7 @@ def test_float32_softcap_and_large_scores() -> None:
 
 
 def test_windows_and_steps_beyond_the_workspace_are_refused() -> None:
-    shape = HeadShape(4, 2, 16, 0.3)
+    shape = AttentionShape(4, 2, 16, 0.3)
     one = ContextSplit(4, SplitWorkspace(4, shape, torch.device("cpu")))
     one.check(4, shape, 0)
     with pytest.raises(ValueError, match="window"):
@@ -129,7 +129,7 @@ def test_windows_and_steps_beyond_the_workspace_are_refused() -> None:
 @pytest.mark.parametrize("heads", [(32, 8), (32, 32), (32, 4), (28, 4), (9, 3), (16, 1), (200, 1)])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_the_number_of_parts_gives_about_one_wave_and_fits_the_workspace(heads: tuple[int, int], head_dim: int) -> None:
-    shape = HeadShape(*heads, head_dim, 0.1)
+    shape = AttentionShape(*heads, head_dim, 0.1)
     per_tile = PagedAttention(*heads, head_dim, 0.1).queries_per_tile
     workspace = SplitWorkspace(SPLIT_CELLS, shape, torch.device("meta"))
     for tokens in (16, 32, 64, 128, 256):

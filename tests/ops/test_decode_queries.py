@@ -17,7 +17,7 @@ from millrace.ops.attention.decode_rule import LIST_COLUMNS, SPLIT_CELLS, decode
 from millrace.ops.kv.cache import SCALE_BYTES, SCALE_WORDS, CacheFormat
 from millrace.ops.kv.packed import packed_items
 from millrace.ops.triton.attention.decode import DecodeTuning, SplitWorkspace, decode
-from millrace.ops.triton.attention.paged_kv import HeadShape, PagedRows
+from millrace.ops.triton.attention.paged_kv import AttentionShape, PagedRows
 from millrace.ops.triton.attention.row_parts import UNIT, list_rows
 from millrace.run.packet import decode_rows
 from millrace.run.packet.decode_rows import num_words, write_decode_rows
@@ -62,7 +62,7 @@ class Case:
         given, kv, self.given = make_attention_case(rows, device=device, dtype=torch.bfloat16, **sizes)
         self.queries, self.kv = given.to(DTYPE), kv
         self.arguments = (heads, kv_heads, head_dim, 0.2, softcap)
-        self.shape = HeadShape(*self.arguments)
+        self.shape = AttentionShape(*self.arguments)
         self.table_rows = torch.arange(len(lengths), dtype=torch.int32, device=device)
         self.rows = PagedRows(self.given.query_starts, self.given.seq_lens, self.table_rows, self.given.block_tables)
 
@@ -219,7 +219,7 @@ def test_attention_of_few_rows(queries: int, held: CacheFormat, monkeypatch: pyt
 @pytest.mark.parametrize("queries", [1, 2, 4, 8])
 @pytest.mark.parametrize("heads", [(32, 8), (32, 4), (4, 1), (64, 2)])
 def test_parts_of_few_rows_fit_the_workspace(heads: tuple[int, int], queries: int, held: CacheFormat) -> None:
-    cpu, shape = torch.device("cpu"), HeadShape(*heads, 128, 0.1)
+    cpu, shape = torch.device("cpu"), AttentionShape(*heads, 128, 0.1)
     found = [few_rows(shape, rows, cpu, held, queries) for rows in range(1, 300)]
     assert found[0] is not None
     for rows, few in enumerate(found, start=1):

@@ -17,8 +17,8 @@ from millrace.ops.base.quantised import FP8_MAX
 from millrace.ops.kv.cache import SCALE_BYTES, fp8_parts, read_kv, write_kv
 from millrace.ops.triton.attention.long_rows import contiguous_kv
 from millrace.ops.triton.attention.prefill import (
+    AttentionShape,
     DecodeTuning,
-    HeadShape,
     PagedRows,
     SplitWorkspace,
     decode,
@@ -153,7 +153,7 @@ def test_listed_rows() -> None:
     table_rows = torch.arange(3, dtype=torch.int32, device=device)
     paged, shape = (
         PagedRows(batch.query_starts, batch.seq_lens, table_rows, batch.block_tables),
-        HeadShape(4, 2, 16, 0.3),
+        AttentionShape(4, 2, 16, 0.3),
     )
     found, workspace = torch.full_like(expected, float("nan")), SplitWorkspace(64, shape, queries.device)
     decode(queries, narrow, found, paged, shape, workspace, DecodeTuning(splits=8), listed=listed)
@@ -166,6 +166,6 @@ def test_gathered_keys_and_values_are_widened() -> None:
     narrow = in_fp8(kv)
     one = torch.zeros(1, dtype=torch.int32, device=device)
     rows = PagedRows(batch.query_starts, batch.seq_lens, one, batch.block_tables)
-    found = contiguous_kv(narrow, rows, 0, 69, HeadShape(2, 2, 32, 1.0), torch.float32)
+    found = contiguous_kv(narrow, rows, 0, 69, AttentionShape(2, 2, 32, 1.0), torch.float32)
     expected = read_kv(narrow, batch.block_tables[0].long()).permute(0, 2, 1, 3, 4).flatten(2, 3)[:, :, :69]
     torch.testing.assert_close(found, expected)

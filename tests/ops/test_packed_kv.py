@@ -17,8 +17,8 @@ from millrace.ops.kv.cache import SCALE_WORDS, packed_parts, read_kv, write_kv
 from millrace.ops.kv.packed import packed_items
 from millrace.ops.triton.attention.long_rows import contiguous_kv
 from millrace.ops.triton.attention.prefill import (
+    AttentionShape,
     DecodeTuning,
-    HeadShape,
     PagedRows,
     SplitWorkspace,
     decode,
@@ -141,7 +141,7 @@ def test_listed_rows(splits: int) -> None:
     listed = torch.from_numpy(words.reshape(LIST_COLUMNS, -1)).to(device) if splits == 1 else None
     table_rows = torch.arange(3, dtype=torch.int32, device=device)
     paged = PagedRows(batch.query_starts, batch.seq_lens, table_rows, batch.block_tables)
-    shape = HeadShape(4, 2, 64, 0.2)
+    shape = AttentionShape(4, 2, 64, 0.2)
     found, workspace = torch.full_like(expected, float("nan")), SplitWorkspace(64, shape, queries.device)
     tuning = DecodeTuning(splits=splits)
     decode(queries, packed, found, paged, shape, workspace, tuning, listed=listed, all_single=True)
@@ -167,7 +167,7 @@ def test_gathered_keys_and_values_are_unchanged() -> None:
     packed = in_packed(kv)
     one = torch.zeros(1, dtype=torch.int32, device=device)
     rows = PagedRows(batch.query_starts, batch.seq_lens, one, batch.block_tables)
-    found = contiguous_kv(packed, rows, 0, 69, HeadShape(2, 2, 64, 1.0), BF16)
+    found = contiguous_kv(packed, rows, 0, 69, AttentionShape(2, 2, 64, 1.0), BF16)
     expected = read_kv(packed, batch.block_tables[0].long()).permute(0, 2, 1, 3, 4).flatten(2, 3)[:, :, :69]
     assert torch.equal(found.float(), expected)
 

@@ -14,7 +14,7 @@ from helpers.triton_mode import device, interpreted
 from millrace.ops.attention import PagedAttention, ReferenceAttention, TiledRows
 from millrace.ops.attention.decode_rule import LIST_COLUMNS, SPLIT_CELLS, decode_tuning, takes_list
 from millrace.ops.kv.cache import CacheFormat
-from millrace.ops.triton.attention.prefill import DecodeTuning, HeadShape, PagedRows, SplitWorkspace, decode
+from millrace.ops.triton.attention.prefill import AttentionShape, DecodeTuning, PagedRows, SplitWorkspace, decode
 from millrace.run.packet.decode_rows import num_words, write_decode_rows
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
@@ -172,7 +172,7 @@ def compare_decode_rows(
     queries, kv, batch = make_attention_case(rows, device=device, **sizes)
     arguments = (sizes["heads"], sizes["kv_heads"], sizes["head_dim"], 0.3, softcap)
     expected = attend(ReferenceAttention(*arguments), (queries, kv, batch), window or None)
-    shape, table_rows = HeadShape(*arguments), torch.arange(len(rows), dtype=torch.int32, device=device)
+    shape, table_rows = AttentionShape(*arguments), torch.arange(len(rows), dtype=torch.int32, device=device)
     paged = PagedRows(batch.query_starts, batch.seq_lens, table_rows, batch.block_tables)
     workspace = SplitWorkspace(256, shape, torch.device(device))
     single = [start for start, (count, _) in zip(batch.query_starts_host, rows, strict=False) if count == 1]
@@ -215,7 +215,7 @@ def test_swapped_tiles_with_equal_splits_and_a_cap(splits: int) -> None:
 def test_which_sizes_use_swapped_tiles_and_lists() -> None:
     """Swapped: 16-bit caches with up to four streams per multiprocessor, unless so few that all are split."""
     cpu, half = torch.device("cpu"), torch.bfloat16
-    shape = HeadShape(16, 8, 128, 0.1)
+    shape = AttentionShape(16, 8, 128, 0.1)
     swapped = [rows for rows in range(1, 80) if decode_tuning(shape, rows, half, cpu, "plain", True).swap]
     assert swapped == list(range(13, 67))
     assert not decode_tuning(shape, 32, half, cpu, "fp8", True).swap
@@ -227,7 +227,7 @@ def test_which_sizes_use_swapped_tiles_and_lists() -> None:
 
 @pytest.mark.parametrize("held", ["plain", "packed", "fp8"])
 def test_splits_of_rows_without_a_list_fit_the_workspace(held: CacheFormat) -> None:
-    cpu, shape = torch.device("cpu"), HeadShape(8, 4, 128, 0.1)
+    cpu, shape = torch.device("cpu"), AttentionShape(8, 4, 128, 0.1)
     for rows in range(1, 600):
         if not takes_list(streams := rows * shape.num_kv_heads, held, cpu):
             tuning = decode_tuning(shape, rows, torch.bfloat16, cpu, held, listed=False)
@@ -240,5 +240,5 @@ def test_splits_of_rows_without_a_list_fit_the_workspace(held: CacheFormat) -> N
 def test_listed_rows_of_real_sizes(rows: int, kv_heads: int, dtype: torch.dtype) -> None:
     lengths = [(1, 1 + (137 * row) % 1501) for row in range(rows - 1)] + [(1, 9000)]
     real = {"heads": 32, "kv_heads": kv_heads, "head_dim": 128, "dtype": dtype}
-    tuning = decode_tuning(HeadShape(32, kv_heads, 128, 0.3), rows, dtype, torch.device("cuda"), "plain", True)
+    tuning = decode_tuning(AttentionShape(32, kv_heads, 128, 0.3), rows, dtype, torch.device("cuda"), "plain", True)
     compare_decode_rows(lengths, tuning, **real)

@@ -15,7 +15,7 @@ from millrace.errors import Overloaded
 from millrace.link.messages import EngineStats
 from millrace.observe.histograms import TTFT, Histograms
 from millrace.observe.slo.tracker import SloTracker
-from millrace.serve.tenancy.admission import Admission, forecast
+from millrace.serve.tenancy.admission import AdmissionControl, forecast
 
 CONFIG = replace(
     Config(),
@@ -80,7 +80,7 @@ def test_steps_add_to_a_wait_and_batch_rows_give_way_to_interactive_requests() -
 
 
 def test_a_refused_request_gets_a_time_to_retry() -> None:
-    admission = Admission(CONFIG)
+    admission = AdmissionControl(CONFIG)
     admission.check(None, 1000, 0, 1)
     admission.check(stats((5, 0, 0)), 0, 0, 1)
     with pytest.raises(Overloaded, match="'interactive' would wait about 8.4 s") as refused:
@@ -90,7 +90,7 @@ def test_a_refused_request_gets_a_time_to_retry() -> None:
 
 
 def test_the_queue_is_bounded_and_batch_is_shed_first() -> None:
-    admission = Admission(CONFIG)
+    admission = AdmissionControl(CONFIG)
     report = stats((0, 0, 60))
     admission.check(report, 0, 0, 1)
     admission.check(report, 0, 1, 1)
@@ -103,7 +103,7 @@ def test_the_queue_is_bounded_and_batch_is_shed_first() -> None:
         admission.check(fuller, 0, 1, 1)
     with pytest.raises(Overloaded):
         admission.check(stats((0, 0, 100)), 0, 0, 1)
-    Admission(Config()).check(stats(), 0, 2, 20_000)  # One large request on an idle server is not a queue.
+    AdmissionControl(Config()).check(stats(), 0, 2, 20_000)  # One large request on an idle server is not a queue.
 
 
 def test_the_measured_rate_is_capacity_not_demand() -> None:
@@ -126,7 +126,7 @@ def test_one_slow_first_step_does_not_refuse_for_long() -> None:
     for _ in range(10):
         rates.on_step(512, 0.1)
     report = stats(free=5, tokens=512, speed=rates.tokens_per_s, step_s=rates.step_s)
-    Admission(Config()).check(report, 0, 0, 1)
+    AdmissionControl(Config()).check(report, 0, 0, 1)
     for _ in range(30):
         rates.on_step(512, 0.1)
     assert rates.step_s < 0.5

@@ -18,7 +18,7 @@ from millrace.link.messages import EngineStats
 from millrace.plan.queue.waiting import WaitingQueue
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
-from millrace.serve.tenancy.admission import Admission
+from millrace.serve.tenancy.admission import AdmissionControl
 
 OBJECTIVES_S = (2.0, 10.0, 10.0)
 CALM_S, RUSH_S = 10.0, 90.0
@@ -38,7 +38,7 @@ class Overload:
             server__ttft_standard_s=OBJECTIVES_S[1],
             server__ttft_batch_s=OBJECTIVES_S[2],
         )
-        self._admission = Admission(self._config)
+        self._admission = AdmissionControl(self._config)
         self._rng, self._numbers = random.Random(seed), np.random.default_rng(seed)
         self._scheduler = Scheduler(
             SchedulerSettings(num_blocks=256, block_size=16, max_running=16, token_budget=512, mixed_budget=192)

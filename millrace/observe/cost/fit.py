@@ -20,7 +20,7 @@ PARTS = ("step_s", "prefill_token_s", "decode_token_s")
 
 
 @dataclass(frozen=True, slots=True)
-class StepCosts:
+class FittedCosts:
     """Device seconds; each with a 95% interval."""
 
     step_s: float
@@ -47,7 +47,7 @@ def changes(samples: list[Sample]) -> Floats:
     return np.array(rows, np.float64).reshape(-1, 4)
 
 
-def fit(rows: Floats) -> StepCosts | None:
+def fit(rows: Floats) -> FittedCosts | None:
     """None with too few seconds of work."""
     if len(rows) < MIN_SAMPLES:
         return None
@@ -57,7 +57,7 @@ def fit(rows: Floats) -> StepCosts | None:
     lows, highs = np.percentile(again, [2.5, 97.5], axis=0)
     intervals = {name: (float(lows[index]), float(highs[index])) for index, name in enumerate(PARTS)}
     step_s, prefill_token_s, decode_token_s = map(float, found)
-    return StepCosts(step_s, prefill_token_s, decode_token_s, intervals, len(rows))
+    return FittedCosts(step_s, prefill_token_s, decode_token_s, intervals, len(rows))
 
 
 def _solve(rows: Floats) -> Floats:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from millrace.link.messages import EngineReady, EngineStats
-from millrace.observe.cost.fit import StepCosts, changes, fit
+from millrace.observe.cost.fit import FittedCosts, changes, fit
 from millrace.observe.history import Sample
 
 MILLION = 1e6
@@ -70,7 +70,7 @@ def _step(sample: Sample) -> int:
 
 
 def _priced(
-    window: _Window, costs: StepCosts, ready: EngineReady | None, price_per_hour: float, tenant: str | None
+    window: _Window, costs: FittedCosts, ready: EngineReady | None, price_per_hour: float, tenant: str | None
 ) -> dict[str, Any]:
     per_s = price_per_hour / 3600
     first, last, seconds = window.first, window.last, window.seconds
@@ -109,7 +109,7 @@ def _priced(
 
 
 def _token_seconds(
-    costs: StepCosts, steps: int, prefill: int, decode: int, last: EngineStats
+    costs: FittedCosts, steps: int, prefill: int, decode: int, last: EngineStats
 ) -> dict[str, tuple[float, float, float]]:
     """Device seconds of a token of each kind, with its interval. Steps are shared by the tokens they computed."""
     share = steps / max(1, prefill + decode)
@@ -132,7 +132,7 @@ def _token_seconds(
 
 
 def _items(
-    window: _Window, busy_s: float, costs: StepCosts, at_once: float, price_per_hour: float
+    window: _Window, busy_s: float, costs: FittedCosts, at_once: float, price_per_hour: float
 ) -> list[dict[str, Any]]:
     """Where the money went, largest first. `at_once`: share of its device time that a model pays for, below 1 if
     several used the device at once."""
@@ -157,7 +157,7 @@ def _items(
 
 
 def _what_if(
-    costs: StepCosts, steps: int, prefill: int, decode: int, busy_s: float, ready: EngineReady | None
+    costs: FittedCosts, steps: int, prefill: int, decode: int, busy_s: float, ready: EngineReady | None
 ) -> list[dict[str, Any]]:
     """Device time per token under other settings, as a ratio to now, from the fitted parts."""
     fixed = costs.step_s * steps

@@ -17,7 +17,7 @@ from millrace.ops.kv.cache import CacheFormat
 from millrace.ops.tuning.load import num_multiprocessors, rule_table
 
 if TYPE_CHECKING:
-    from millrace.ops.triton.attention.prefill import DecodeTuning, HeadShape
+    from millrace.ops.triton.attention.prefill import AttentionShape, DecodeTuning
 
 SPLIT_CELLS = 2048
 """Capacity of the split workspace: splits summed over all rows and KV heads."""
@@ -90,7 +90,7 @@ class FewRows:
 
 
 def few_rows(
-    shape: HeadShape, num_rows: int, device: torch.device, cache_format: CacheFormat, queries_per_row: int = 1
+    shape: AttentionShape, num_rows: int, device: torch.device, cache_format: CacheFormat, queries_per_row: int = 1
 ) -> FewRows | None:
     """None if the rows are not few."""
     table, streams = decode_table(device), num_rows * shape.num_kv_heads
@@ -110,9 +110,14 @@ def takes_list(streams: int, cache_format: CacheFormat, device: torch.device) ->
 
 
 def decode_tuning(
-    shape: HeadShape, num_rows: int, dtype: torch.dtype, device: torch.device, cache_format: CacheFormat, listed: bool,
+    shape: AttentionShape,
+    num_rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    cache_format: CacheFormat,
+    listed: bool,
     queries_per_row: int = 1,
-) -> DecodeTuning:  # fmt: skip
+) -> DecodeTuning:
     from millrace.ops.triton.attention.prefill import DecodeTuning
 
     table, streams = decode_table(device), num_rows * shape.num_kv_heads
@@ -136,7 +141,7 @@ def decode_tuning(
     return DecodeTuning(tile, splits, max(1, min_keys // tile), warps, stages, swap, own_queries)
 
 
-def _is_wgmma_faster(table: DecodeTable, shape: HeadShape, streams: int) -> bool:
+def _is_wgmma_faster(table: DecodeTable, shape: AttentionShape, streams: int) -> bool:
     is_within = table.wide_streams[0] < streams <= table.wide_streams[1]
     return is_within and shape.head_dim > 64 and shape.group <= 16
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from millrace.ops.triton.attention.prefill import HeadShape, PagedRows
+    from millrace.ops.triton.attention.prefill import AttentionShape, PagedRows
 
 CUDNN_MIN_QUERIES = 4096
 """Chunks of at least this many queries are worth the copy and the second call (measured on an H200)."""
@@ -37,7 +37,7 @@ def can_take_long_rows(device: torch.device, dtype: torch.dtype, head_dim: int, 
     return head_dim % 8 == 0 and head_dim <= 128 and torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
 
 
-def attend_long_row(queries: Tensor, kv: Tensor, rows: PagedRows, row: LongRow, shape: HeadShape) -> Tensor:
+def attend_long_row(queries: Tensor, kv: Tensor, rows: PagedRows, row: LongRow, shape: AttentionShape) -> Tensor:
     """Attention of one long row: [queries, heads · head_dim]. `queries` is a view of the fused projection, which also
     holds this step's values and its keys after RoPE."""
     from millrace.ops.triton.attention.long_rows import contiguous_kv, join
@@ -55,7 +55,7 @@ def attend_long_row(queries: Tensor, kv: Tensor, rows: PagedRows, row: LongRow, 
     return out
 
 
-def _own_keys_values(queries: Tensor, shape: HeadShape) -> tuple[Tensor, Tensor]:
+def _own_keys_values(queries: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor]:
     """[T, kv_heads, head_dim] each; they lie after the query heads of the same tokens."""
     size = (queries.shape[0], shape.num_kv_heads, shape.head_dim)
     first = queries.storage_offset() + shape.num_heads * shape.head_dim

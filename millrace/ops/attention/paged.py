@@ -54,9 +54,9 @@ class PagedAttention:
         *,
         tile_decode_rows: bool = False,
     ) -> None:
-        from millrace.ops.triton.attention.prefill import HeadShape
+        from millrace.ops.triton.attention.prefill import AttentionShape
 
-        self._shape = HeadShape(num_heads, num_kv_heads, head_dim, scale, softcap)
+        self._shape = AttentionShape(num_heads, num_kv_heads, head_dim, scale, softcap)
         self._workspace: SplitWorkspace | None = None
         self._shared: SharedPrefix | None = None
         self.tile_decode_rows = tile_decode_rows

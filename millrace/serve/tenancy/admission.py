@@ -36,7 +36,7 @@ class WaitForecast:
     admissions_per_s: float
 
 
-class Admission:
+class AdmissionControl:
     def __init__(self, config: Config) -> None:
         server = config.server
         self._objectives_s = (server.ttft_interactive_s, server.ttft_standard_s, server.ttft_batch_s)

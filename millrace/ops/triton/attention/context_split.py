@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.ops.triton.attention.decode import JOINED_ITEMS, SplitWorkspace, _join
-from millrace.ops.triton.attention.paged_kv import HeadShape, padded_dim
+from millrace.ops.triton.attention.paged_kv import AttentionShape, padded_dim
 from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
 
 MAX_COMBINE_WARPS = 16
@@ -43,14 +43,14 @@ class ContextSplit:
     parts: int
     workspace: SplitWorkspace
 
-    def check(self, num_tokens: int, shape: HeadShape, window: int) -> None:
+    def check(self, num_tokens: int, shape: AttentionShape, window: int) -> None:
         if window:
             raise ValueError("keys inside a window cannot be split")
         vectors = num_tokens * shape.num_heads * self.parts
         if vectors > self.workspace.lse.numel():
             raise ValueError(f"{num_tokens} tokens in {self.parts} parts do not fit the workspace")
 
-    def join(self, out: Tensor, shape: HeadShape) -> None:
+    def join(self, out: Tensor, shape: AttentionShape) -> None:
         """Combine the partial results in the workspace into `out` [T, heads · head_dim]."""
         parts, group = int(triton.next_power_of_2(self.parts)), int(triton.next_power_of_2(shape.group))
         width = padded_dim(shape.head_dim)

@@ -19,7 +19,7 @@ from millrace.ops.kv.cache import format_of
 from millrace.ops.triton.attention.paged_kv import (
     TILE_VECTORS,
     TRITON_TYPES,
-    HeadShape,
+    AttentionShape,
     PagedRows,
     _accumulate,
     _accumulate_swapped,
@@ -286,7 +286,7 @@ class SplitWorkspace:
     """Buffers for the partial results of splits, shared by all layers, which run one after the other. They never move,
     so captured graphs stay valid."""
 
-    def __init__(self, cells: int, shape: HeadShape, device: torch.device) -> None:
+    def __init__(self, cells: int, shape: AttentionShape, device: torch.device) -> None:
         """`cells`: maximum number of splits summed over KV heads and rows, without rows that are not split."""
         padded = padded_vectors(shape)
         width = padded_dim(shape.head_dim)
@@ -301,7 +301,7 @@ class SharedPrefix:
 
     The length is a multiple of SHARED_UNIT and less than that of every row."""
 
-    def __init__(self, max_rows: int, shape: HeadShape, device: torch.device, length: Tensor) -> None:
+    def __init__(self, max_rows: int, shape: AttentionShape, device: torch.device, length: Tensor) -> None:
         width = padded_dim(shape.head_dim)
         cells = max_rows * shape.num_heads * SHARED_PARTS
         self.length = length
@@ -321,7 +321,7 @@ def decode(
     kv: Tensor,
     out: Tensor,
     rows: PagedRows,
-    shape: HeadShape,
+    shape: AttentionShape,
     workspace: SplitWorkspace,
     tuning: DecodeTuning,
     window: int = 0,

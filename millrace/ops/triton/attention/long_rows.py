@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.ops.triton.attention.paged_kv import (
-    HeadShape,
+    AttentionShape,
     PagedRows,
     _blocks_of,
     _load_packed,
@@ -81,7 +81,9 @@ def _join_kernel(
     tl.store(out_ptr + wide * (HEADS * D) + head * D + d[None, :], joined.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def contiguous_kv(kv: Tensor, rows: PagedRows, row: int, num_keys: int, shape: HeadShape, dtype: torch.dtype) -> Tensor:
+def contiguous_kv(
+    kv: Tensor, rows: PagedRows, row: int, num_keys: int, shape: AttentionShape, dtype: torch.dtype
+) -> Tensor:
     """Keys and values of one row, gathered from their blocks: [2, kv_heads, keys, head_dim]."""
     items, _, k_scales, v_scales = cache_pointers(kv)
     out = torch.empty((2, shape.num_kv_heads, num_keys, shape.head_dim), dtype=dtype, device=kv.device)

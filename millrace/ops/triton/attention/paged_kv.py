@@ -276,7 +276,7 @@ class PagedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadShape:
+class AttentionShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -292,7 +292,7 @@ class HeadShape:
         return max(1, min(queries_per_row, TILE_VECTORS // self.group, limit))
 
 
-def padded_vectors(shape: HeadShape) -> int:
+def padded_vectors(shape: AttentionShape) -> int:
     """Query vectors of a program, for any number of queries per row: whole sides of a matrix instruction."""
     return max(TILE_VECTORS, int(triton.next_power_of_2(shape.group)))
 
@@ -318,7 +318,7 @@ def cache_pointers(kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | 
     return items[0], items[1], scales[0], scales[1]
 
 
-def cache_sizes(kv: Tensor, shape: HeadShape) -> dict[str, int | str]:
+def cache_sizes(kv: Tensor, shape: AttentionShape) -> dict[str, int | str]:
     """Constexprs that describe the layout of a layer's cache. Queries and sums come in parts of PART items."""
     width = padded_dim(shape.head_dim)
     return {

@@ -20,7 +20,7 @@ from millrace.ops.triton.attention.context_split import ContextSplit
 from millrace.ops.triton.attention.decode import SHARED_PARTS, DecodeTuning, SharedPrefix, SplitWorkspace, decode
 from millrace.ops.triton.attention.paged_kv import (
     TRITON_TYPES,
-    HeadShape,
+    AttentionShape,
     PagedRows,
     _accumulate,
     _blocks_of,
@@ -41,9 +41,9 @@ from millrace.ops.triton.attention.paged_kv import (
 from millrace.ops.triton.dependent_launch import pdl_options
 
 __all__ = [
+    "AttentionShape",
     "ContextSplit",
     "DecodeTuning",
-    "HeadShape",
     "PagedRows",
     "PrefillTuning",
     "SharedPrefix",
@@ -353,7 +353,7 @@ class PrefillTuning:
         return self.block_m // group
 
 
-def shared_prefix(queries: Tensor, kv: Tensor, rows: PagedRows, shape: HeadShape, shared: SharedPrefix) -> None:
+def shared_prefix(queries: Tensor, kv: Tensor, rows: PagedRows, shape: AttentionShape, shared: SharedPrefix) -> None:
     """Attention of every row's query over the shared prefix, for `decode` to combine with the rest."""
     num_rows, block_m = rows.seq_lens.shape[0], 128 if shape.head_dim <= 128 else 64
     block_m = max(block_m, triton.next_power_of_2(shape.group))
@@ -375,7 +375,7 @@ def prefill(
     out: Tensor,
     tiles: Tensor,
     rows: PagedRows,
-    shape: HeadShape,
+    shape: AttentionShape,
     tuning: PrefillTuning,
     window: int = 0,
     split: ContextSplit | None = None,
