@@ -408,12 +408,16 @@ class RowParams:
     pooled."""
 
     params: DrawParams
+    """Given as `SamplingParams`, only what a runner reads of them is kept."""
     end_token_ids: tuple[int, ...] = ()
     scope: str = ""
     """Requests of equal scope may see each other's text, as in the prefix cache."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "params", self.params.of_draws())
+
     def to_bytes(self) -> bytes:
-        return _row_encoder.encode((self.params.of_draws(), self.end_token_ids, self.scope))
+        return _row_encoder.encode((self.params, self.end_token_ids, self.scope))
 
     @staticmethod
     def from_bytes(data: bytes) -> RowParams:

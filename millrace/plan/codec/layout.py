@@ -60,7 +60,7 @@ FORCED = Struct("<ii")
 
 ALIGNMENT = 8
 GROUP_SHIFT = 24
-"""A block update's group is in the upper bits of its row."""
+"""A block update's group is in the upper bits of its row: there are fewer than 2**24 rows and 128 groups."""
 
 INT32, INT64, UINT32, BOOL = np.dtype("<i4"), np.dtype("<i8"), np.dtype("<u4"), np.dtype("?")
 
