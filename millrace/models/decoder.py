@@ -74,7 +74,7 @@ class Decoder:
         return short
 
     def _make_stack(self) -> NativeStack | None:
-        if native_stack_missing(self.spec, self.choices):
+        if native_stack_missing(self.spec, self.choices, self._weights.layers):
             return None
         tied = self.choices.get("tied_embedding")
         has_head = tied is not None and tied.version.name == "native"

@@ -17,6 +17,7 @@ from torch import Tensor
 from millrace.config import Quantization, cache_dir
 from millrace.errors import ConfigError, ModelError
 from millrace.models.decoder import Decoder
+from millrace.models.grouped import GroupedMatrices, GroupedSource
 from millrace.models.layers import DecoderLayer, DecoderWeights, DenseMlp, Mlp, MoeMlp
 from millrace.models.op_program import DecoderOps
 from millrace.models.spec.families import spec_from_config
@@ -122,11 +123,16 @@ def has_quantised_weights(files: ModelFiles) -> bool:
     """Whether some of the model's matrices have a quantised format that the CPU kernels read. Reads no weights."""
     from millrace.models.weights import open_weights
 
-    if files.kind != "gguf":
+    if not is_quantised(files):
         return False
     source, layout = open_weights(files), layout_of(spec_from_config(files.config))
     parts = (part for matrix in multiplied_parts(layout) for part in matrix)
     return isinstance(source, QuantisedSource) and any(source.stored_format(part.name) in FORMATS for part in parts)
+
+
+def is_quantised(files: ModelFiles) -> bool:
+    """Whether the files may have quantised weights."""
+    return files.kind == "gguf" or bool(files.config.get("quantization_config"))
 
 
 def weight_bytes(
@@ -137,10 +143,12 @@ def weight_bytes(
 
     spec = spec_from_config(files.config)
     total = spec_weight_bytes(spec, dtype, quantization)
-    if files.kind != "gguf":
+    if not is_quantised(files):
         return total
-    stored = stored_matrices(open_weights(files), layout_of(spec), device or torch.device("cpu"), dtype, quantization)
-    return total if stored is None else total - stored.saved_bytes()
+    source, layout, device = open_weights(files), layout_of(spec), device or torch.device("cpu")
+    stored = stored_matrices(source, layout, device, dtype, quantization)
+    grouped = grouped_matrices(source, layout, device, dtype, stored)
+    return total - sum(kept.saved_bytes() for kept in (stored, grouped) if kept is not None)
 
 
 def stored_matrices(
@@ -149,8 +157,16 @@ def stored_matrices(
     """The matrices that stay in the quantised format of their file; None if all are dequantised."""
     if quantization == "fp8" or not isinstance(source, QuantisedSource):
         return None
-    order = stored_order(choose("stored_linear", device, dtype, int8=quantization == "int8"))
+    keeps_size = isinstance(source, GroupedSource)
+    order = stored_order(choose("stored_linear", device, dtype, int8=quantization == "int8", keeps_size=keeps_size))
     return None if order is None else StoredMatrices(source, layout, dtype, cache_dir() / "packed", order)
+
+
+def grouped_matrices(
+    source: WeightSource, layout: ModelLayout, device: torch.device, dtype: torch.dtype, stored: KeptMatrices | None
+) -> GroupedMatrices | None:
+    """The other matrices that stay as a quantised checkpoint stores them; None if the source is none."""
+    return GroupedMatrices(source, layout, device, dtype, stored) if isinstance(source, GroupedSource) else None
 
 
 def spec_weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: Quantization = "none") -> int:
@@ -195,6 +211,11 @@ def build_decoder(
             "quantization %s: the experts stay in %s; only the other matrices of the layers are held in 8 bits",
             quantization,
             dtype_name(dtype),
+        )
+    if quantization == "fp8" and isinstance(source, GroupedSource):
+        raise ConfigError(
+            "model.quantization is fp8, but the checkpoint is quantised already. Set --quantization auto.",
+            param="model.quantization",
         )
     stored = stored_matrices(source, layout, device, dtype, quantization)
     builder = DecoderBuilder(spec, layout, source, stored, device, dtype, deterministic, quantization, progress)
@@ -268,8 +289,9 @@ class DecoderBuilder:
         self._progress = progress
         self._done_bytes = 0
         self._total_bytes = spec_weight_bytes(spec, dtype, quantization)
-        if stored is not None:
-            self._total_bytes -= stored.saved_bytes()
+        self.grouped = grouped_matrices(source, layout, device, dtype, stored)
+        for kept in (stored, self.grouped):
+            self._total_bytes -= 0 if kept is None else kept.saved_bytes()
 
     @torch.inference_mode()
     def build(self) -> Decoder:
@@ -356,11 +378,16 @@ class DecoderBuilder:
     def _moe(self, ops: DecoderOps, layout: MoeLayout) -> Mlp:
         moe, hidden_size = self.spec.moe, self.spec.hidden_size
         assert moe is not None
-        plain = self._choose("linear", "expert_linear", in_features=hidden_size, out_features=moe.inner_size)
+        plain, grouped = (
+            self._choose(op, "expert_linear", in_features=hidden_size, out_features=moe.inner_size)
+            for op in ("linear", "grouped_linear")
+        )
         self._linear_choice(layout.experts[0][0], "expert_linear", "linear")
 
-        def linear(weight: Tensor | StoredWeight, bias: Tensor | None) -> Any:
-            return StoredLinear(weight, bias) if isinstance(weight, StoredWeight) else plain.make(weight, bias)
+        def linear(weight: Any, bias: Tensor | None) -> Any:
+            if isinstance(weight, StoredWeight):
+                return StoredLinear(weight, bias)
+            return (plain if isinstance(weight, Tensor) else grouped).make(weight, bias)
 
         weights = ExpertWeights(moe.num_experts, self._experts(layout))
         choice = self._choose("experts", in_features=hidden_size, inner_features=moe.inner_size)
@@ -384,14 +411,22 @@ class DecoderBuilder:
 
     def _linear_choice(self, matrix: Matrix, key: str, op: str) -> Choice:
         rows, columns = matrix.shape
-        own = "stored_linear" if self._is_stored(matrix.parts) else op
-        return self._choose(own, key, in_features=columns, out_features=rows, int8=self._int8)
+        if self._is_stored(matrix.parts):
+            op = "stored_linear"
+        elif self._is_grouped(matrix.parts):
+            assert self.grouped is not None
+            op = "fp8_linear" if self.grouped.multiplies_fp8(matrix.parts) else "grouped_linear"
+        keeps_size = self.grouped is not None
+        return self._choose(op, key, in_features=columns, out_features=rows, int8=self._int8, keeps_size=keeps_size)
 
     def _gated_linear(self, ops: DecoderOps, matrix: Matrix) -> GatedLinear:
         rows, columns = matrix.shape
-        quantised = self._layer_linear == "fp8_linear"
         linear = self._linear_choice(matrix, "gate_up_linear", self._layer_linear)
-        choice = self._choose("gated_linear", in_features=columns, out_features=rows, quantised=quantised)
+        op = linear.version.op
+        quantised, grouped = op == "fp8_linear", op == "grouped_linear"
+        choice = self._choose(
+            "gated_linear", in_features=columns, out_features=rows, quantised=quantised, grouped=grouped
+        )
 
         def make(weight: Any, bias: Tensor | None) -> Any:
             return choice.make(weight, bias, self.spec.activation, linear.make, ops.gated)
@@ -403,7 +438,7 @@ class DecoderBuilder:
         """Make an op from a matrix. A matrix that is quantised here is reported afterwards, by its final size."""
         bias = self._join(matrix.biases) if matrix.biases else None
         made = make(self._weight(matrix.parts, report=not quantised), bias)
-        if quantised:
+        if quantised and not self._is_grouped(matrix.parts):
             self._report(made.num_bytes - (0 if bias is None else bias.nbytes))
         return made
 
@@ -412,13 +447,19 @@ class DecoderBuilder:
     def _is_stored(self, parts: tuple[TensorSpec, ...]) -> bool:
         return self.stored is not None and self.stored.holds(parts)
 
-    def _weight(self, parts: tuple[TensorSpec, ...], report: bool = True) -> Tensor | StoredWeight:
+    def _is_grouped(self, parts: tuple[TensorSpec, ...]) -> bool:
+        return self.grouped is not None and self.grouped.holds(parts)
+
+    def _weight(self, parts: tuple[TensorSpec, ...], report: bool = True) -> Any:
         """The matrix in the stored format of its file if the op multiplies that, else as a plain tensor."""
-        if self.stored is None or not self.stored.holds(parts):
-            return self._join(parts, report)
-        weight = self.stored.weight(parts)
-        self._report(weight.num_bytes)
-        return weight
+        if self.stored is not None and self.stored.holds(parts):
+            weight = self.stored.weight(parts)
+            self._report(weight.num_bytes)
+            return weight
+        if self.grouped is not None and self.grouped.holds(parts):
+            self._report(self.grouped.num_bytes(parts))
+            return self.grouped.weight(parts)
+        return self._join(parts, report)
 
     def _join(self, parts: tuple[TensorSpec, ...], report: bool = True) -> Tensor:
         """The parts, stacked by rows."""

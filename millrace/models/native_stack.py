@@ -35,7 +35,7 @@ NEEDED = (
     *("qkv_linear", "out_linear", "gate_up_linear", "down_linear"),
 )
 """The ops of a layer. All of them must be in C++."""
-IN_CPP = ("native", "int8")
+IN_CPP = ("native", "native_float32", "int8")
 """Names of the versions in C++."""
 KINDS = (
     *("qkv", "prepare_qkv", "attention", "out", "gate_up", "gated", "down", "norm"),
@@ -117,14 +117,22 @@ class DrawStep(Structure):
     )
 
 
-def native_stack_missing(spec: ModelSpec, choices: Mapping[str, Choice]) -> str:
+def native_stack_missing(spec: ModelSpec, choices: Mapping[str, Choice], layers: Sequence[DecoderLayer] = ()) -> str:
     """Why the model has no native stack, as a clause; empty if it has one."""
     if spec.moe is not None:
         return "it is a mixture of experts"
     if len(spec.ropes) > MAX_ROPES:
         return f"it has more than {MAX_ROPES} ropes"
     other = [f"{key} is {choices[key].version.name}" for key in NEEDED if choices[key].version.name not in IN_CPP]
+    # Layers may have weights of different formats; `choices` has those of the last one.
+    if not other and not all(isinstance(linear, NativeParts) for layer in layers for linear in _linears(layer)):
+        return "some of its matrices have a format without C++ kernels"
     return ", ".join(other)
+
+
+def _linears(layer: DecoderLayer) -> tuple[Linear, ...]:
+    assert isinstance(layer.mlp, DenseMlp)
+    return layer.qkv, layer.out, layer.mlp.gate_up.linear, layer.mlp.down
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,24 +8,30 @@ from typing import Any
 
 from millrace.errors import ModelError
 
+QUANTISED_BY = ("fp8", "compressed-tensors", "awq", "gptq")
+"""Methods of quantised checkpoints that can be loaded (models/formats)."""
 _TEXT_TYPES = {"gemma3": "gemma3_text"}
 """Model type of a multimodal model to that of its text model."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """The config, with a nested `text_config` moved to the top level. Raises for quantised checkpoints."""
+    """The config, with a nested `text_config` moved to the top level. Raises for quantised checkpoints of a method that
+    is not supported."""
     config = flatten(read_json_object(path))
     if not isinstance(config.get("model_type"), str):
         raise ModelError(
             f"{path} has no model_type, so the model's family is unknown. Download the model's config.json again."
         )
-    method = config.get("quantization_config")
-    if method:
-        kind = method.get("quant_method", "unknown") if isinstance(method, dict) else method
-        raise ModelError(
-            f"{path}: the weights are quantised with '{kind}', which is not supported."
-            " Use the unquantised model or a GGUF file of it."
-        )
+    quantised = config.get("quantization_config")
+    if not quantised and config.get("compression_config"):  # the older name
+        quantised = config["quantization_config"] = config["compression_config"]
+    if quantised:
+        kind = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
+        if kind not in QUANTISED_BY:
+            raise ModelError(
+                f"{path}: the weights are quantised with '{kind}', which is not supported. Use a checkpoint quantised"
+                f" with {', '.join(QUANTISED_BY)}, a GGUF file, or the unquantised model."
+            )
     return config
 
 
@@ -50,6 +56,7 @@ def flatten(config: dict[str, Any]) -> dict[str, Any]:
     kind = config.get("model_type")
     flat = outer | {key: value for key, value in text.items() if value is not None or key not in outer}
     flat["model_type"] = text.get("model_type") or _TEXT_TYPES.get(str(kind), kind)
-    if config.get("quantization_config"):
-        flat["quantization_config"] = config["quantization_config"]
+    for key in ("quantization_config", "compression_config"):
+        if config.get(key):
+            flat[key] = config[key]
     return flat

@@ -177,7 +177,6 @@ def test_unknown_architecture_lists_what_is_supported() -> None:
         ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor is missing"),
         ({"partial_rotary_factor": 0.2}, "partial_rotary_factor"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"architectures": ["Gemma2ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types"),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": ["x", "y"]}, "'x'"),
         ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),

@@ -176,10 +176,13 @@ def test_paths_that_are_no_model(tmp_path: Path) -> None:
         resolve_model(str(folder))
 
 
-def test_quantised_checkpoints_are_refused(tmp_path: Path) -> None:
-    config = {**CONFIG, "quantization_config": {"quant_method": "gptq"}}
-    with pytest.raises(ModelError, match=r"'gptq'.*GGUF"):
+def test_checkpoints_quantised_by_an_unknown_method_are_refused(tmp_path: Path) -> None:
+    config = {**CONFIG, "quantization_config": {"quant_method": "quip"}}
+    with pytest.raises(ModelError, match=r"'quip'.*gptq.*GGUF"):
         resolve_model(str(make_directory(tmp_path / "m", config)))
+    known = {**CONFIG, "compression_config": {"quant_method": "compressed-tensors"}}
+    found = resolve_model(str(make_directory(tmp_path / "known", known))).config
+    assert found["quantization_config"] == {"quant_method": "compressed-tensors"}
 
 
 def test_nested_text_config_moves_to_the_top_level(tmp_path: Path) -> None:

@@ -365,8 +365,6 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         config = {**config, **{key: value for key, value in text.items() if key != "architectures"}}
     family = find_family(config)
     c = ConfigReader(config, family.defaults)
-    if c.has("quantization_config"):
-        raise c.fail("quantization_config", "is set: the weights are quantised; use unquantised weights or a GGUF file")
     if c.whole("num_hidden_layers") > MAX_LAYERS:
         raise c.fail("num_hidden_layers", f"is {c.get('num_hidden_layers')}, above the limit of {MAX_LAYERS}")
     fields = {**_common(c, family), **family.traits(c)}

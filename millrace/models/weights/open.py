@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from millrace.models.formats.read import format_of
+from millrace.models.spec.families import spec_from_config
+from millrace.models.spec.layout import layout_of
 from millrace.models.weights.gguf_weights import GgufWeights
+from millrace.models.weights.quantised_weights import QuantisedWeights
 from millrace.models.weights.random_weights import RandomWeights
 from millrace.models.weights.safetensors_weights import SafetensorsWeights
 from millrace.models.weights.source import WeightSource
@@ -15,5 +19,9 @@ def open_weights(files: ModelFiles, *, seed: int = 0) -> WeightSource:
     if files.kind == "gguf":
         return GgufWeights(open_gguf_model(files.path), files.config)
     if files.kind == "safetensors":
-        return SafetensorsWeights(files.path, files.weights, files.config)
+        stored = SafetensorsWeights(files.path, files.weights, files.config)
+        quantised = format_of(files.config, stored)
+        if quantised is None:
+            return stored
+        return QuantisedWeights(stored, layout_of(spec_from_config(files.config)), quantised)
     return RandomWeights(files.path, files.config, seed)

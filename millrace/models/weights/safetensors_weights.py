@@ -15,6 +15,21 @@ from millrace.errors import ModelError
 from millrace.sources.hf_files import INDEX, weight_map
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 _PREFIXES = (
     ("language_model.model.", "model."),
     ("model.language_model.", "model."),
@@ -63,18 +78,39 @@ class SafetensorsWeights:
 
     def get(self, name: str, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
         piece = self._piece(name)
-        handle = self._handles[piece.path]
+        stored_type = self._stored_type(piece)
+        if stored_type not in _FLOATS:
+            raise ModelError(
+                f"{piece.path}: tensor {piece.stored} has the type {stored_type}, which is not a plain float."
+                " Use the unquantised model or a GGUF file of it."
+            )
+        return self.raw(name).to(device=device, dtype=dtype)
+
+    def raw(self, name: str) -> torch.Tensor:
+        """The tensor as it is stored, of any type, on the CPU."""
+        piece = self._piece(name)
         try:
-            stored_type = handle.get_slice(piece.stored).get_dtype()
-            if stored_type not in _FLOATS:
-                raise ModelError(
-                    f"{piece.path}: tensor {piece.stored} has the type {stored_type}, which is not a plain float."
-                    " Use the unquantised model or a GGUF file of it."
-                )
-            tensor = self._read(handle, piece)
+            return self._read(self._handles[piece.path], piece)
         except SafetensorError as error:
             raise ModelError(f"{piece.path}: tensor {piece.stored} cannot be read: {error}. Download again.") from error
-        return tensor.to(device=device, dtype=dtype)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The stored dtype, without reading the tensor."""
+        piece = self._piece(name)
+        found = _DTYPES.get(self._stored_type(piece))
+        if found is None:
+            raise ModelError(f"{piece.path}: tensor {piece.stored} has the unknown type {self._stored_type(piece)}.")
+        return found
+
+    def metadata(self) -> dict[str, str]:
+        """The free text entries of all headers."""
+        return {key: text for handle in self._handles.values() for key, text in (handle.metadata() or {}).items()}
+
+    def _stored_type(self, piece: _Piece) -> str:
+        try:
+            return str(self._handles[piece.path].get_slice(piece.stored).get_dtype())
+        except SafetensorError as error:
+            raise ModelError(f"{piece.path}: tensor {piece.stored} cannot be read: {error}. Download again.") from error
 
     def _piece(self, name: str) -> _Piece:
         piece = self._pieces.get(name)

@@ -1,12 +1,14 @@
 """A linear layer with an FP8 weight, one scale per output: y = (x W^T) * scales + b.
 
-make(weight, bias) -> Linear. The weight is given in the model's dtype and quantised here; no reference to it is kept.
+make(weight, bias) -> Linear. The weight is a Tensor in the model's dtype that is quantised here, and to which no
+reference is kept, or a `StoredFp8` of a checkpoint.
 Inputs are `Quantised` if the op before fuses quantisation, else a Tensor that is quantised first; kernels for a single
 row take it unquantised.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,14 +28,31 @@ FP8_CAPABILITY = (8, 9)
 """First compute capability with FP8 matrix products."""
 
 
+@dataclass(frozen=True, slots=True)
+class StoredFp8:
+    """An FP8 weight [N, K] with one scale per output, as a checkpoint stores it."""
+
+    quantised: Quantised
+    dtype: torch.dtype
+    """The model's dtype."""
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.quantised.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.quantised.values.device
+
+
 class Fp8Weight(Linear):
     """Base of all versions: the quantised weight."""
 
     takes_fp8 = True
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor | StoredFp8, bias: Tensor | None = None) -> None:
         self.dtype = weight.dtype
-        self.weight = quantise_weight(weight)
+        self.weight = weight.quantised if isinstance(weight, StoredFp8) else quantise_weight(weight)
         self.bias = bias
         self.num_bytes = self.weight.values.nbytes + self.weight.scales.nbytes + (0 if bias is None else bias.nbytes)
 
@@ -53,7 +72,7 @@ class Fp8Reference(Fp8Weight):
 class Fp8ScaledMm(Fp8Weight):
     """torch._scaled_mm."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor | StoredFp8, bias: Tensor | None = None) -> None:
         super().__init__(weight, bias)
         self._right = self.weight.values.t()
         self._right_scales = self.weight.scales[None, :]
@@ -76,7 +95,7 @@ class Fp8ScaledMm(Fp8Weight):
 class Fp8Tuned(Fp8ScaledMm):
     """Uses what was measured fastest for the number of rows: torch._scaled_mm or a Triton kernel."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, tiles: Fp8Tiles | None = None) -> None:
+    def __init__(self, weight: Tensor | StoredFp8, bias: Tensor | None = None, tiles: Fp8Tiles | None = None) -> None:
         from millrace.ops.triton import quantise as fp8
         from millrace.ops.triton.gemm import choice as gemm_choice
         from millrace.ops.triton.gemm import product as gemm
@@ -84,7 +103,7 @@ class Fp8Tuned(Fp8ScaledMm):
         super().__init__(weight, bias)
         self._quantise = fp8.quantise_rows
         self._multiply, self._new_scales = gemm.multiply, gemm.Scales
-        self._tiles = tiles or gemm_choice.measured_fp8(weight)
+        self._tiles = tiles or gemm_choice.measured_fp8(self.weight.values)
         self._counters = self._tiles.rows.counters(weight.shape[0], weight.device)
 
     def __call__(self, x: Tensor | Quantised) -> Tensor:
@@ -112,7 +131,7 @@ class Fp8Tuned(Fp8ScaledMm):
 class Fp8Invariant(Fp8Weight):
     """A Triton kernel for any size that splits sums by the weight's size only."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor | StoredFp8, bias: Tensor | None = None) -> None:
         from millrace.ops.triton import quantise as fp8
         from millrace.ops.triton.gemm import choice as gemm_choice
         from millrace.ops.triton.gemm import product as gemm

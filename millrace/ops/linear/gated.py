@@ -117,7 +117,7 @@ class TunedFp8GatedLinear(GatedLinear):
         super().__init__(made, gated)
         self._activation, self._dtype, self._weight, self._bias = activation, weight.dtype, made.weight, bias
         self._multiply, self._new_scales = gemm.multiply, gemm.Scales
-        self._tiles = tiles or gemm_choice.measured("fp8_gated", weight)
+        self._tiles = tiles or gemm_choice.measured("fp8_gated", made.weight.values)
         self._counters = self._tiles.counters(weight.shape[0] // 2, weight.device)
 
     def __call__(self, x: Any, quantise: bool = False) -> Any:
@@ -162,7 +162,7 @@ VERSIONS = (
         when="by a table measured for each size and number of rows: one fused Triton kernel, or linear and gated",
         devices=("cuda",),
         dtypes=(torch.bfloat16,),
-        fits=lambda shape: not shape.get("quantised", False),
+        fits=lambda shape: not shape.get("quantised", False) and not shape.get("grouped", False),
         missing=hopper_missing,
     ),
     Version(

@@ -143,6 +143,17 @@ VERSIONS = (
     ),
     Version(
         op="stored_linear",
+        name="native_float32",
+        make=StoredLinear,
+        when="as native, in float32, for a quantised checkpoint, whose weights keep their size",
+        devices=("cpu",),
+        dtypes=(torch.float32,),
+        invariant_on=("cpu",),
+        fits=lambda shape: bool(shape.get("keeps_size", False)),
+        missing=native_missing,
+    ),
+    Version(
+        op="stored_linear",
         name="dequantised",
         make=make_dequantised,
         when="the reference: weights are dequantised at load, then used by the op linear",

@@ -1,0 +1,96 @@
+"""Grouped weights: the matrices that stay as a quantised checkpoint stores them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from millrace.models.formats.base import QuantisedMatrix
+from millrace.models.spec.layout import ModelLayout, MoeLayout, TensorSpec, matrices_of
+from millrace.models.stored import KeptMatrices
+from millrace.ops.base.quantised import Quantised
+from millrace.ops.linear.fp8 import StoredFp8, fp8_missing
+from millrace.ops.linear.grouped import GroupedWeight, join
+
+log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class GroupedSource(Protocol):
+    """A quantised checkpoint: a source of weights that can also return them as they are stored."""
+
+    def matrices(self) -> Mapping[str, QuantisedMatrix]: ...
+
+    def grouped(self, name: str, dtype: torch.dtype) -> GroupedWeight: ...
+
+    def get(self, name: str, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor: ...
+
+
+class GroupedMatrices:
+    """Matrices that the CPU kernels do not hold (`stored`) and of which at least one part is quantised."""
+
+    def __init__(
+        self,
+        source: GroupedSource,
+        layout: ModelLayout,
+        device: torch.device,
+        dtype: torch.dtype,
+        stored: KeptMatrices | None,
+    ) -> None:
+        self._source, self._device, self._dtype = source, device, dtype
+        quantised = source.matrices()
+        found = [parts for parts in _linear_parts(layout) if any(part.name in quantised for part in parts)]
+        self._parts = {parts for parts in found if stored is None or not stored.holds(parts)}
+        experts = set(_expert_parts(layout)) & self._parts
+        if experts and device.type != "cpu":
+            # The kernels for experts on a GPU read plain weights.
+            self._parts -= experts
+            log.warning("the quantised experts are dequantised at load: GPUs have no kernel for them yet")
+        self._has_fp8 = dtype == torch.bfloat16 and not fp8_missing(device)
+
+    def holds(self, parts: tuple[TensorSpec, ...]) -> bool:
+        return parts in self._parts
+
+    def multiplies_fp8(self, parts: tuple[TensorSpec, ...]) -> bool:
+        """True if the device multiplies the stored FP8 numbers, else they are dequantised in each product."""
+        matrices = [self._source.matrices().get(part.name) for part in parts]
+        return self._has_fp8 and all(matrix is not None and matrix.is_fp8_by_output for matrix in matrices)
+
+    def num_bytes(self, parts: tuple[TensorSpec, ...]) -> int:
+        quantised = self._source.matrices()
+        return sum(
+            quantised[part.name].num_bytes if part.name in quantised else part.num_items * self._dtype.itemsize
+            for part in parts
+        )
+
+    def saved_bytes(self) -> int:
+        """Bytes saved compared with the model's dtype."""
+        plain = sum(part.num_items for parts in self._parts for part in parts) * self._dtype.itemsize
+        return plain - sum(self.num_bytes(parts) for parts in self._parts)
+
+    def weight(self, parts: tuple[TensorSpec, ...]) -> Any:
+        """A weight for fp8_linear (`multiplies_fp8`) or grouped_linear."""
+        read = [self._read(part) for part in parts]
+        joined: Any = join(read) if all(isinstance(part, GroupedWeight) for part in read) else tuple(read)
+        if self.multiplies_fp8(parts):
+            return StoredFp8(Quantised(joined.codes, joined.scales.view(-1)), self._dtype)
+        return joined
+
+    def _read(self, part: TensorSpec) -> Any:
+        if part.name in self._source.matrices():
+            return self._source.grouped(part.name, self._dtype).to(self._device)
+        return self._source.get(part.name, device=self._device, dtype=self._dtype)
+
+
+def _linear_parts(layout: ModelLayout) -> list[tuple[TensorSpec, ...]]:
+    parts = [matrix.parts for layer in layout.layers for matrix in matrices_of(layer)]
+    return parts if layout.head is None else [*parts, layout.head.parts]
+
+
+def _expert_parts(layout: ModelLayout) -> list[tuple[TensorSpec, ...]]:
+    layers = [layer.mlp for layer in layout.layers if isinstance(layer.mlp, MoeLayout)]
+    return [matrix.parts for mlp in layers for pair in mlp.experts for matrix in pair]

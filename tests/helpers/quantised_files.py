@@ -1,0 +1,151 @@
+"""Quantised checkpoints of tiny models, packed here from the formats' specifications: independent of the readers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers.tiny_models import StateDictSource, config_of, make_reference
+from safetensors.torch import save_file
+
+Tensors = dict[str, torch.Tensor]
+Packed = tuple[Tensors, torch.Tensor]
+"""The stored tensors of a module, by the end of their names, and the weight that they mean."""
+
+SIZES = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 2,
+    "tie_word_embeddings": False,
+}
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def integers(
+    weight: torch.Tensor, bits: int, group: int, symmetric: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(codes [N, K], scales float16 [N, groups], zeros [N, groups]), all codes not negative."""
+    rows, columns = weight.shape
+    groups, top = weight.view(rows, columns // group, group), (1 << bits) - 1
+    if symmetric:
+        scales = (groups.abs().amax(2) / (top // 2)).half()
+        zeros = torch.full_like(scales, (top + 1) // 2).int()
+    else:
+        low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+        scales = ((high - low) / top).half()
+        zeros = (-low / scales.float()).round().clamp(0, top).int()
+    codes = (groups / scales.float()[..., None]).round().int() + zeros[..., None]
+    return codes.clamp(0, top).view(rows, columns), scales, zeros
+
+
+def values_of(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """`groups`: the group of each input."""
+    return (codes - zeros[:, groups]).float() * scales.float()[:, groups]
+
+
+def packed_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """[..., n] to int32 [..., n bits / 32], the first code in the lowest bits."""
+    fields = codes.long().view(*codes.shape[:-1], -1, 32 // bits)
+    words = sum(fields[..., i] << (bits * i) for i in range(32 // bits))
+    assert isinstance(words, torch.Tensor)
+    return words.to(torch.int32) if int(words.max()) < 2**31 else (words - ((words >> 31) << 32)).to(torch.int32)
+
+
+def awq(group: int = 64) -> Callable[[torch.Tensor], Packed]:
+    def pack(weight: torch.Tensor) -> Packed:
+        codes, scales, zeros = integers(weight, 4, group, symmetric=False)
+
+        def words(by_input: torch.Tensor) -> torch.Tensor:
+            return packed_words(by_input.view(len(by_input), -1, 8)[..., AWQ_ORDER].flatten(1), 4)
+
+        natural = torch.arange(weight.shape[1]) // group
+        stored = {
+            "qweight": words(codes.t().contiguous()),
+            "qzeros": words(zeros.t().contiguous()),
+            "scales": scales.t(),
+        }
+        return stored, values_of(codes, scales, zeros, natural)
+
+    return pack
+
+
+def gptq(
+    bits: int = 4, group: int = 64, symmetric: bool = True, v2: bool = False, act_order: bool = False
+) -> Callable[[torch.Tensor], Packed]:
+    def pack(weight: torch.Tensor) -> Packed:
+        columns = weight.shape[1]
+        order = torch.arange(columns)
+        if act_order:  # the same for the parts of a fused matrix if their inputs are
+            order = torch.randperm(columns, generator=torch.Generator().manual_seed(weight.shape[0]))
+        codes, scales, zeros = integers(weight[:, order], bits, group, symmetric)
+        groups = torch.empty(columns, dtype=torch.int64)
+        groups[order] = torch.arange(columns) // group
+        natural = torch.empty_like(codes)
+        natural[:, order] = codes
+        shift = 0 if v2 else 1
+        stored = {
+            "qweight": packed_words(natural, bits).t(),
+            "qzeros": packed_words(((zeros - shift) % (1 << bits)).t().contiguous(), bits),
+            "scales": scales.t(),
+            "g_idx": groups.int(),
+        }
+        return stored, values_of(natural, scales, zeros, groups)
+
+    return pack
+
+
+def fp8(block: int | None = None, static: bool = False) -> Callable[[torch.Tensor], Packed]:
+    def pack(weight: torch.Tensor) -> Packed:
+        rows, columns = weight.shape
+        high, wide = (rows, columns) if block is None else (block, block)
+        scales = torch.tensor(
+            [
+                [weight[r : r + high, c : c + wide].abs().max() / 448 for c in range(0, columns, wide)]
+                for r in range(0, rows, high)
+            ]
+        )
+        by_item = scales.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
+        codes = (weight / by_item).to(torch.float8_e4m3fn)
+        name, kept = ("weight_scale", scales.view(())) if block is None else ("weight_scale_inv", scales)
+        extra = {"input_scale": torch.tensor(0.02)} if static else {}
+        return {"weight": codes, name: kept, **extra}, codes.float() * by_item
+
+    return pack
+
+
+def write_checkpoint(
+    folder: Path,
+    settings: Mapping[str, Any],
+    pack: Callable[[torch.Tensor], Packed],
+    *,
+    case: str = "llama",
+    skip: Callable[[str], bool] = lambda module: False,
+    packs: Mapping[str, Callable[[torch.Tensor], Packed]] | None = None,
+    **sizes: Any,
+) -> StateDictSource:
+    """Writes a tiny model with its layers' matrices packed. Returns the same model with the weights that it means.
+
+    `skip`: modules left as they are; `packs`: other packers by part of the module's name."""
+    model = make_reference(case, **(SIZES | sizes))
+    source = StateDictSource.of(model)
+    stored: Tensors = {}
+    for name, tensor in source.tensors.items():
+        module = name.removesuffix(".weight")
+        if not name.endswith("_proj.weight") or skip(module):
+            stored[name] = tensor
+            continue
+        own = next((other for part, other in (packs or {}).items() if part in module), pack)
+        parts, value = own(tensor)
+        stored |= {f"{module}.{end}": part for end, part in parts.items()}
+        source.tensors[name] = value
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous().clone() for name, tensor in stored.items()}, folder / "model.safetensors")
+    config = {**config_of(model), "quantization_config": dict(settings)}
+    (folder / "config.json").write_text(json.dumps(config, default=str))
+    return source

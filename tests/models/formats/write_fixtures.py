@@ -1,0 +1,146 @@
+"""Run as a program: writes `written/`, one quantised matrix per file, with the tools that people use.
+
+Each file has the tensors of a module `m` as the tool stores them and `expected`, the tool's own dequantised weight;
+the header has the `quantization_config`. Needs compressed-tensors 0.20, bitsandbytes 0.50 and torchao 0.18, which the
+tests do not.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+FOLDER = Path(__file__).parent / "written"
+ROWS, COLUMNS = 16, 64
+
+
+def matrix(seed: int, rows: int = ROWS, columns: int = COLUMNS) -> torch.Tensor:
+    torch.manual_seed(seed)
+    spread = torch.rand(rows, 1) + 0.2
+    return torch.randn(rows, columns) * spread * 0.1
+
+
+def save(name: str, config: dict[str, Any], tensors: dict[str, torch.Tensor], expected: torch.Tensor) -> None:
+    stored = {f"m.{key}": value.detach().contiguous() for key, value in tensors.items()}
+    metadata = {"quantization_config": json.dumps(config)}
+    save_file({**stored, "expected": expected.detach().float().contiguous()}, FOLDER / f"{name}.safetensors", metadata)
+    print(name, {key: (tuple(value.shape), str(value.dtype)) for key, value in stored.items()})
+
+
+# --- compressed-tensors ---
+
+
+def compressed(name: str, kind: str, rows: int = ROWS, g_idx: bool = False, **weights: Any) -> None:
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    args = QuantizationArgs(**weights)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    weight = matrix(1, rows, 160 if args.strategy == "block" else COLUMNS)
+    strategy = str(args.strategy).split(".")[-1].lower()
+    group = args.group_size or weight.shape[1]
+    if strategy == "tensor":
+        low, high = weight.amin().view(1), weight.amax().view(1)
+    elif strategy == "block":
+        b0, b1 = args.block_structure
+        padded = torch.nn.functional.pad(weight, (0, -weight.shape[1] % b1, 0, -rows % b0))
+        padded = padded.view(padded.shape[0] // b0, b0, -1, b1)
+        low, high = padded.amin((1, 3)), padded.amax((1, 3))
+    else:
+        groups = weight.view(rows, -1, group)
+        low, high = groups.amin(2), groups.amax(2)
+    state: dict[str, torch.Tensor] = {"weight": weight}
+    whole = None
+    if strategy == "tensor_group":
+        whole = generate_gparam(weight.amin().view(1), weight.amax().view(1))
+        state["weight_global_scale"] = whole
+    scale, zero = calculate_qparams(low, high, args, global_scale=whole)
+    state |= {"weight_scale": scale, "weight_zero_point": zero}
+    if g_idx:
+        torch.manual_seed(3)
+        state["weight_g_idx"] = (torch.randperm(weight.shape[1]) // group).int()
+    compressor = BaseCompressor.get_value_from_registry(kind)
+    if g_idx:
+        stored = by_group_index(compressor, state, scheme)
+        order = torch.argsort(state["weight_g_idx"], stable=True)
+        plain = {key: value for key, value in stored.items() if key != "weight_g_idx"}
+        unordered = compressor.decompress(plain | {"weight_packed": repacked(stored, order)}, scheme)["weight"]
+        expected = torch.empty_like(unordered).index_copy_(1, order, unordered)
+    else:
+        stored = compressor.compress(state, scheme)
+        expected = in_float32(stored, scheme) if whole is not None else compressor.decompress(stored, scheme)["weight"]
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": kind,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": json.loads(args.model_dump_json())}},
+        "ignore": ["lm_head"],
+    }
+    save(name, config, stored, expected)
+
+
+def in_float32(stored: dict[str, torch.Tensor], scheme: Any) -> torch.Tensor:
+    """What `decompress` does for NVFP4, without rounding each step to bfloat16."""
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    rows, half = stored["weight_packed"].shape
+    codes = unpack_fp4_from_uint8(stored["weight_packed"], rows, 2 * half, dtype=torch.float32)
+    scale, whole = stored["weight_scale"].float(), stored["weight_global_scale"]
+    found: torch.Tensor = dequantize(
+        x_q=codes, scale=scale, args=scheme.weights, global_scale=whole, dtype=torch.float32
+    )
+    return found
+
+
+def by_group_index(compressor: Any, state: dict[str, torch.Tensor], scheme: Any) -> dict[str, torch.Tensor]:
+    """Codes in the order of the inputs, quantised in the order of the groups."""
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+
+    order = torch.argsort(state["weight_g_idx"], stable=True)
+    plain = {key: value for key, value in state.items() if key != "weight_g_idx"}
+    sorted_state = plain | {"weight": state["weight"][:, order]}
+    stored = compressor.compress(sorted_state, scheme)
+    codes = unpack_from_int32(stored["weight_packed"], 4, state["weight"].shape)
+    natural = torch.empty_like(codes).index_copy_(1, order, codes)
+    return stored | {"weight_packed": pack_to_int32(natural, 4), "weight_g_idx": state["weight_g_idx"]}
+
+
+def repacked(stored: dict[str, torch.Tensor], order: torch.Tensor) -> torch.Tensor:
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
+
+    return pack_to_int32(unpack_from_int32(stored["weight_packed"], 4, stored["weight_shape"])[:, order], 4)
+
+
+def write_compressed_tensors() -> None:
+    integer, floating = {"type": "int"}, {"type": "float"}
+    by_group = {"strategy": "group", "group_size": 32}
+    pack = "pack-quantized"
+    compressed("ct_w4a16", pack, num_bits=4, symmetric=True, **integer, **by_group)
+    compressed("ct_w4a16_asymmetric", pack, num_bits=4, symmetric=False, **integer, **by_group)
+    compressed("ct_w4a16_channel", pack, num_bits=4, symmetric=True, strategy="channel", **integer)
+    compressed("ct_w4a16_act_order", pack, num_bits=4, symmetric=True, g_idx=True, **integer, **by_group)
+    compressed("ct_w8a16", pack, num_bits=8, symmetric=True, **integer, **by_group)
+    compressed("ct_int8", "int-quantized", num_bits=8, symmetric=True, strategy="channel", **integer)
+    compressed("ct_int8_tensor", "int-quantized", num_bits=8, symmetric=True, strategy="tensor", **integer)
+    compressed("ct_int8_asymmetric", "int-quantized", num_bits=8, symmetric=False, strategy="channel", **integer)
+    compressed("ct_w4a8", "int-quantized", num_bits=4, symmetric=True, strategy="channel", **integer)
+    compressed("ct_fp8_tensor", "float-quantized", num_bits=8, symmetric=True, strategy="tensor", **floating)
+    compressed("ct_fp8_channel", "float-quantized", num_bits=8, symmetric=True, strategy="channel", **floating)
+    block = {"strategy": "block", "block_structure": [128, 128]}
+    compressed("ct_fp8_block", "float-quantized", rows=136, num_bits=8, symmetric=True, **block, **floating)
+    tensor_group = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+    compressed("ct_nvfp4", "nvfp4-pack-quantized", num_bits=4, symmetric=True, **tensor_group, **floating)
+    mx = {**by_group, "scale_dtype": "torch.uint8"}
+    compressed("ct_mxfp4", "mxfp4-pack-quantized", num_bits=4, symmetric=True, **mx, **floating)
+
+
+if __name__ == "__main__":
+    FOLDER.mkdir(exist_ok=True)
+    for part in sys.argv[1:] or ["compressed_tensors"]:
+        globals()[f"write_{part}"]()
