@@ -119,6 +119,77 @@ def fp8(block: int | None = None, static: bool = False) -> Callable[[torch.Tenso
     return pack
 
 
+NF4 = (
+    *(-1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.0910500, 0.0),
+    *(0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0),
+)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def nearest(values: torch.Tensor, levels: tuple[float, ...]) -> torch.Tensor:
+    return (values[..., None] - torch.tensor(levels)).abs().argmin(-1)
+
+
+def nf4(weight: torch.Tensor, block: int = 64) -> Packed:
+    groups = weight.reshape(-1, block)
+    largest = groups.abs().amax(1)
+    codes = nearest(groups / largest[:, None], NF4)
+    pairs = codes.view(-1, 2)
+    state = {"quant_type": "nf4", "blocksize": block, "dtype": "float32", "shape": list(weight.shape)}
+    stored = {
+        "weight": (pairs[:, 0] << 4 | pairs[:, 1]).to(torch.uint8)[:, None],
+        "weight.absmax": largest,
+        "weight.quant_map": torch.tensor(NF4),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8),
+    }
+    return stored, (torch.tensor(NF4)[codes] * largest[:, None]).view(weight.shape)
+
+
+def llm_int8(weight: torch.Tensor) -> Packed:
+    largest = weight.abs().amax(1)
+    codes = (weight * 127 / largest[:, None]).round().to(torch.int8)
+    stored = {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return stored, codes.float() * largest[:, None] / 127
+
+
+def pack_quantized(weight: torch.Tensor, group: int = 32) -> Packed:
+    """W4A16 of compressed-tensors."""
+    codes, scales, zeros = integers(weight, 4, group, symmetric=True)
+    natural = torch.arange(weight.shape[1]) // group
+    stored = {"weight_packed": packed_words(codes, 4), "weight_scale": scales}
+    return stored | {"weight_shape": torch.tensor(weight.shape)}, values_of(codes, scales, zeros, natural)
+
+
+def mxfp4(weight: torch.Tensor) -> Packed:
+    """compressed-tensors' mxfp4-pack-quantized: scales are powers of two, stored as exponents plus 127."""
+    groups = weight.reshape(len(weight), -1, 32)
+    exponents = torch.floor(torch.log2(groups.abs().amax(2) / 4)).clamp(-127, 127)
+    codes = nearest(groups / 2.0 ** exponents[..., None], E2M1)
+    flat = codes.flatten(1)
+    stored = {
+        "weight_packed": (flat[:, 0::2] | flat[:, 1::2] << 4).to(torch.uint8),
+        "weight_scale": (exponents + 127).to(torch.uint8),
+    }
+    return stored, (torch.tensor(E2M1)[codes] * 2.0 ** exponents[..., None]).view(weight.shape)
+
+
+def torchao_int4(weight: torch.Tensor, group: int = 32) -> Packed:
+    """torchao's Int4Tensor: value = signed code * scale + zero point, the middle of the group's range."""
+    groups = weight.reshape(len(weight), -1, group)
+    low, high = groups.amin(2), groups.amax(2)
+    scales = ((high - low) / 15).bfloat16()
+    zeros = (low + 8 * scales.float()).bfloat16()
+    codes = ((groups - zeros.float()[..., None]) / scales.float()[..., None]).round().clamp(-8, 7)
+    value = codes * scales.float()[..., None] + zeros.float()[..., None]
+    flat = codes.flatten(1).to(torch.int8)
+    stored = {
+        "_weight_qdata": (flat[:, 1::2] << 4) | (flat[:, 0::2] & 15),
+        "_weight_scale": scales.t(),
+        "_weight_zero_point": zeros.t(),
+    }
+    return stored, value.view(weight.shape)
+
+
 def write_checkpoint(
     folder: Path,
     settings: Mapping[str, Any],
@@ -127,14 +198,17 @@ def write_checkpoint(
     case: str = "llama",
     skip: Callable[[str], bool] = lambda module: False,
     packs: Mapping[str, Callable[[torch.Tensor], Packed]] | None = None,
+    header: Mapping[str, Any] | None = None,
     **sizes: Any,
 ) -> StateDictSource:
     """Writes a tiny model with its layers' matrices packed. Returns the same model with the weights that it means.
 
-    `skip`: modules left as they are; `packs`: other packers by part of the module's name."""
+    `skip`: modules left as they are; `packs`: other packers by part of the module's name; `header`: what the file's
+    header says of each packed weight."""
     model = make_reference(case, **(SIZES | sizes))
     source = StateDictSource.of(model)
     stored: Tensors = {}
+    metadata: dict[str, str] = {}
     for name, tensor in source.tensors.items():
         module = name.removesuffix(".weight")
         if not name.endswith("_proj.weight") or skip(module):
@@ -144,8 +218,11 @@ def write_checkpoint(
         parts, value = own(tensor)
         stored |= {f"{module}.{end}": part for end, part in parts.items()}
         source.tensors[name] = value
+        metadata[name] = json.dumps(header)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous().clone() for name, tensor in stored.items()}, folder / "model.safetensors")
+    metadata = {**metadata, "tensor_names": json.dumps(list(metadata))} if header else {}
+    kept = {name: tensor.contiguous().clone() for name, tensor in stored.items()}
+    save_file(kept, folder / "model.safetensors", metadata)
     config = {**config_of(model), "quantization_config": dict(settings)}
     (folder / "config.json").write_text(json.dumps(config, default=str))
     return source

@@ -22,8 +22,9 @@ def gguf_blocks(weight: GroupedWeight, kind: str) -> npt.NDArray[np.uint8]:
     scales = _by_block(weight.scale_rows(), weight)
     halves = [_half(scales)]
     if kind == "Q4_1":
-        assert weight.zeros is not None
-        halves.append(_half(-scales * _by_block(weight.zeros.float(), weight)))
+        zeros = weight.zero if weight.zeros is None else _by_block(weight.zeros.float(), weight)
+        offsets = 0 if weight.offsets is None else _by_block(weight.offsets.float(), weight)
+        halves.append(_half(offsets - scales * zeros))
     elif kind == "Q5_0":
         return _five_bits(weight, codes, scales)
     if kind == "Q8_0":

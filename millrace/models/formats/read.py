@@ -8,15 +8,19 @@ from typing import Any, Final
 from millrace.errors import ModelError
 from millrace.models.formats.awq import AwqFormat
 from millrace.models.formats.base import CheckpointFormat, Settings, StoredTensors, unsupported
+from millrace.models.formats.bitsandbytes import BitsAndBytesFormat
 from millrace.models.formats.compressed_tensors import CompressedTensorsFormat
 from millrace.models.formats.fp8 import Fp8Format
 from millrace.models.formats.gptq import GptqFormat
+from millrace.models.formats.torchao import TorchAoFormat
 
 _FORMATS: Final[Mapping[str, Callable[[Settings, StoredTensors], CheckpointFormat]]] = {
     "fp8": Fp8Format,
     "compressed-tensors": CompressedTensorsFormat,
     "awq": AwqFormat,
     "gptq": GptqFormat,
+    "bitsandbytes": BitsAndBytesFormat,
+    "torchao": TorchAoFormat,
 }
 
 

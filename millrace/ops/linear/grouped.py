@@ -24,7 +24,8 @@ _SLICE_ITEMS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight:
-    """A weight [N, K]: value = level * scale * output scale, where level is `levels[code]` or `code - zero`."""
+    """A weight [N, K]: value = level * scale * output scale + offset, where level is `levels[code]` or
+    `code - zero`."""
 
     codes: Tensor
     """4 bits: uint8 [N, K / 2], even inputs in the low halves. 8 bits: uint8, int8 or float8_e4m3fn [N, K]."""
@@ -44,6 +45,8 @@ class GroupedWeight:
     """float32 [16]: the value of each code."""
     output_scales: Tensor | None = None
     """float32 [N]"""
+    offsets: Tensor | None = None
+    """[N, K / group], in the dtype in which they are stored."""
     order: Tensor | None = None
     """int64 [K]: column i of the codes belongs to input `order[i]` (act-order)."""
 
@@ -58,11 +61,11 @@ class GroupedWeight:
     @property
     def num_bytes(self) -> int:
         """Without `levels` and `order`, a few KiB."""
-        parts = (self.codes, self.scales, self.zeros, self.output_scales)
+        parts = (self.codes, self.scales, self.zeros, self.output_scales, self.offsets)
         return sum(part.nbytes for part in parts if part is not None)
 
     def to(self, device: torch.device) -> GroupedWeight:
-        fields = ("codes", "scales", "zeros", "levels", "output_scales", "order")
+        fields = ("codes", "scales", "zeros", "levels", "output_scales", "offsets", "order")
         parts = {name: getattr(self, name) for name in fields}
         return replace(self, **{name: part.to(device) for name, part in parts.items() if part is not None})
 
@@ -80,6 +83,8 @@ class GroupedWeight:
         levels *= self._by_input(self.scale_rows(rows))
         if self.output_scales is not None:
             levels *= self.output_scales[rows, None]
+        if self.offsets is not None:
+            levels += self._by_input(self.offsets[rows].float())
         if self.order is None:
             return levels
         return torch.empty_like(levels).index_copy_(1, self.order, levels)
@@ -119,6 +124,7 @@ def join(weights: Sequence[GroupedWeight]) -> GroupedWeight | tuple[GroupedWeigh
         scales=scales,
         zeros=cat("zeros"),
         output_scales=cat("output_scales"),
+        offsets=cat("offsets"),
         rows_per_scale=rows_per_scale,
     )
 
@@ -132,14 +138,11 @@ def _cat(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _fits_after(first: GroupedWeight, other: GroupedWeight) -> bool:
-    same = all(
-        getattr(first, name) == getattr(other, name) for name in ("in_features", "group", "rows_per_scale", "zero")
-    )
+    scalars, optional = ("in_features", "group", "rows_per_scale", "zero"), ("zeros", "output_scales", "offsets")
+    same = all(getattr(first, name) == getattr(other, name) for name in scalars)
     tensors = all(getattr(first, name).dtype == getattr(other, name).dtype for name in ("codes", "scales"))
-    optional = all(
-        (getattr(first, name) is None) == (getattr(other, name) is None) for name in ("zeros", "output_scales")
-    )
-    return same and tensors and optional and first.bits == other.bits and _equal_tables(first, other)
+    present = all((getattr(first, name) is None) == (getattr(other, name) is None) for name in optional)
+    return same and tensors and present and first.bits == other.bits and _equal_tables(first, other)
 
 
 def _equal_tables(first: GroupedWeight, other: GroupedWeight) -> bool:

@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 import torch
 from helpers.paged import PagedDriver
-from helpers.quantised_files import Packed, awq, fp8, gptq, write_checkpoint
+from helpers.quantised_files import (
+    Packed,
+    awq,
+    fp8,
+    gptq,
+    llm_int8,
+    mxfp4,
+    nf4,
+    pack_quantized,
+    torchao_int4,
+    write_checkpoint,
+)
 from helpers.tiny_models import VOCAB, StateDictSource
 
 from millrace.errors import ConfigError, ModelError
@@ -27,6 +38,21 @@ TOKENS = [token * 7 % VOCAB for token in range(24)]
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": True, "desc_act": False}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
+TORCHAO = {"_type": "Int4Tensor", "_data": {"block_size": [1, 32]}, "_tensor_data_names": ["qdata", "scale"]}
+BY_32 = {"strategy": "group", "group_size": 32, "symmetric": True}
+
+
+def compressed(kind: str, **weights: Any) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": kind, "config_groups": groups, "ignore": ["lm_head"]}
+
+
+def written(folder: Path, name: str, **options: Any) -> StateDictSource:
+    settings, pack, _ = CASES[name]
+    header = TORCHAO if name == "torchao_int4" else None
+    return write_checkpoint(folder, settings, pack, header=header, **options)
+
+
 Pack = Callable[[torch.Tensor], Packed]
 CASES: dict[str, tuple[dict[str, Any], Pack, float]] = {
     "awq": (AWQ, awq(), 0.32),
@@ -39,6 +65,11 @@ CASES: dict[str, tuple[dict[str, Any], Pack, float]] = {
     "fp8_tensor": (FP8, fp8(), 0.56),
     "fp8_static": ({**FP8, "activation_scheme": "static"}, fp8(static=True), 0.56),
     "fp8_block": ({**FP8, "weight_block_size": [128, 128]}, fp8(128), 0.56),
+    "w4a16": (compressed("pack-quantized", num_bits=4, type="int", **BY_32), pack_quantized, 0.32),
+    "mxfp4": (compressed("mxfp4-pack-quantized", num_bits=4, type="float", **BY_32), mxfp4, 0.36),
+    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, nf4, 0.32),
+    "llm_int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, llm_int8, 0.56),
+    "torchao_int4": ({"quant_method": "torchao"}, torchao_int4, 0.32),
 }
 """Settings, packer, and the largest share of the bytes in bfloat16 that the layers' matrices may take."""
 
@@ -67,8 +98,12 @@ EXACT, ROUNDED_OFFSETS = 1e-5, 6e-3
 noise of that size give the same."""
 
 
+WITH_OFFSETS = ("awq", "gptq_asymmetric", "gptq_v2", "torchao_int4", "llm_int8")
+"""Also those with scales in float32."""
+
+
 def tolerance(case: str) -> float:
-    return ROUNDED_OFFSETS if case in ("awq", "gptq_asymmetric", "gptq_v2") else EXACT
+    return ROUNDED_OFFSETS if case in WITH_OFFSETS else EXACT
 
 
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -77,8 +112,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("case", CASES)
 def test_answers_are_those_of_the_dequantised_weights(case: str, tmp_path: Path) -> None:
-    settings, pack, _ = CASES[case]
-    expected = logits(plain(write_checkpoint(tmp_path / "m", settings, pack), tmp_path / "m"))
+    expected = logits(plain(written(tmp_path / "m", case), tmp_path / "m"))
     decoder = load(tmp_path / "m", deterministic=True)
     found = logits(decoder)
     assert error(found, expected) < tolerance(case)
@@ -87,8 +121,7 @@ def test_answers_are_those_of_the_dequantised_weights(case: str, tmp_path: Path)
 
 @pytest.mark.parametrize("case", CASES)
 def test_answers_without_cpu_kernels_are_exact(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings, pack, _ = CASES[case]
-    expected = logits(plain(write_checkpoint(tmp_path / "m", settings, pack), tmp_path / "m"))
+    expected = logits(plain(written(tmp_path / "m", case), tmp_path / "m"))
     monkeypatch.setattr(load_module, "stored_matrices", lambda *_: None)
     assert error(logits(load(tmp_path / "m")), expected) < EXACT
 
@@ -96,9 +129,9 @@ def test_answers_without_cpu_kernels_are_exact(case: str, tmp_path: Path, monkey
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_are_held_as_small_as_they_are_stored(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    settings, pack, share = CASES[case]
+    share = CASES[case][2]
     folder = tmp_path / "m"
-    source = write_checkpoint(folder, settings, pack)
+    source = written(folder, case)
     seen: list[tuple[int, int]] = []
     decoder = load(folder, dtype, progress=lambda done, total: seen.append((done, total)))
     files = resolve_model(str(folder))
@@ -115,10 +148,9 @@ def test_weights_are_held_as_small_as_they_are_stored(case: str, dtype: torch.dt
     assert sum(held) < share * layers * 2 + 4096
 
 
-@pytest.mark.parametrize("case", ["awq", "gptq", "gptq_8_bits"])
+@pytest.mark.parametrize("case", ["awq", "gptq", "gptq_8_bits", "w4a16", "mxfp4", "llm_int8", "torchao_int4"])
 def test_cpu_kernels_read_integers(case: str, tmp_path: Path) -> None:
-    settings, pack, _ = CASES[case]
-    expected = logits(plain(write_checkpoint(tmp_path / "m", settings, pack), tmp_path / "m"))
+    expected = logits(plain(written(tmp_path / "m", case), tmp_path / "m"))
     assert has_quantised_weights(resolve_model(str(tmp_path / "m")))
     decoder = load(tmp_path / "m", quantization="int8")
     assert decoder.native_stack is not None
@@ -126,12 +158,10 @@ def test_cpu_kernels_read_integers(case: str, tmp_path: Path) -> None:
     assert error(logits(decoder), expected) < 0.05
 
 
-def test_mixture_of_experts(tmp_path: Path) -> None:
-    sizes = {"moe_intermediate_size": 64}
-    for name, (settings, pack, _) in CASES.items():
-        folder = tmp_path / name
-        source = write_checkpoint(folder, settings, pack, case="qwen3_moe", **sizes)
-        assert error(logits(load(folder)), logits(plain(source, folder))) < tolerance(name), name
+@pytest.mark.parametrize("case", CASES)
+def test_mixture_of_experts(case: str, tmp_path: Path) -> None:
+    source = written(tmp_path / "m", case, case="qwen3_moe", moe_intermediate_size=64)
+    assert error(logits(load(tmp_path / "m")), logits(plain(source, tmp_path / "m"))) < tolerance(case)
 
 
 def test_modules_that_are_not_quantised_stay_plain(tmp_path: Path) -> None:
@@ -175,6 +205,7 @@ def test_biases_of_zeros_that_the_model_does_not_have_are_dropped(tmp_path: Path
     ("settings", "named"),
     [
         ({"quant_method": "quip"}, r"'quip'.*awq.*GGUF"),
+        ({"quant_method": "torchao"}, "torchao 0.14"),
         ({**AWQ, "version": "gemv"}, "layout gemv.*gemm"),
         ({**AWQ, "bits": 8}, "AWQ with 8 bits"),
         ({**AWQ, "bits": None}, "AWQ with None bits"),

@@ -25,9 +25,15 @@ def matrix(seed: int, rows: int = ROWS, columns: int = COLUMNS) -> torch.Tensor:
     return torch.randn(rows, columns) * spread * 0.1
 
 
-def save(name: str, config: dict[str, Any], tensors: dict[str, torch.Tensor], expected: torch.Tensor) -> None:
+def save(
+    name: str,
+    config: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    expected: torch.Tensor,
+    header: dict[str, str] | None = None,
+) -> None:
     stored = {f"m.{key}": value.detach().contiguous() for key, value in tensors.items()}
-    metadata = {"quantization_config": json.dumps(config)}
+    metadata = {**(header or {}), "quantization_config": json.dumps(config)}
     save_file({**stored, "expected": expected.detach().float().contiguous()}, FOLDER / f"{name}.safetensors", metadata)
     print(name, {key: (tuple(value.shape), str(value.dtype)) for key, value in stored.items()})
 
@@ -140,7 +146,52 @@ def write_compressed_tensors() -> None:
     compressed("ct_mxfp4", "mxfp4-pack-quantized", num_bits=4, symmetric=True, **mx, **floating)
 
 
+# --- bitsandbytes ---
+
+
+def write_bitsandbytes() -> None:
+    from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant, int8_vectorwise_quant, quantize_4bit
+
+    weight = matrix(2, columns=128)
+    for kind, nested in (("nf4", False), ("nf4", True), ("fp4", False)):
+        packed, state = quantize_4bit(weight, quant_type=kind, blocksize=64, compress_statistics=nested)
+        tensors = {"weight": packed} | {f"weight.{key}": part for key, part in state.as_dict(packed=True).items()}
+        config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
+        save(f"bnb_{kind}{'_nested' if nested else ''}", config, tensors, dequantize_4bit(packed, state))
+    codes, stats, _ = int8_vectorwise_quant(weight.half())
+    tensors = {"weight": codes, "SCB": stats, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    save("bnb_int8", config, tensors, int8_vectorwise_dequant(codes, stats))
+
+
+# --- torchao ---
+
+
+def write_torchao() -> None:
+    import torchao.quantization as ao
+    from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+
+    by_group = ao.PerGroup(32)
+    configs = {
+        "int8": ao.Int8WeightOnlyConfig(version=2),
+        "int8_dynamic": ao.Int8DynamicActivationInt8WeightConfig(version=2),
+        "fp8": ao.Float8WeightOnlyConfig(),
+        "intx4": ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=by_group),
+        "intx4_asymmetric": ao.IntxWeightOnlyConfig(
+            weight_dtype=torch.int4, granularity=by_group, mapping_type=ao.quant_primitives.MappingType.ASYMMETRIC
+        ),
+    }
+    for name, settings in configs.items():
+        linear = torch.nn.Linear(COLUMNS, ROWS, bias=False)
+        linear.weight.data = matrix(3)
+        model = torch.nn.Sequential(linear)
+        ao.quantize_(model, settings)
+        tensors, header = flatten_tensor_state_dict({"m.weight": model[0].weight})
+        own = {key.removeprefix("m."): part for key, part in tensors.items()}
+        save(f"ao_{name}", {"quant_method": "torchao"}, own, model[0].weight.dequantize(), header)
+
+
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    for part in sys.argv[1:] or ["compressed_tensors"]:
+    for part in sys.argv[1:] or ["compressed_tensors", "bitsandbytes", "torchao"]:
         globals()[f"write_{part}"]()
