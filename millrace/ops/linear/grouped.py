@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from millrace.errors import ModelError
 from millrace.ops.base.version import Version
 from millrace.ops.linear.dense import TILE_ROWS, Head, PlainLinear, TiledLinear
+from millrace.ops.linear.fp8 import FP8_CAPABILITY
+from millrace.ops.triton import triton_missing
 
 _SLICE_ITEMS = 1 << 22
 """Weights dequantised at a time by the reference."""
@@ -42,7 +46,7 @@ class GroupedWeight:
     zeros: Tensor | None = None
     """uint8 [N, K / group]"""
     levels: Tensor | None = None
-    """float32 [16]: the value of each code."""
+    """float32 [16 or 256]: the value of each code."""
     output_scales: Tensor | None = None
     """float32 [N]"""
     offsets: Tensor | None = None
@@ -179,6 +183,74 @@ class GroupedReference(Head):
         return self(x).float()
 
 
+class GroupedTriton(Head):
+    """A Triton kernel that dequantises tiles in registers. `is_fixed`: with the same tiles for any number of rows."""
+
+    def __init__(self, weight: GroupedWeight, bias: Tensor | None = None, is_fixed: bool = False) -> None:
+        from millrace.ops.triton.gemm import grouped as kernel
+
+        device = weight.codes.device
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+            weight = without_fp8(weight)
+        self.weight, self.bias, self._is_fixed = weight, bias, is_fixed
+        self.num_bytes = weight.num_bytes + (0 if bias is None else bias.nbytes)
+        is_exponent = weight.scales.dtype == torch.float8_e8m0fnu
+        self._operand = kernel.GroupedOperand(
+            codes=weight.codes,
+            scales=weight.scales.view(torch.uint8) if is_exponent else weight.scales,
+            zeros=weight.zeros,
+            levels=weight.levels,
+            output_scales=weight.output_scales,
+            offsets=weight.offsets,
+            outputs=weight.shape[0],
+            inputs=weight.in_features,
+            group=weight.group,
+            rows_per_scale=weight.rows_per_scale,
+            zero=weight.zero,
+            is_four_bits=weight.bits == 4,
+        )
+        self._tile_k = kernel.tile_inputs(weight.group, weight.in_features)
+        if not self._tile_k:
+            raise ModelError(
+                f"The checkpoint has groups of {weight.group} inputs; GPU kernels need groups of a multiple of 16."
+                " Run it with --device cpu."
+            )
+        self._programs = 2 * _processors(weight.codes.device)
+        self._product, self._choose, self._fixed = kernel.grouped_product, kernel.choose_tiles, kernel.fixed_tiles
+
+    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        return self._plus(x, addend) if addend is not None else self._multiplied(x, x.dtype)
+
+    def wide(self, x: Tensor, out: Tensor | None = None, decode: bool = False) -> Tensor:
+        return self._multiplied(x, torch.float32)
+
+    def _multiplied(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        outputs, inputs = self.weight.shape
+        if self._is_fixed:
+            tiles = self._fixed(outputs, inputs, self._tile_k, self._programs)
+        else:
+            tiles = self._choose(x.shape[0], outputs, inputs, self._tile_k, self._programs)
+        if self.weight.order is not None:
+            x = x.index_select(1, self.weight.order)
+        return self._product(x, self._operand, tiles, self.bias, dtype)
+
+
+def without_fp8(weight: GroupedWeight) -> GroupedWeight:
+    """The same numbers, with codes and scales that kernels read on GPUs without FP8: a table has the values of FP8
+    codes, and scales fit into float16."""
+    scales = weight.scales.to(torch.float16) if weight.scales.dtype == torch.float8_e4m3fn else weight.scales
+    if weight.codes.dtype != torch.float8_e4m3fn:
+        return replace(weight, scales=scales)
+    table = torch.arange(256, dtype=torch.uint8, device=weight.codes.device).view(torch.float8_e4m3fn).float()
+    # The two codes of NaN occur in no weight.
+    levels = torch.nan_to_num(table)
+    return replace(weight, codes=weight.codes.view(torch.uint8), levels=levels, scales=scales)
+
+
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 class JoinedLinear(Head):
     """Linears over the same input whose outputs follow each other."""
 
@@ -209,9 +281,32 @@ def _by_parts(make: Any) -> Any:
     return made
 
 
+def _triton_missing(device: torch.device) -> str:
+    return triton_missing(device) or ("" if device.type == "cuda" else "needs a GPU")
+
+
 make_reference = _by_parts(GroupedReference)
 
 VERSIONS = (
+    Version(
+        op="grouped_linear",
+        name="triton",
+        make=_by_parts(GroupedTriton),
+        when="Triton: dequantises tiles in registers, with tiles for few rows and for many",
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16),
+        missing=_triton_missing,
+    ),
+    Version(
+        op="grouped_linear",
+        name="triton_fixed",
+        make=_by_parts(partial(GroupedTriton, is_fixed=True)),
+        when="as triton, with one tile size, so that the batch cannot change a token's result",
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16),
+        invariant_on=("cuda",),
+        missing=_triton_missing,
+    ),
     Version(
         op="grouped_linear",
         name="reference",
