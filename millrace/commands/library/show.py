@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
+from millrace.errors import MillraceError
 from millrace.sources.catalogue import find_entry
 from millrace.sources.estimate import estimate_lines
 from millrace.sources.library import catalogue_bytes, is_downloaded
 from millrace.sources.names import expand_alias, has_gpu, parse_name
 from millrace.terminal.folding import folded
+
+if TYPE_CHECKING:
+    from millrace.sources.resolve import ModelFiles
 
 USAGE = "millrace show MODEL [--json]"
 EXAMPLES = """\
@@ -39,10 +44,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(facts))
         return 0
+    formats = facts.pop("formats", None)
     width = max(map(len, facts))
     for name, value in facts.items():
         shown = ", ".join(f"{key} {x:g}" for key, x in value.items()) if isinstance(value, dict) else value
         print(f"{name:<{width}}  {shown:,}" if isinstance(shown, int) else f"{name:<{width}}  {shown}")
+    if formats:
+        print(folded("\n" + "\n".join(_format_lines(formats))))
     if facts["bytes"]:
         print(folded("\n" + "\n".join(estimate_lines(args.model, int(facts["bytes"])))))
     return 0
@@ -60,7 +68,47 @@ def _local_facts(source: str) -> dict[str, Any]:
     if recommended.fields():
         facts["sampling"] = recommended.fields()
         facts["sampling_source"] = recommended.source
+    facts["formats"] = _formats(files)
     return facts
+
+
+def _formats(files: ModelFiles) -> list[dict[str, Any]] | str:
+    """The formats of the matrices and what multiplies them with default settings here; or why they cannot be served."""
+    from millrace.config import Config
+    from millrace.models.load import has_quantised_weights
+    from millrace.models.weight_formats import weight_formats
+    from millrace.run.device.device import open_device
+    from millrace.run.device.precision import choose_precision
+
+    settings = Config()
+    try:
+        device = open_device(settings.run)
+        precision = choose_precision(settings.model, device, has_quantised_weights(files))
+        shares = weight_formats(files, device.torch_device, precision.dtype, precision.quantization)
+    except MillraceError as error:
+        return str(error)
+    return [
+        {
+            "format": share.label,
+            "matrices": share.num_matrices,
+            "bytes": share.num_bytes,
+            "op": share.version.op,
+            "version": share.version.name,
+            "how": share.version.when,
+        }
+        for share in shares
+    ]
+
+
+def _format_lines(formats: list[dict[str, Any]] | str) -> Iterator[str]:
+    if isinstance(formats, str):
+        yield f"not served here: {formats}"
+        return
+    width = max(len(share["format"]) for share in formats)
+    yield "formats of the matrices, their bytes, and what multiplies them here:"
+    for share in formats:
+        op = f"{share['op']} {share['version']}"
+        yield f"  {share['format']:<{width}}  {share['matrices']:>5} × {share['bytes']:>15,}  {op}: {share['how']}"
 
 
 def _catalogue_facts(text: str) -> dict[str, Any]:

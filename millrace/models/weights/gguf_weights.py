@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 
@@ -47,6 +49,15 @@ class GgufWeights:
         if scale is not None:
             out *= scale
         return out.to(device=device, dtype=dtype if dtype is not None else stored_dtype(kind))
+
+    def stored_label(self, name: str) -> str:
+        """The format as GGUF calls it: Q4_K."""
+        return str(self._model.tensor(self._piece(name).tensor).type.name)
+
+    def stored_bytes(self, name: str) -> int:
+        piece = self._piece(name)
+        block_items, block_bytes = gguf.GGML_QUANT_SIZES[self._model.tensor(piece.tensor).type]
+        return math.prod(piece.shape) // block_items * block_bytes
 
     def stored_format(self, name: str) -> str | None:
         """The format of a quantised matrix whose blocks can be used unchanged; else None."""

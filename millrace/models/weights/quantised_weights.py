@@ -56,6 +56,14 @@ class QuantisedWeights:
         weight = self.grouped(name, dtype or torch.float32)
         return (weight if device is None else weight.to(device)).dequantised().to(dtype or torch.float32)
 
+    def stored_label(self, name: str) -> str:
+        matrix = self._matrices.get(name)
+        return self._stored.stored_label(name) if matrix is None else matrix.label
+
+    def stored_bytes(self, name: str) -> int:
+        matrix = self._matrices.get(name)
+        return sum(self._stored.stored_bytes(part) for part in ((name,) if matrix is None else matrix.tensors))
+
     def matrices(self) -> Mapping[str, QuantisedMatrix]:
         """The quantised matrices by name."""
         return self._matrices

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -101,6 +102,13 @@ class SafetensorsWeights:
         if found is None:
             raise ModelError(f"{piece.path}: tensor {piece.stored} has the unknown type {self._stored_type(piece)}.")
         return found
+
+    def stored_label(self, name: str) -> str:
+        """The stored type, as people write it: bfloat16."""
+        return str(self.dtype(name)).removeprefix("torch.")
+
+    def stored_bytes(self, name: str) -> int:
+        return math.prod(self.shape(name)) * self.dtype(name).itemsize
 
     def metadata(self) -> dict[str, str]:
         """The free text entries of all headers."""

@@ -1,4 +1,4 @@
-"""A linear layer whose weight stays in the quantised format of its GGUF file.
+"""A linear layer whose weight stays in a quantised format of GGUF, as in its file or rewritten from a checkpoint.
 
 make(weight, bias) -> Linear. `weight` is a `StoredWeight` if the chosen version keeps that format (`stored_order`),
 else a dequantised Tensor. A weight's value is its dequantised number rounded to the model's dtype, so results are
@@ -121,7 +121,7 @@ VERSIONS = (
         op="stored_linear",
         name="int8",
         make=StoredLinear,
-        when="C++ over the quantised weights of a GGUF file as integers, with activations rounded to INT8 per 32 inputs"
+        when="C++ over quantised weights in GGUF's formats as integers, with activations rounded to INT8 per 32 inputs"
         " (--quantization int8)",
         devices=("cpu",),
         dtypes=(torch.float32,),
@@ -133,7 +133,7 @@ VERSIONS = (
         op="stored_linear",
         name="native",
         make=StoredLinear,
-        when="C++ over the quantised weights of a GGUF file, unpacked on the fly: fewer bytes to read, same results;"
+        when="C++ over quantised weights in GGUF's formats, unpacked on the fly: fewer bytes to read, same results;"
         " decode rows use kernels that round less, unless deterministic",
         devices=("cpu",),
         # In float32 unpacking costs more than the reads it saves: few rows were 1.1 to 1.5 times slower.

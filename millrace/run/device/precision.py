@@ -27,7 +27,7 @@ class Precision:
 
 
 def choose_precision(settings: ModelConfig, device: Device, has_quantised_weights: bool) -> Precision:
-    """`has_quantised_weights`: the model's file has matrices that the CPU kernels read (GGUF)."""
+    """`has_quantised_weights`: the model's files have matrices that the CPU kernels read (GGUF, AWQ, GPTQ, …)."""
     quantization: Quantization = "none" if settings.quantization == "auto" else settings.quantization
     if quantization == "int8" and device.kind == "cpu":
         _check_int8(has_quantised_weights, native_missing(device.torch_device))
@@ -42,8 +42,8 @@ def _check_int8(has_quantised_weights: bool, kernels_missing: str) -> None:
     """Raise ConfigError if no weight of the model would be multiplied in INT8."""
     if not has_quantised_weights:
         raise ConfigError(
-            "model.quantization is int8, but this model has no weights in a quantised GGUF format that the CPU kernels"
-            " read. Set --quantization auto, or serve a quantised GGUF file.",
+            "model.quantization is int8, but this model has no weights in a quantised format that the CPU kernels read."
+            " Set --quantization auto, or serve a quantised GGUF file or a checkpoint of 4- or 8-bit integers.",
             param="model.quantization",
         )
     if kernels_missing:
