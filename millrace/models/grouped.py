@@ -13,8 +13,10 @@ from millrace.models.formats.base import QuantisedMatrix
 from millrace.models.spec.layout import ModelLayout, MoeLayout, TensorSpec, matrices_of
 from millrace.models.stored import KeptMatrices
 from millrace.ops.base.quantised import Quantised
+from millrace.ops.cpp.native import DTYPES, native_missing
 from millrace.ops.linear.fp8 import StoredFp8, fp8_missing
-from millrace.ops.linear.grouped import GroupedWeight, join
+from millrace.ops.linear.grouped_weight import GroupedWeight, join
+from millrace.ops.linear.stored import packed_bytes
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +52,7 @@ class GroupedMatrices:
             # The kernels for experts on a GPU read plain weights.
             self._parts -= experts
             log.warning("the quantised experts are dequantised at load: GPUs have no kernel for them yet")
+        self._has_kernels = device.type == "cpu" and dtype in DTYPES and not native_missing(device)
         self._has_fp8 = dtype == torch.bfloat16 and not fp8_missing(device)
 
     def holds(self, parts: tuple[TensorSpec, ...]) -> bool:
@@ -60,12 +63,22 @@ class GroupedMatrices:
         matrices = [self._source.matrices().get(part.name) for part in parts]
         return self._has_fp8 and all(matrix is not None and matrix.is_fp8_by_output for matrix in matrices)
 
+    def has_blocks(self, parts: tuple[TensorSpec, ...]) -> bool:
+        """True if the CPU kernels read every quantised part as GGUF blocks."""
+        matrices = [self._source.matrices().get(part.name) for part in parts]
+        return self._has_kernels and all(matrix is None or matrix.gguf is not None for matrix in matrices)
+
     def num_bytes(self, parts: tuple[TensorSpec, ...]) -> int:
-        quantised = self._source.matrices()
-        return sum(
-            quantised[part.name].num_bytes if part.name in quantised else part.num_items * self._dtype.itemsize
-            for part in parts
-        )
+        has_blocks = self.has_blocks(parts)
+        return sum(self._part_bytes(part, has_blocks) for part in parts)
+
+    def _part_bytes(self, part: TensorSpec, has_blocks: bool) -> int:
+        matrix = self._source.matrices().get(part.name)
+        if matrix is None:
+            return part.num_items * self._dtype.itemsize
+        if has_blocks and matrix.gguf is not None:
+            return packed_bytes(matrix.gguf, *matrix.shape)
+        return matrix.num_bytes
 
     def saved_bytes(self) -> int:
         """Bytes saved compared with the model's dtype."""
@@ -75,6 +88,8 @@ class GroupedMatrices:
     def weight(self, parts: tuple[TensorSpec, ...]) -> Any:
         """A weight for fp8_linear (`multiplies_fp8`) or grouped_linear."""
         read = [self._read(part) for part in parts]
+        if self.has_blocks(parts):
+            return tuple(read)
         joined: Any = join(read) if all(isinstance(part, GroupedWeight) for part in read) else tuple(read)
         if self.multiplies_fp8(parts):
             return StoredFp8(Quantised(joined.codes, joined.scales.view(-1)), self._dtype)

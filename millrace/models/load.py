@@ -41,6 +41,7 @@ from millrace.ops.base.version import Choice, dtype_name
 from millrace.ops.linear.dense import Head, Linear
 from millrace.ops.linear.fp8 import fp8_missing
 from millrace.ops.linear.gated import GatedLinear
+from millrace.ops.linear.grouped import has_blocks
 from millrace.ops.linear.stored import FORMATS, StoredLinear, StoredWeight, stored_order
 from millrace.ops.moe.experts import Experts, ExpertWeights
 from millrace.ops.registry import choose
@@ -378,16 +379,15 @@ class DecoderBuilder:
     def _moe(self, ops: DecoderOps, layout: MoeLayout) -> Mlp:
         moe, hidden_size = self.spec.moe, self.spec.hidden_size
         assert moe is not None
-        plain, grouped = (
-            self._choose(op, "expert_linear", in_features=hidden_size, out_features=moe.inner_size)
-            for op in ("linear", "grouped_linear")
-        )
+        sizes: dict[str, Any] = {"in_features": hidden_size, "out_features": moe.inner_size, "int8": self._int8}
+        plain = self._choose("linear", "expert_linear", **sizes)
+        grouped = [self._choose("grouped_linear", "expert_linear", **sizes, has_blocks=flag) for flag in (False, True)]
         self._linear_choice(layout.experts[0][0], "expert_linear", "linear")
 
         def linear(weight: Any, bias: Tensor | None) -> Any:
             if isinstance(weight, StoredWeight):
                 return StoredLinear(weight, bias)
-            return (plain if isinstance(weight, Tensor) else grouped).make(weight, bias)
+            return (plain if isinstance(weight, Tensor) else grouped[has_blocks(weight)]).make(weight, bias)
 
         weights = ExpertWeights(moe.num_experts, self._experts(layout))
         choice = self._choose("experts", in_features=hidden_size, inner_features=moe.inner_size)
@@ -417,7 +417,15 @@ class DecoderBuilder:
             assert self.grouped is not None
             op = "fp8_linear" if self.grouped.multiplies_fp8(matrix.parts) else "grouped_linear"
         keeps_size = self.grouped is not None
-        return self._choose(op, key, in_features=columns, out_features=rows, int8=self._int8, keeps_size=keeps_size)
+        return self._choose(
+            op,
+            key,
+            in_features=columns,
+            out_features=rows,
+            int8=self._int8,
+            keeps_size=keeps_size,
+            has_blocks=self.grouped is not None and self.grouped.has_blocks(matrix.parts),
+        )
 
     def _gated_linear(self, ops: DecoderOps, matrix: Matrix) -> GatedLinear:
         rows, columns = matrix.shape

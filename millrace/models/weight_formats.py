@@ -74,6 +74,7 @@ def weight_formats(
             out_features=sum(part.shape[0] for part in parts),
             int8=quantization == "int8",
             keeps_size=isinstance(source, GroupedSource),
+            has_blocks=grouped is not None and grouped.has_blocks(parts),
         ).version
 
     counts: Counter[tuple[str, str]] = Counter()

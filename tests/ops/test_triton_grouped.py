@@ -13,7 +13,8 @@ from helpers.triton_mode import device, interpreted
 from torch import Tensor
 
 from millrace.errors import ModelError
-from millrace.ops.linear.grouped import GroupedReference, GroupedTriton, GroupedWeight, join, without_fp8
+from millrace.ops.linear.grouped import GroupedReference, GroupedTriton
+from millrace.ops.linear.grouped_weight import GroupedWeight, join, without_fp8
 from millrace.ops.triton.gemm.grouped import GroupedTiles, grouped_product, tile_inputs
 
 # Triton's interpreter multiplies the bits of bfloat16 as integers.

@@ -23,7 +23,7 @@ from millrace.models.formats.base import (
     unpack_words,
     unsupported,
 )
-from millrace.ops.linear.grouped import GroupedWeight
+from millrace.ops.linear.grouped_weight import GroupedWeight
 
 _FIELDS: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 """The 4-bit field, from the lowest, that holds output 0, 1, 2, … of a word."""

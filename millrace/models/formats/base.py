@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from millrace.errors import ModelError
-from millrace.ops.linear.grouped import GroupedWeight
+from millrace.ops.linear.grouped_weight import GroupedWeight
 
 
 class StoredTensors(Protocol):
@@ -50,6 +50,8 @@ class QuantisedMatrix:
     """Reads it for a model's dtype, on the CPU."""
     gguf: str | None = None
     """The GGUF format with the same values (but for the rounding of scales to float16); None if there is none."""
+    has_order: bool = False
+    """True if the codes are read in another order than the inputs (act-order)."""
     is_fp8_by_output: bool = False
     """True for FP8 codes with one scale per output, which GPUs multiply as they are."""
 
@@ -81,11 +83,9 @@ def items(shape: Iterable[int]) -> int:
     return math.prod(shape)
 
 
-def gguf_of(
-    bits: int, group: int, inputs: int, *, zero: int = 0, has_zeros: bool = False, has_order: bool = False
-) -> str | None:
+def gguf_of(bits: int, group: int, inputs: int, *, zero: int = 0, has_zeros: bool = False) -> str | None:
     """The GGUF format for integer codes with such groups. GGUF blocks are 32 inputs of one output."""
-    if has_order or inputs % 32 or (group % 32 and group < inputs):
+    if inputs % 32 or (group % 32 and group < inputs):
         return None
     if bits == 4:
         return "Q4_1" if has_zeros else "Q4_0" if zero == 8 else None

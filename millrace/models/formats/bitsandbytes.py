@@ -25,7 +25,7 @@ from millrace.models.formats.base import (
     items,
     unsupported,
 )
-from millrace.ops.linear.grouped import GroupedWeight
+from millrace.ops.linear.grouped_weight import GroupedWeight
 
 _STATE = "quant_state.bitsandbytes__"
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")

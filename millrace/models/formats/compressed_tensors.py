@@ -28,7 +28,7 @@ from millrace.models.formats.base import (
 )
 from millrace.models.formats.fp8 import fp8_matrix
 from millrace.models.formats.gptq import order_of_groups
-from millrace.ops.linear.grouped import GroupedWeight
+from millrace.ops.linear.grouped_weight import GroupedWeight
 
 E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The values of the 16 codes of 4-bit floats."""
@@ -179,7 +179,8 @@ class CompressedTensorsFormat:
             num_bytes=items(shape) * stored_bits // 8
             + outputs * groups * (self._tensors.dtype(scale).itemsize + has_zeros),
             read=partial(self._read_integers, module, shape, bits, group, has_zeros, order),
-            gguf=gguf_of(stored_bits, group, inputs, zero=8, has_zeros=has_zeros, has_order=order is not None),
+            gguf=gguf_of(stored_bits, group, inputs, zero=8, has_zeros=has_zeros),
+            has_order=order is not None,
         )
 
     def _read_integers(

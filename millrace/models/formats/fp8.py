@@ -20,7 +20,7 @@ from millrace.models.formats.base import (
     items,
     unsupported,
 )
-from millrace.ops.linear.grouped import GroupedWeight
+from millrace.ops.linear.grouped_weight import GroupedWeight
 
 FP8 = torch.float8_e4m3fn
 OTHER_FP8 = (torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)

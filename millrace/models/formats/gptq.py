@@ -26,7 +26,7 @@ from millrace.models.formats.base import (
     unpack_words,
     unsupported,
 )
-from millrace.ops.linear.grouped import GroupedWeight
+from millrace.ops.linear.grouped_weight import GroupedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +78,8 @@ class GptqFormat:
             num_bytes=items(shape) * rule.bits // 8
             + groups * outputs * (self._tensors.dtype(scales).itemsize + has_zeros),
             read=partial(self._read, module, rule, has_zeros, group, order),
-            gguf=gguf_of(
-                rule.bits, group, inputs, zero=1 << (rule.bits - 1), has_zeros=has_zeros, has_order=order is not None
-            ),
+            gguf=gguf_of(rule.bits, group, inputs, zero=1 << (rule.bits - 1), has_zeros=has_zeros),
+            has_order=order is not None,
         )
 
     def _rule_of(self, module: str) -> _Rule:

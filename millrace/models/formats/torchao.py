@@ -25,7 +25,7 @@ from millrace.models.formats.base import (
     unsupported,
 )
 from millrace.models.formats.fp8 import fp8_matrix
-from millrace.ops.linear.grouped import GroupedWeight
+from millrace.ops.linear.grouped_weight import GroupedWeight
 
 _PARTS: Final = ("qdata", "scale", "zero_point")
 _TYPES: Final = ("Int4Tensor", "Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +14,10 @@ from torch import Tensor
 
 from millrace.errors import ModelError
 from millrace.models.formats.base import CheckpointFormat, QuantisedMatrix
-from millrace.models.formats.blocks import gguf_blocks
 from millrace.models.spec.layout import ModelLayout, TensorSpec, all_tensors
 from millrace.models.weights.safetensors_weights import SafetensorsWeights
-from millrace.ops.linear.grouped import GroupedWeight
+from millrace.ops.linear.blocks import gguf_blocks
+from millrace.ops.linear.grouped_weight import GroupedWeight
 
 _CACHE_SCALE = re.compile(r".*\.self_attn\.(k_scale|v_scale|q_scale|kv_cache\..*|(attn|kv)\..*scale)")
 """Scales of keys and values for another engine's FP8 cache, which has none here."""
@@ -69,11 +70,12 @@ class QuantisedWeights:
         return self._matrices
 
     def grouped(self, name: str, dtype: torch.dtype) -> GroupedWeight:
-        return self._matrices[name].read(dtype)
+        matrix = self._matrices[name]
+        return replace(matrix.read(dtype), gguf=matrix.gguf)
 
     def stored_format(self, name: str) -> str | None:
         matrix = self._matrices.get(name)
-        return None if matrix is None else matrix.gguf
+        return None if matrix is None or matrix.has_order else matrix.gguf
 
     def stored_rows(self, name: str) -> npt.NDArray[np.uint8]:
         matrix = self._matrices[name]

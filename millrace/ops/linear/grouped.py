@@ -7,8 +7,7 @@ number rounded to the model's dtype. No version keeps a dequantised copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,143 +16,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from millrace.errors import ModelError
-from millrace.ops.base.version import Version
+from millrace.ops.base.version import Shape, Version
+from millrace.ops.cpp.native import DTYPES, native_missing
+from millrace.ops.linear.blocks import gguf_blocks
 from millrace.ops.linear.dense import TILE_ROWS, Head, PlainLinear, TiledLinear
 from millrace.ops.linear.fp8 import FP8_CAPABILITY
+from millrace.ops.linear.grouped_weight import GroupedWeight, without_fp8
+from millrace.ops.linear.stored import Order, StoredPart, StoredWeight, native_linear, pack_stored
 from millrace.ops.triton import triton_missing
 
 _SLICE_ITEMS = 1 << 22
 """Weights dequantised at a time by the reference."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupedWeight:
-    """A weight [N, K]: value = level * scale * output scale + offset, where level is `levels[code]` or
-    `code - zero`."""
-
-    codes: Tensor
-    """4 bits: uint8 [N, K / 2], even inputs in the low halves. 8 bits: uint8, int8 or float8_e4m3fn [N, K]."""
-    scales: Tensor
-    """[N / rows per scale, K / group], each rounded up, in the dtype in which they are stored."""
-    in_features: int
-    group: int
-    """Inputs per scale."""
-    dtype: torch.dtype
-    """What dequantised numbers are rounded to: the model's dtype."""
-    rows_per_scale: int = 1
-    zero: int = 0
-    """The code that means zero, if there are no `zeros`."""
-    zeros: Tensor | None = None
-    """uint8 [N, K / group]"""
-    levels: Tensor | None = None
-    """float32 [16 or 256]: the value of each code."""
-    output_scales: Tensor | None = None
-    """float32 [N]"""
-    offsets: Tensor | None = None
-    """[N, K / group], in the dtype in which they are stored."""
-    order: Tensor | None = None
-    """int64 [K]: column i of the codes belongs to input `order[i]` (act-order)."""
-
-    @property
-    def bits(self) -> int:
-        return 4 if self.codes.shape[1] != self.in_features else 8
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.in_features
-
-    @property
-    def num_bytes(self) -> int:
-        """Without `levels` and `order`, a few KiB."""
-        parts = (self.codes, self.scales, self.zeros, self.output_scales, self.offsets)
-        return sum(part.nbytes for part in parts if part is not None)
-
-    def to(self, device: torch.device) -> GroupedWeight:
-        fields = ("codes", "scales", "zeros", "levels", "output_scales", "offsets", "order")
-        parts = {name: getattr(self, name) for name in fields}
-        return replace(self, **{name: part.to(device) for name, part in parts.items() if part is not None})
-
-    def dequantised(self, first: int = 0, last: int | None = None) -> Tensor:
-        """float32 rows first to last, in the order of the inputs. The reference: it defines what the codes mean."""
-        rows = slice(first, self.shape[0] if last is None else last)
-        codes = self.codes[rows]
-        if self.bits == 4:
-            codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
-        levels = codes.float() if self.levels is None else self.levels[codes.int()]
-        if self.zeros is not None:
-            levels -= self._by_input(self.zeros[rows].float())
-        elif self.zero:
-            levels -= self.zero
-        levels *= self._by_input(self.scale_rows(rows))
-        if self.output_scales is not None:
-            levels *= self.output_scales[rows, None]
-        if self.offsets is not None:
-            levels += self._by_input(self.offsets[rows].float())
-        if self.order is None:
-            return levels
-        return torch.empty_like(levels).index_copy_(1, self.order, levels)
-
-    def scale_rows(self, rows: slice = slice(None)) -> Tensor:
-        """float32 [rows, K / group]"""
-        if self.rows_per_scale == 1:
-            return self.scales[rows].float()
-        owners = torch.arange(self.shape[0], device=self.scales.device)[rows] // self.rows_per_scale
-        return self.scales.float()[owners]
-
-    def _by_input(self, by_group: Tensor) -> Tensor:
-        return by_group.repeat_interleave(self.group, dim=1)[:, : self.in_features]
-
-
-def join(weights: Sequence[GroupedWeight]) -> GroupedWeight | tuple[GroupedWeight, ...]:
-    """The weights as one, its outputs after each other; as they are if they differ in more than codes and scales."""
-    first = weights[0]
-    if not all(_fits_after(first, weight) for weight in weights):
-        return tuple(weights)
-    if len(weights) == 1:
-        return first
-
-    def cat(name: str) -> Tensor | None:
-        parts = [getattr(weight, name) for weight in weights]
-        return None if parts[0] is None else _cat(parts)
-
-    scales, rows_per_scale = cat("scales"), first.rows_per_scale
-    if any(weight.shape[0] % rows_per_scale for weight in weights[:-1]):
-        scales, rows_per_scale = _cat([weight.scale_rows() for weight in weights]), 1
-    assert scales is not None
-    codes = cat("codes")
-    assert codes is not None
-    return replace(
-        first,
-        codes=codes,
-        scales=scales,
-        zeros=cat("zeros"),
-        output_scales=cat("output_scales"),
-        offsets=cat("offsets"),
-        rows_per_scale=rows_per_scale,
-    )
-
-
-def _cat(parts: Sequence[Tensor]) -> Tensor:
-    """Any dtype of one byte: torch.cat lacks some of them."""
-    kind = parts[0].dtype
-    if kind.itemsize > 1:
-        return torch.cat(list(parts))
-    return torch.cat([part.view(torch.uint8) for part in parts]).view(kind)
-
-
-def _fits_after(first: GroupedWeight, other: GroupedWeight) -> bool:
-    scalars, optional = ("in_features", "group", "rows_per_scale", "zero"), ("zeros", "output_scales", "offsets")
-    same = all(getattr(first, name) == getattr(other, name) for name in scalars)
-    tensors = all(getattr(first, name).dtype == getattr(other, name).dtype for name in ("codes", "scales"))
-    present = all((getattr(first, name) is None) == (getattr(other, name) is None) for name in optional)
-    return same and tensors and present and first.bits == other.bits and _equal_tables(first, other)
-
-
-def _equal_tables(first: GroupedWeight, other: GroupedWeight) -> bool:
-    for mine, others in ((first.levels, other.levels), (first.order, other.order)):
-        if (mine is None) != (others is None) or (mine is not None and others is not None and not mine.equal(others)):
-            return False
-    return True
 
 
 class GroupedReference(Head):
@@ -235,20 +108,32 @@ class GroupedTriton(Head):
         return self._product(x, self._operand, tiles, self.bias, dtype)
 
 
-def without_fp8(weight: GroupedWeight) -> GroupedWeight:
-    """The same numbers, with codes and scales that kernels read on GPUs without FP8: a table has the values of FP8
-    codes, and scales fit into float16."""
-    scales = weight.scales.to(torch.float16) if weight.scales.dtype == torch.float8_e4m3fn else weight.scales
-    if weight.codes.dtype != torch.float8_e4m3fn:
-        return replace(weight, scales=scales)
-    table = torch.arange(256, dtype=torch.uint8, device=weight.codes.device).view(torch.float8_e4m3fn).float()
-    # The two codes of NaN occur in no weight.
-    levels = torch.nan_to_num(table)
-    return replace(weight, codes=weight.codes.view(torch.uint8), levels=levels, scales=scales)
-
-
 def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+class OrderedLinear(Head):
+    """A linear over inputs in another order (act-order)."""
+
+    def __init__(self, inner: Head, order: Tensor) -> None:
+        self.inner, self.order = inner, order
+        self.num_bytes = inner.num_bytes
+
+    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+        return self.inner(x.index_select(1, self.order), addend)
+
+    def wide(self, x: Tensor, out: Tensor | None = None, decode: bool = False) -> Tensor:
+        return self.inner.wide(x.index_select(1, self.order))
+
+
+def make_blocks(weight: GroupedWeight, bias: Tensor | None = None, order: Order = "tiles") -> Head:
+    """The CPU kernels over the weight as GGUF blocks."""
+    assert weight.gguf is not None
+    rows, columns = weight.shape
+    packed = pack_stored(weight.gguf, gguf_blocks(weight, weight.gguf), rows, columns, order)
+    part = StoredPart(weight.gguf, rows, packed)
+    linear = native_linear(StoredWeight((part,), columns, weight.dtype, order), bias)
+    return linear if weight.order is None else OrderedLinear(linear, weight.order)
 
 
 class JoinedLinear(Head):
@@ -265,8 +150,12 @@ class JoinedLinear(Head):
         return torch.cat([linear.wide(x) for linear in self.linears], 1)
 
 
-def _by_parts(make: Any) -> Any:
-    """A maker that also takes several weights, each with its rows of the bias."""
+def _tiled(weight: Tensor, bias: Tensor | None) -> Head:
+    return TiledLinear(PlainLinear(weight, bias))
+
+
+def _by_parts(make: Any, plain: Callable[[Tensor, Tensor | None], Head] = _tiled) -> Any:
+    """A maker that also takes several weights, each with its rows of the bias; `plain` makes those of Tensors."""
 
     def made(weight: Any, bias: Tensor | None = None) -> Head:
         if isinstance(weight, GroupedWeight):
@@ -275,7 +164,7 @@ def _by_parts(make: Any) -> Any:
         for part in weight:
             own = None if bias is None else bias[first : first + part.shape[0]]
             first += part.shape[0]
-            linears.append(TiledLinear(PlainLinear(part, own)) if isinstance(part, Tensor) else make(part, own))
+            linears.append(plain(part, own) if isinstance(part, Tensor) else make(part, own))
         return JoinedLinear(linears)
 
     return made
@@ -287,7 +176,40 @@ def _triton_missing(device: torch.device) -> str:
 
 make_reference = _by_parts(GroupedReference)
 
+
+def has_blocks(weight: Any) -> bool:
+    """True for parts that the versions for `has_blocks` in the shape multiply."""
+    return isinstance(weight, tuple) and all(isinstance(part, Tensor) or part.gguf is not None for part in weight)
+
+
+def _has_blocks(shape: Shape) -> bool:
+    return bool(shape.get("has_blocks", False))
+
+
 VERSIONS = (
+    Version(
+        op="grouped_linear",
+        name="blocks_int8",
+        make=_by_parts(partial(make_blocks, order="dot"), native_linear),
+        when="C++ over the parts of a matrix as GGUF blocks, with activations rounded to INT8: for inputs in another"
+        " order (act-order), or parts of which some are plain",
+        devices=("cpu",),
+        dtypes=(torch.float32,),
+        invariant_on=("cpu",),
+        fits=lambda shape: _has_blocks(shape) and bool(shape.get("int8", False)),
+        missing=native_missing,
+    ),
+    Version(
+        op="grouped_linear",
+        name="blocks",
+        make=_by_parts(make_blocks, native_linear),
+        when="as blocks_int8, unpacked on the fly, without rounding activations",
+        devices=("cpu",),
+        dtypes=tuple(DTYPES),
+        invariant_on=("cpu",),
+        fits=_has_blocks,
+        missing=native_missing,
+    ),
     Version(
         op="grouped_linear",
         name="triton",

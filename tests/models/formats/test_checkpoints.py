@@ -27,6 +27,7 @@ from helpers.tiny_models import VOCAB, StateDictSource
 from millrace.errors import ConfigError, ModelError
 from millrace.models import load as load_module
 from millrace.models.decoder import Decoder
+from millrace.models.grouped import GroupedMatrices
 from millrace.models.load import build_decoder, has_quantised_weights, load_decoder, spec_weight_bytes, weight_bytes
 from millrace.models.spec.families import spec_from_config
 from millrace.models.weights import open_weights
@@ -123,6 +124,7 @@ def test_answers_are_those_of_the_dequantised_weights(case: str, tmp_path: Path)
 def test_answers_without_cpu_kernels_are_exact(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = logits(plain(written(tmp_path / "m", case), tmp_path / "m"))
     monkeypatch.setattr(load_module, "stored_matrices", lambda *_: None)
+    monkeypatch.setattr(GroupedMatrices, "has_blocks", lambda *_: False)
     assert error(logits(load(tmp_path / "m")), expected) < EXACT
 
 
@@ -178,6 +180,18 @@ def test_modules_that_are_not_quantised_stay_plain(tmp_path: Path) -> None:
         source = write_checkpoint(folder, settings, pack, skip=skip)
         assert error(logits(load(folder)), logits(plain(source, folder))) < tolerance(name), name
         assert load(folder, quantization="int8" if name == "awq" else "none").num_bytes
+
+
+def test_cpu_kernels_read_inputs_in_another_order_and_parts_of_which_some_are_plain(tmp_path: Path) -> None:
+    for name, skip in (("gptq_act_order", ""), ("gptq", "k_proj")):
+        folder = tmp_path / name
+        source = written(folder, name, skip=lambda module, end=skip or "none": module.endswith(end))
+        expected = logits(plain(source, folder))
+        exact, rounded = load(folder), load(folder, quantization="int8")
+        assert exact.choices["qkv_linear"].version.name == "blocks"
+        assert rounded.choices["qkv_linear"].version.name == "blocks_int8"
+        assert error(logits(exact), expected) < EXACT, name
+        assert error(logits(rounded), expected) < 0.05, name
 
 
 def test_mixed_bits_by_rule(tmp_path: Path) -> None:

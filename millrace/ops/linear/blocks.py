@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from millrace.errors import ModelError
-from millrace.models.formats.base import unpack_nibbles
-from millrace.ops.linear.grouped import GroupedWeight
+from millrace.ops.linear.grouped_weight import GroupedWeight
 
 BLOCK = 32
 """Inputs of one block."""
 
 
 def gguf_blocks(weight: GroupedWeight, kind: str) -> npt.NDArray[np.uint8]:
-    """The weight's rows as contiguous blocks of a format of `gguf_of`. Scales and offsets are rounded to float16."""
+    """The weight's rows as contiguous blocks of a format of `models.formats.base.gguf_of`, in the order of the
+    codes. Scales and offsets are rounded to float16."""
     outputs = weight.shape[0]
-    codes = (unpack_nibbles(weight.codes) if weight.bits == 4 else weight.codes).view(outputs, -1, BLOCK)
+    codes = (_nibbles(weight.codes) if weight.bits == 4 else weight.codes).view(outputs, -1, BLOCK)
     scales = _by_block(weight.scale_rows(), weight)
     halves = [_half(scales)]
     if kind == "Q4_1":
@@ -34,6 +34,10 @@ def gguf_blocks(weight: GroupedWeight, kind: str) -> npt.NDArray[np.uint8]:
     else:
         integers = codes[..., :16] | (codes[..., 16:] << 4)
     return torch.cat((*halves, integers), dim=2).view(outputs, -1).numpy()
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)
 
 
 def _five_bits(weight: GroupedWeight, codes: Tensor, scales: Tensor) -> npt.NDArray[np.uint8]:
