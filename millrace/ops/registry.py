@@ -14,7 +14,7 @@ from millrace.ops.attention import qkv
 from millrace.ops.base.version import Choice, Version, dtype_name
 from millrace.ops.elementwise import activation, norm, softcap
 from millrace.ops.head import embedding
-from millrace.ops.linear import dense, fp8, gated, grouped, stored
+from millrace.ops.linear import dense, fp8, gated, grouped, packed_codes, stored
 from millrace.ops.moe import experts, router
 
 OPS: Mapping[str, tuple[Version, ...]] = types.MappingProxyType(
@@ -23,7 +23,7 @@ OPS: Mapping[str, tuple[Version, ...]] = types.MappingProxyType(
         "tied_embedding": embedding.TIED_VERSIONS,
         "linear": dense.VERSIONS,
         "stored_linear": stored.VERSIONS,
-        "grouped_linear": grouped.VERSIONS,
+        "grouped_linear": (*packed_codes.VERSIONS, *grouped.VERSIONS),
         "fp8_linear": fp8.VERSIONS,
         "gated_linear": gated.VERSIONS,
         "rms_norm": norm.RMS_NORM_VERSIONS,

@@ -36,9 +36,7 @@ class GroupedReference(Head):
         self.weight, self.bias = weight, bias
         self.num_bytes = weight.num_bytes + (0 if bias is None else bias.nbytes)
 
-    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
-        if addend is not None:
-            return self._plus(x, addend)
+    def __call__(self, x: Tensor) -> Tensor:
         outputs, inputs = self.weight.shape
         rows, step = x.shape[0], max(1, _SLICE_ITEMS // inputs)
         tiles: Sequence[Tensor] = [x]
@@ -91,8 +89,8 @@ class GroupedTriton(Head):
         self._programs = 2 * _processors(weight.codes.device)
         self._product, self._choose, self._fixed = kernel.grouped_product, kernel.choose_tiles, kernel.fixed_tiles
 
-    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
-        return self._plus(x, addend) if addend is not None else self._multiplied(x, x.dtype)
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._multiplied(x, x.dtype)
 
     def wide(self, x: Tensor, out: Tensor | None = None, decode: bool = False) -> Tensor:
         return self._multiplied(x, torch.float32)
@@ -119,7 +117,7 @@ class OrderedLinear(Head):
         self.inner, self.order = inner, order
         self.num_bytes = inner.num_bytes
 
-    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         return self.inner(x.index_select(1, self.order), addend)
 
     def wide(self, x: Tensor, out: Tensor | None = None, decode: bool = False) -> Tensor:
@@ -143,8 +141,8 @@ class JoinedLinear(Head):
         self.linears = linears
         self.num_bytes = sum(linear.num_bytes for linear in linears)
 
-    def __call__(self, x: Tensor, addend: Tensor | None = None) -> Tensor:
-        return self._plus(x, addend) if addend is not None else torch.cat([linear(x) for linear in self.linears], 1)
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([linear(x) for linear in self.linears], 1)
 
     def wide(self, x: Tensor, out: Tensor | None = None, decode: bool = False) -> Tensor:
         return torch.cat([linear.wide(x) for linear in self.linears], 1)
@@ -154,7 +152,7 @@ def _tiled(weight: Tensor, bias: Tensor | None) -> Head:
     return TiledLinear(PlainLinear(weight, bias))
 
 
-def _by_parts(make: Any, plain: Callable[[Tensor, Tensor | None], Head] = _tiled) -> Any:
+def by_parts(make: Any, plain: Callable[[Tensor, Tensor | None], Head] = _tiled) -> Any:
     """A maker that also takes several weights, each with its rows of the bias; `plain` makes those of Tensors."""
 
     def made(weight: Any, bias: Tensor | None = None) -> Head:
@@ -174,7 +172,7 @@ def _triton_missing(device: torch.device) -> str:
     return triton_missing(device) or ("" if device.type == "cuda" else "needs a GPU")
 
 
-make_reference = _by_parts(GroupedReference)
+make_reference = by_parts(GroupedReference)
 
 
 def has_blocks(weight: Any) -> bool:
@@ -190,7 +188,7 @@ VERSIONS = (
     Version(
         op="grouped_linear",
         name="blocks_int8",
-        make=_by_parts(partial(make_blocks, order="dot"), native_linear),
+        make=by_parts(partial(make_blocks, order="dot"), native_linear),
         when="C++ over the parts of a matrix as GGUF blocks, with activations rounded to INT8: for inputs in another"
         " order (act-order), or parts of which some are plain",
         devices=("cpu",),
@@ -202,7 +200,7 @@ VERSIONS = (
     Version(
         op="grouped_linear",
         name="blocks",
-        make=_by_parts(make_blocks, native_linear),
+        make=by_parts(make_blocks, native_linear),
         when="as blocks_int8, unpacked on the fly, without rounding activations",
         devices=("cpu",),
         dtypes=tuple(DTYPES),
@@ -213,7 +211,7 @@ VERSIONS = (
     Version(
         op="grouped_linear",
         name="triton",
-        make=_by_parts(GroupedTriton),
+        make=by_parts(GroupedTriton),
         when="Triton: dequantises tiles in registers, with tiles for few rows and for many",
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),
@@ -222,7 +220,7 @@ VERSIONS = (
     Version(
         op="grouped_linear",
         name="triton_fixed",
-        make=_by_parts(partial(GroupedTriton, is_fixed=True)),
+        make=by_parts(partial(GroupedTriton, is_fixed=True)),
         when="as triton, with one tile size, so that the batch cannot change a token's result",
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),
