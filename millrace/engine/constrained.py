@@ -6,7 +6,7 @@ import numpy as np
 
 from millrace.engine.grammars import NEVER, Failure, Grammars
 from millrace.engine.thinking import ThinkingLimits
-from millrace.link.messages import GrammarStats
+from millrace.link.messages import GrammarStats, unpack_tokens
 from millrace.params import SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.step import Int32s, StepOutcome
@@ -33,6 +33,7 @@ class ConstrainedRequests:
         and can be scheduled at once."""
         if params.thinking is not None:
             self._thinking.open(request.id, params.thinking)
+            self._thinking.consume(*_output_of(request))
         grammar = params.grammar
         if grammar is None:
             return False
@@ -42,9 +43,12 @@ class ConstrainedRequests:
         return True
 
     def take_ready(self, now: float) -> list[Request]:
-        """Requests that can be scheduled now."""
-        ready = (self._held.pop(request_id, None) for request_id in self._grammars.take_ready(now))
-        return [request for request in ready if request is not None]
+        """Requests that can be scheduled now. Those that another engine began are followed to where it stopped."""
+        found = (self._held.pop(request_id, None) for request_id in self._grammars.take_ready(now))
+        ready = [request for request in found if request is not None]
+        for request in ready:
+            self._grammars.consume(*_output_of(request))
+        return ready
 
     def take_failed(self) -> list[Failure]:
         """Requests whose grammar failed, held back or running: they must end with an error."""
@@ -89,3 +93,9 @@ class ConstrainedRequests:
         is_forced = np.bitwise_count(first[few]).sum(axis=1) == 1
         forced = [one for one in rows.request_ids[few[is_forced]].tolist() if not self._thinking.must_end(one)]
         return [(request_id, self._grammars.forced(request_id)) for request_id in forced]
+
+
+def _output_of(request: Request) -> tuple[list[int], list[int]]:
+    """The tokens that another engine generated, with the request of each."""
+    tokens = unpack_tokens(request.output).tolist()
+    return [request.id] * len(tokens), tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from millrace.engine.ledger import Entry
+from millrace.link.messages import Resumption, unpack_tokens
 from millrace.params import CLASS_NAMES
 
 _CAUSES = {
@@ -55,6 +56,10 @@ def _sequence(entry: Entry, now: float) -> dict[str, Any]:
             "count": finish.preemptions if finish is not None else None,
             "reasons": diagnostics.preempted_for,
         },
+        "resumed": {
+            "count": entry.resumed.losses if entry.resumed is not None else 0,
+            "why": _how_it_went_on(entry.resumed, entry.taken) if entry.resumed is not None else None,
+        },
         "drafts": {
             drafter: {"steps": steps, "proposed": drafts, "accepted": accepted}
             for drafter, (steps, drafts, accepted) in entry.drafts.items()
@@ -64,15 +69,17 @@ def _sequence(entry: Entry, now: float) -> dict[str, Any]:
 
 
 def _stages(entry: Entry, now: float) -> dict[str, float]:
-    """Consecutive stages, which add up to the total. Stages that have not begun are omitted."""
+    """Consecutive stages, which add up to the total. Stages that have not begun are omitted. "lost": until this engine
+    took it over from one that died."""
     end = entry.arrival + entry.finish.total_s if entry.finish is not None else now
     marks: list[tuple[str, float | None]] = [
         ("front", entry.arrival),
-        ("link", entry.taken),
+        ("link" if entry.resumed is None else "lost", entry.taken),
         ("queue", entry.admitted),
-        ("prefill", entry.first_token),
-        ("decode", end),
     ]
+    if entry.first_token is None or entry.first_token >= entry.taken:
+        marks.append(("prefill", entry.first_token))
+    marks.append(("decode", end))
     stages: dict[str, float] = {}
     before = entry.received
     for name, until in marks:
@@ -96,6 +103,12 @@ def _why_it_waited(entry: Entry, now: float) -> str:
         return f"It waited {waited:.3f} s for the running step to end or for its grammar to be compiled."
     parts = [f"{_CAUSES[cause]} ({seconds:.3f} s)" for cause, seconds in causes]
     return f"It waited {waited:.3f} s: " + "; ".join(parts) + "."
+
+
+def _how_it_went_on(resumed: Resumption, taken: float) -> str:
+    num_tokens, waited = len(unpack_tokens(resumed.output)), taken - resumed.lost
+    when = f"after {num_tokens} tokens" if num_tokens else "before its first token"
+    return f"Its engine died {when}; this one took it over {waited:.3f} s later and went on from there."
 
 
 def _what_it_found(entry: Entry) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from millrace.engine.figures.row_drafts import DraftCounts
 from millrace.engine.figures.shares import Shares
-from millrace.link.messages import FRONT_SHIFT, MAX_FINISHED_KEPT, Finish, NewRequest
+from millrace.link.messages import FRONT_SHIFT, MAX_FINISHED_KEPT, Finish, NewRequest, Resumption
 from millrace.observe.histograms import TTFT, Histograms
 from millrace.plan.request import Diagnostics, Request
 from millrace.plan.step import Ended
@@ -47,6 +47,13 @@ class Entry:
     """The beam search that it is a step of: that one counts, and has the names."""
     is_cancelled: bool = False
     """Of a search: its further steps end at once."""
+    resumed: Resumption | None = None
+    """What another engine computed of it."""
+
+    @property
+    def queued_from(self) -> float:
+        """A request that comes with tokens has been queued before, elsewhere."""
+        return self.taken if self.resumed is not None and self.resumed.output else self.arrival
 
 
 class Ledger:
@@ -85,7 +92,10 @@ class Ledger:
             priority=request.priority,
             num_prompt=request.num_prompt,
             diagnostics=request.diagnostics,
+            resumed=message.resumed,
         )
+        if message.resumed is not None and message.resumed.output:
+            entry.first_token, entry.last_token = message.resumed.first_token, message.resumed.lost
         self._entries[message.id] = entry
         self.tenants.open(message.tenant)
         if message.search is None:
@@ -190,7 +200,7 @@ class Ledger:
             prompt_tokens=ended.num_prompt,
             output_tokens=ended.num_output,
             preemptions=ended.preemptions,
-            queued_s=(entry.admitted or now) - entry.arrival,
+            queued_s=(entry.admitted or now) - entry.queued_from,
             first_token_s=entry.first_token - entry.arrival if entry.first_token is not None else 0.0,
             total_s=now - entry.arrival,
             predicted_tokens=predicted,

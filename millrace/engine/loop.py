@@ -253,7 +253,7 @@ class Engine:
             self._rates.on_arrival(request.priority)
             self._used_at = self._clock()
             if self._ledger.is_cancelled(request.id):
-                self.on_ended((end_of(request, "cancelled", 0, message=CANCELLED),), self._clock())
+                self.on_ended((end_of(request, "cancelled", request.num_output, message=CANCELLED),), self._clock())
             else:
                 self._submit(request, message.params)
         elif isinstance(message, Abort):
@@ -272,13 +272,13 @@ class Engine:
                 self._scheduler.submit(request)
         else:
             message = "This model's tokenizer cannot be used with grammars, so response_format is not supported."
-            self.on_ended((end_of(request, "error", 0, message=message),), self._clock())
+            self.on_ended((end_of(request, "error", request.num_output, message=message),), self._clock())
 
     def _abort(self, request_id: int, reason: FinishReason, message: str = "") -> None:
         """End a request, whether it is held back, waiting or running. Unknown ids are ignored."""
         held = self._constrained.drop(request_id) if self._constrained is not None else None
         if held is not None:
-            self.on_ended((end_of(held, reason, 0, message=message),), self._clock())
+            self.on_ended((end_of(held, reason, held.num_output, message=message),), self._clock())
         else:
             self._scheduler.abort(request_id, reason, message)
 
@@ -423,6 +423,7 @@ def _to_request(message: NewRequest, facts: RunnerFacts, *, has_drafts: bool = T
         can_draft=has_drafts and _can_draft(params, facts),
         can_jump=constrained and _can_verify(params, verifies_adjusted=False),
         row_params=RowParams(params, message.end_token_ids, message.cache_salt),
+        output=message.resumed.output if message.resumed is not None else b"",
     )
 
 

@@ -20,6 +20,19 @@ MAX_FINISHED_KEPT = 4096
 """Finished requests that the engine keeps, to answer a `Query` about them."""
 
 
+class Resumption(msgspec.Struct, frozen=True):
+    """What a front had of a request when the engine that computed it was lost. Times are on `time.monotonic`."""
+
+    output: bytes
+    """int32 ids of the tokens generated so far."""
+    first_token: float
+    """When the front got the first of them; 0 if there are none."""
+    lost: float
+    """When the last engine was lost."""
+    losses: int = 1
+    """Engines that were lost while the request was open."""
+
+
 class NewRequest(msgspec.Struct, frozen=True, tag="new"):
     """One request. A job with n choices sends n of these."""
 
@@ -45,6 +58,9 @@ class NewRequest(msgspec.Struct, frozen=True, tag="new"):
     cache_salt: str = ""
     search: int | None = None
     """Id of the beam search that this is one step of. From its first step to `EndSearch`, a search is one request."""
+    resumed: Resumption | None = None
+    """What another engine computed of it. Limits, seeds, penalties and grammar count from the beginning of its output,
+    as after a preemption."""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

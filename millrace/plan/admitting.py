@@ -95,7 +95,7 @@ class Admitting:
 
     def _seat(self, request: Request, match: Match, now: float) -> int:
         if request.preemptions == 0:
-            request.cached_tokens = match.num_columns * self._rows.block_size
+            request.cached_tokens = min(match.num_columns * self._rows.block_size, request.num_prompt)
             self.delays.note("none", now)
             request.diagnostics.waited_for = self.delays.since(request.diagnostics.delays_before)
             request.diagnostics.diverged_at = self._prefix.divergence(request, match)

@@ -57,6 +57,8 @@ class Request:
     can_jump: bool = True
     """False if every token must be drawn, also where the grammar allows only one."""
     row_params: RowParams = DEFAULT_ROW_PARAMS
+    output: bytes = b""
+    """Tokens that another engine generated, as int32 bytes. They are computed again, as after a preemption."""
 
     ticket: int = -1
     """Arrival number, assigned by the scheduler."""
@@ -70,7 +72,7 @@ class Request:
     """Hash of the block it waits for, which a running request is computing."""
     loads: int = 0
     """Times that blocks of its prefix were loaded from host memory for it since it began to wait."""
-    num_output: int = 0
+    num_output: int = field(init=False)
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at the first admission."""
     preemptions: int = 0
@@ -79,6 +81,9 @@ class Request:
     charged: float = 0.0
     """Output tokens already charged to its tenant."""
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
+
+    def __post_init__(self) -> None:
+        self.num_output = len(self.output) // 4
 
     @property
     def num_prompt(self) -> int:

@@ -141,6 +141,7 @@ class Scheduler:
         self._next_ticket += 1
         request.prompt = np.ascontiguousarray(request.prompt, np.int32)
         request.history = bytearray(request.prompt.data)
+        request.history += request.output
         needed = self._seating.groups.blocks_for(request.limit, self.block_size)
         if needed > self.pool.total:
             message = (
