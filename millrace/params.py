@@ -29,7 +29,7 @@ MAX_GRAMMAR_BYTES = 128 * 1024
 CLASS_NAMES = ("interactive", "standard", "batch")
 """Priority classes by number; 0 is the most urgent."""
 
-FinishReason = Literal["stop", "length", "abort", "deadline", "error", "cancelled", "refused"]
+FinishReason = Literal["stop", "length", "abort", "deadline", "error", "cancelled", "refused", "crash"]
 """Why a request ended."""
 
 

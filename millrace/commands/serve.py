@@ -207,6 +207,7 @@ class Server:
             model.name: EngineClient(
                 channels.pop(0) if model.loads_at_start and channels else None,
                 max_open=max_open_requests(model.config),
+                resume_s=model.config.server.resume_s,
                 on_loading=self._show_loading,
             )
             for model in self._models

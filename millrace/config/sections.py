@@ -115,6 +115,12 @@ class ServerConfig:
     loading_wait_s: float = setting(
         120.0, "seconds that a request waits while its model is being loaded, before it gets a 503", minimum=0.0
     )
+    resume_s: float = setting(
+        120.0,
+        "seconds that requests of an engine that died wait for the next one, which continues them; 0 = they end with an"
+        " error at once",
+        minimum=0.0,
+    )
     header_limit_kb: int = setting(8, "maximum header line in KiB; longer lines get a 431", minimum=1)
     manage_models: ManageModels = setting(
         "local",

@@ -2,7 +2,8 @@
 
 Lives on one asyncio loop, where the callbacks run. Requests beyond the limits in `EngineReady` are rejected here and
 cost the engine nothing. A model may be unloaded: its client then has no engine, asks for one when a request needs it
-(`on_wanted`), and keeps requests that the last engine did not take for the next.
+(`on_wanted`), and keeps requests that the last engine did not take for the next. Requests of an engine that died are
+resumed by the next one (`open_requests`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
@@ -48,6 +49,7 @@ from millrace.link.messages import (
     unpack_ids,
     unpack_tokens,
 )
+from millrace.link.open_requests import TOKEN_BYTES, OpenRequests, RequestSink
 from millrace.params import FinishReason, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -55,8 +57,6 @@ log = logging.getLogger(__name__)
 STALL_S = 30.0
 """An engine with open requests that sends nothing for this long is not ready."""
 QUERY_TIMEOUT_S = 10.0
-TOKEN_BYTES = 4
-"""Of a token in `NewRequest.prompt`."""
 INCARNATION_SHIFT = 32
 """Position of the front's restart count in request ids."""
 
@@ -75,16 +75,6 @@ class Caller:
 ANONYMOUS = Caller()
 
 
-class RequestSink(Protocol):
-    """Callbacks for one request. `on_finish` is called exactly once, last."""
-
-    def on_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None: ...
-
-    def on_prompt_logprobs(self, logprobs: tuple[TokenLogprobs | None, ...]) -> None: ...
-
-    def on_finish(self, finish: Finish) -> None: ...
-
-
 class EngineClient:
     def __init__(
         self,
@@ -93,8 +83,10 @@ class EngineClient:
         front_index: int = 0,
         incarnation: int = 0,
         max_open: int = 1 << 30,
+        resume_s: float = 0.0,
         on_loading: Callable[[EngineLoading], None] | None = None,
     ) -> None:
+        """`resume_s`: how long requests of an engine that died wait for the next one; 0: they end with it."""
         self.ready: EngineReady | None = None
         self.stats: EngineStats | None = None
         self.failure: str | None = None
@@ -123,12 +115,8 @@ class EngineClient:
         self._next_id = (front_index << FRONT_SHIFT) + (incarnation << INCARNATION_SHIFT)
         self._queries: dict[int, asyncio.Future[bytes]] = {}
         self._next_query_id = 0
-        self._sinks: dict[int, RequestSink] = {}
-        self._sent: dict[int, NewRequest] = {}
-        """Open requests as they were sent, in case the engine retires before it takes them."""
+        self.requests = OpenRequests(resume_s)
         self._searches: set[int] = set()
-        self._num_steps = 0
-        """Open requests that are steps of searches."""
         self._changed = asyncio.Event()
         self._finish_times: deque[float] = deque(maxlen=256)
         self._last_progress = time.monotonic()
@@ -154,8 +142,8 @@ class EngineClient:
         self._last_progress = time.monotonic()
         self._listen(channel)
         old.close()
-        for message in self._sent.values():
-            channel.send(message)
+        for one in self.requests.by_id.values():
+            channel.send(one.for_next_engine())
 
     def unload(self) -> None:
         """The engine has stopped in order, or is about to: there is none until the next `reconnect`."""
@@ -165,8 +153,8 @@ class EngineClient:
 
     def give_up(self, message: str) -> None:
         """The engine could not start. Open requests end with this error; the next request asks for an engine again."""
-        self.failure = None
-        self.fail(message)
+        self._note_failure(EngineFailed(message))
+        self.requests.end_all(message)
         self.is_unloaded, self.is_wanted = True, False
         self._leave()
 
@@ -190,7 +178,7 @@ class EngineClient:
     @property
     def num_open(self) -> int:
         """Requests without an answer; a search is one of them."""
-        return len(self._sinks) - self._num_steps + len(self._searches)
+        return len(self.requests.by_id) - self.requests.num_steps + len(self._searches)
 
     async def wait_ready(self, timeout_s: float | None = None) -> EngineReady:
         """Wait until the engine has started. Returns its limits."""
@@ -240,7 +228,8 @@ class EngineClient:
     ) -> int:
         """Send one request to the engine. `deadline` is on `time.monotonic`. `search`: id of the beam search that it is
         a step of. Returns its id, for `abort`."""
-        ready = self._limits_or_raise()
+        # A search whose engine died goes on with the next one, as its open steps do.
+        ready = self._limits_or_raise(may_wait=search is not None and self.requests.is_waiting)
         if search is None:
             self.check_room()
         token_ids = checked_ids(prompt, ready.vocab_size)
@@ -250,10 +239,9 @@ class EngineClient:
         end_token_ids = tuple(dict.fromkeys((*end_token_ids, *params.stop_token_ids)))
         check_allowed_ends(params, end_token_ids)
         request_id = self._new_id()
-        if not self._sinks:
+        if not self.requests.by_id:
             self._last_progress = time.monotonic()  # An idle engine sends nothing, so its silence counts from now.
-        self._sinks[request_id] = sink
-        message = self._sent[request_id] = NewRequest(
+        message = NewRequest(
             id=request_id,
             prompt=pack_tokens(token_ids),
             params=params,
@@ -268,7 +256,7 @@ class EngineClient:
             cache_salt=cache_salt,
             search=search,
         )
-        self._num_steps += search is not None
+        self.requests.add(message, sink)
         self._channel.send(message)
         self.num_unreported += 1
         self.want()
@@ -320,12 +308,13 @@ class EngineClient:
 
     def abort(self, request_id: int, reason: FinishReason = "abort") -> None:
         """Abort a request. Its `on_finish` follows with this reason, unless it ended first."""
-        if request_id not in self._sinks:
+        one = self.requests.by_id.get(request_id)
+        if one is None:
             return
-        if self.is_unloaded:  # No engine has it.
-            self._end(Finish(id=request_id, reason=reason))
-        else:
-            self._channel.send(Abort(ids=(request_id,), reason=reason))
+        one.aborted = reason
+        self._channel.send(Abort(ids=(request_id,), reason=reason))
+        if self.is_unloaded or one.lost_at is not None:  # No engine has it, or none answers yet.
+            self.requests.end(one.finish(reason))
 
     def silent_s(self, now: float) -> float:
         """Seconds since the engine's last message; `now` is on `time.monotonic`."""
@@ -335,19 +324,21 @@ class EngineClient:
         """False if the engine is not ready, or has sent nothing for `STALL_S` although requests are open."""
         if self.ready is None or self.failure is not None:
             return False
-        return not self._sinks or self.silent_s(now) < STALL_S
+        return not self.requests.by_id or self.silent_s(now) < STALL_S
 
     def fail(self, message: str) -> None:
-        """The engine is gone: end all open requests with an error."""
+        """The engine is gone. Open requests wait for the next one, or end with this error if they may not wait."""
         if self.failure is None:
             self._on_message(EngineFailed(message))
 
     async def close(self) -> None:
-        self.fail("The server is shutting down; send the request again to another server.")
+        message = "The server is shutting down; send the request again to another server."
+        self._note_failure(EngineFailed(message))
+        self.requests.end_all(message)
         self._channel.close()
 
-    def _limits_or_raise(self) -> EngineReady:
-        if self.failure is not None:
+    def _limits_or_raise(self, *, may_wait: bool = False) -> EngineReady:
+        if self.failure is not None and not may_wait:
             raise EngineUnavailable(self.failure)
         limits = self.ready or self.limits
         if limits is None:
@@ -401,9 +392,10 @@ class EngineClient:
                 self.num_engine_starts += 1
             self.ready, self.failure, self.limits = message, None, message
             self._recheck(message)
+            self.requests.resume()
         elif isinstance(message, EngineRetired):
             self.unload()
-            if self._sinks:
+            if self.requests.by_id:
                 self.want()
         elif message.lacks_memory and self.on_lacks_memory(message.message):
             self.unload()
@@ -412,11 +404,11 @@ class EngineClient:
         self._changed.set()
 
     def _on_step(self, step: StepTokens) -> None:
-        sinks = self._sinks
+        by_id = self.requests.by_id
         for request_id, prompt_logprobs in step.prompt_logprobs.items():
-            if request_id in sinks:
+            if request_id in by_id:
                 try:
-                    sinks[request_id].on_prompt_logprobs(prompt_logprobs)
+                    by_id[request_id].sink.on_prompt_logprobs(prompt_logprobs)
                 except Exception:
                     self._drop(request_id)
         ids, tokens = unpack_ids(step.ids).tolist(), unpack_tokens(step.tokens).tolist()
@@ -424,17 +416,20 @@ class EngineClient:
             self._dispatch_with_logprobs(ids, tokens, step.logprobs)
         else:
             for request_id, token_id in zip(ids, tokens, strict=True):
-                sink = sinks.get(request_id)
-                if sink is not None:
+                one = by_id.get(request_id)
+                if one is not None:
+                    if not one.output:
+                        one.first_token = self._last_progress
+                    one.output.append(token_id)
                     try:
-                        sink.on_token(token_id, None)
+                        one.sink.on_token(token_id, None)
                     except Exception:
                         self._drop(request_id)
         if step.finished:
             now = time.monotonic()
             for finish in step.finished:
                 self._finish_times.append(now)
-                self._end(finish)
+                self.requests.end(finish)
         if step.stats is not None:
             self.stats = step.stats
             self.num_unreported = 0
@@ -444,14 +439,17 @@ class EngineClient:
     ) -> None:
         taken: dict[int, int] = {}
         for request_id, token_id in zip(ids, tokens, strict=True):
-            sink = self._sinks.get(request_id)
-            if sink is None:
+            one = self.requests.by_id.get(request_id)
+            if one is None:
                 continue
+            if not one.output:
+                one.first_token = self._last_progress
+            one.output.append(token_id)
             entries = logprobs.get(request_id, ())
             index = taken.get(request_id, 0)
             taken[request_id] = index + 1
             try:
-                sink.on_token(token_id, entries[index] if index < len(entries) else None)
+                one.sink.on_token(token_id, entries[index] if index < len(entries) else None)
             except Exception:
                 self._drop(request_id)
 
@@ -459,37 +457,28 @@ class EngineClient:
         """A sink raised: end its request. Other requests of the step are not affected."""
         log.exception("the sink of request %d failed; the request is aborted", request_id)
         self._channel.send(Abort(ids=(request_id,)))
-        self._end(Finish(id=request_id, reason="error", message="The server failed to deliver this answer."))
-
-    def _end(self, finish: Finish) -> None:
-        sink = self._sinks.pop(finish.id, None)
-        sent = self._sent.pop(finish.id, None)
-        self._num_steps -= sent is not None and sent.search is not None
-        if sink is not None:
-            _finish(sink, finish)
+        message = "The server failed to deliver this answer."
+        self.requests.end(Finish(id=request_id, reason="error", message=message))
 
     def _recheck(self, ready: EngineReady) -> None:
         """Requests kept from the last engine may be too long for this one, which may have less memory."""
         room = min(ready.max_context, ready.kv_tokens)
-        for request_id, message in list(self._sent.items()):
-            num_prompt, max_tokens = len(message.prompt) // TOKEN_BYTES, message.params.max_tokens or 0
+        for request_id, one in list(self.requests.by_id.items()):
+            num_prompt, max_tokens = len(one.message.prompt) // TOKEN_BYTES, one.message.params.max_tokens or 0
             if num_prompt + max_tokens > room:
                 self._channel.send(Abort(ids=(request_id,)))
                 what = f"The prompt has {num_prompt} tokens and its answer up to {max_tokens}"
                 why = f"{what}, but the model was loaded again with room for {room}. Send the request again."
-                self._end(Finish(request_id, "error", why))
+                self.requests.end(one.finish("error", why))
 
     def _on_failed(self, message: EngineFailed) -> None:
+        is_first = self.failure is None  # Its own message and the supervisor's may both come.
+        self._note_failure(message)
+        if is_first:
+            self.requests.lose(message.message, was_ready=self.ready is not None)
+
+    def _note_failure(self, message: EngineFailed) -> None:
         self.failure, self.lacks_memory = message.message, message.lacks_memory
         for reply in self._queries.values():
             if not reply.done():
                 reply.set_exception(EngineUnavailable(message.message))
-        for request_id in list(self._sinks):
-            self._end(Finish(id=request_id, reason="error", message=message.message))
-
-
-def _finish(sink: RequestSink, finish: Finish) -> None:
-    try:
-        sink.on_finish(finish)
-    except Exception:
-        log.exception("the sink of request %d failed in on_finish", finish.id)

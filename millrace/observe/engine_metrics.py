@@ -20,6 +20,16 @@ from millrace.params import CLASS_NAMES
 from millrace.version import __version__
 
 
+class ResumedRequests(Protocol):
+    """What became of the requests of this front whose engine died."""
+
+    num_resumed: int
+    num_given_up: int
+
+    @property
+    def num_waiting(self) -> int: ...
+
+
 class EngineView(Protocol):
     """The part of the engine client that metrics are read from."""
 
@@ -29,6 +39,9 @@ class EngineView(Protocol):
     is_unloaded: bool
     is_wanted: bool
     failure: str | None
+
+    @property
+    def requests(self) -> ResumedRequests: ...
 
     def is_progressing(self, now: float) -> bool: ...
 
@@ -52,6 +65,26 @@ def engine_metrics(engine: EngineView) -> Iterator[Metric]:
         yield from _counters(stats)
         yield from _labelled_counters(stats)
         yield from _histograms(stats)
+
+
+def resume_metrics(engine: EngineView) -> Iterator[Metric]:
+    """Of one front."""
+    of = engine.requests
+    yield GaugeMetricFamily(
+        "millrace_sequences_awaiting_engine",
+        "Sequences whose engine died and that wait for the next.",
+        value=of.num_waiting,
+    )
+    yield CounterMetricFamily(
+        "millrace_resumed_sequences",
+        "Sequences that the next engine continued after theirs had died.",
+        value=of.num_resumed,
+    )
+    yield CounterMetricFamily(
+        "millrace_given_up_sequences",
+        "Sequences that ended with an error because their engine had died.",
+        value=of.num_given_up,
+    )
 
 
 def _limits(ready: EngineReady) -> Iterator[Metric]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from millrace.observe.device_use import device_use
-from millrace.observe.engine_metrics import EngineView, engine_metrics, tenant_metrics
+from millrace.observe.engine_metrics import EngineView, engine_metrics, resume_metrics, tenant_metrics
 from millrace.observe.model_figures import ByModel, ModelFigures
 from millrace.observe.slo.metrics import slo_metrics
 from millrace.observe.slo.objective import Objective
@@ -73,6 +73,7 @@ class FrontMetrics:
             "millrace_front_restarts", "Fronts that were restarted after they died.", registry=registry
         )
         registry.register(ByModel(self.models, lambda model: iter(model.registry.collect())))
+        registry.register(ByModel(self.models, lambda model: resume_metrics(model.engine)))
         ProcessCollector(registry=registry)
         self._engine_registry = CollectorRegistry()
         self.fronts_up = Gauge(

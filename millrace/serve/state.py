@@ -58,6 +58,7 @@ class JobSummary:
     prompt_tokens: int
     output_tokens: int
     """So far."""
+    awaits_engine: bool
 
 
 class OpenJob(Protocol):
@@ -73,6 +74,9 @@ class OpenJob(Protocol):
     def summary(self) -> JobSummary: ...
 
     def fail(self, error: MillraceError) -> None: ...
+
+    def comment(self) -> None:
+        """If it waits for an engine, tell its client, so that nobody in between takes the connection for dead."""
 
 
 @dataclass(frozen=True, slots=True)

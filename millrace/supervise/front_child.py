@@ -92,6 +92,7 @@ class Parent:
                 front_index=self._index,
                 incarnation=incarnation,
                 max_open=max_open_requests(model.config),
+                resume_s=model.config.server.resume_s,
             )
             client.on_wanted = lambda name=model.name: self._order("load", name)  # type: ignore[misc]
             client.on_lacks_memory = lambda message: True  # The parent decides.

@@ -28,8 +28,8 @@ def answer(served: Served) -> int:
     return served.request("POST", "/v1/completions", asked)[0]
 
 
-def test_killed_engine_is_replaced_and_every_stream_gets_an_error(tmp_path: Path) -> None:
-    with serving(*tiny_options(tmp_path), "--fronts", "2") as served:
+def test_killed_engine_is_replaced_and_every_stream_gets_an_error_if_none_may_wait(tmp_path: Path) -> None:
+    with serving(*tiny_options(tmp_path), "--fronts", "2", "--resume-s", "0") as served:
         streams = [open_stream(served, ENDLESS) for _ in range(4)]
         events = [iter(stream) for stream in streams]
         assert all("choices" in next(stream) for stream in events)

@@ -48,6 +48,8 @@ class RunningRequest(msgspec.Struct):
     prompt_tokens: int
     output_tokens: int
     """Generated so far."""
+    awaits_engine: bool
+    """True if its engine died: the next one continues it."""
 
 
 class SequenceOutcome(msgspec.Struct):
@@ -120,6 +122,7 @@ def _describe(job: JobSummary) -> RunningRequest:
         job.num_sequences,
         job.prompt_tokens,
         job.output_tokens,
+        job.awaits_engine,
     )
 
 

@@ -1,4 +1,5 @@
-"""Samples the front and the last report of each engine each second, and measures how late the event loop runs."""
+"""Samples the front and the last report of each engine each second, and measures how late the event loop runs. Streams
+that wait for an engine are kept alive with comments."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from millrace.observe.history import SAMPLE_EVERY_S, FrontCounts, Sample
 from millrace.serve.state import STATE, FrontState
 
 TICK_S = 0.25
+COMMENT_EVERY_S = 3.0
 
 
 async def run_sampler(app: web.Application) -> AsyncIterator[None]:
@@ -28,6 +30,7 @@ class Sampler:
         self._worst_lag_s = 0.0
         self._sample_due = loop.time()
         self._due = loop.time()
+        self._comment_due = loop.time()
         self._timer: asyncio.Handle = loop.call_soon(self._tick)
 
     def stop(self) -> None:
@@ -41,6 +44,11 @@ class Sampler:
         if now >= self._sample_due:
             take_sample(self._state, self._worst_lag_s)
             self._worst_lag_s, self._sample_due = 0.0, max(self._sample_due + SAMPLE_EVERY_S, now)
+        if now >= self._comment_due:
+            self._comment_due = now + COMMENT_EVERY_S
+            if any(model.client.requests.is_waiting for model in self._state.models):
+                for job in list(self._state.jobs):
+                    job.comment()
         self._due = now + TICK_S
         self._timer = self._loop.call_at(self._due, self._tick)
 

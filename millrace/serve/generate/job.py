@@ -195,8 +195,8 @@ class Job:
             return RequestCancelled(finish.message or "The request was cancelled.")
         if finish.reason == "abort":
             return EngineUnavailable(finish.message or "The request was cancelled by the server; send it again.")
-        if self.state.client.failure is not None:
-            return EngineUnavailable(self.state.client.failure)
+        if self.state.client.failure is not None and finish.reason != "crash":
+            return EngineUnavailable(finish.message or self.state.client.failure)
         return RequestFailed(finish.message or "The engine failed on this request.")
 
     @property
@@ -240,7 +240,13 @@ class Job:
             num_sequences=len(self.choices),
             prompt_tokens=sum(len(prompt.token_ids) for prompt in generation.prompts),
             output_tokens=sum(choice.num_tokens for choice in self.choices),
+            awaits_engine=self.state.client.requests.is_waiting,
         )
+
+    def comment(self) -> None:
+        waits = self.state.client.requests.is_waiting and not self.done.done()
+        if waits and self.out is not None and self.out.started:  # One that has not begun can still get a status.
+            self.out.send_comment("the engine is being restarted; the answer goes on.")
 
     @property
     def is_streamed(self) -> bool:

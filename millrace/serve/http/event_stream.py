@@ -37,6 +37,7 @@ class EventStream:
     __slots__ = (
         "_chunked",
         "_ended",
+        "_has_comments",
         "_head",
         "_holders",
         "_keep_alive",
@@ -73,6 +74,7 @@ class EventStream:
         self._chunked = request.version == HttpVersion11
         self._keep_alive = request.keep_alive and self._chunked
         self._head = _head(request_id, media_type, headers, chunked=self._chunked, keep_alive=self._keep_alive)
+        self._has_comments = media_type == SERVER_SENT_EVENTS
         self._preamble = b""
         self._limit_bytes = limit_bytes
         self._on_slow: Callable[[int], None] = _ignore
@@ -117,9 +119,10 @@ class EventStream:
         self._emit(frames)
 
     def send_comment(self, text: str) -> None:
-        """Before the first frame of a stream of server-sent events: clients skip it."""
-        self.send(b": %b\n\n" % " ".join(text.split()).encode())
-        self.direct = False
+        """Between two frames of a stream of server-sent events: clients skip it. Other streams have no comments."""
+        if self._has_comments:
+            self.send(b": %b\n\n" % " ".join(text.split()).encode())
+            self.direct = False
 
     @property
     def has_ended(self) -> bool:
