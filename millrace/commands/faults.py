@@ -120,7 +120,8 @@ async def _kill(args: argparse.Namespace, url: str, pid: int, say: Say) -> list[
         f" {result.refused} got an error status, {result.cut} cut off, {result.completed} completed."
         f" Recovery: {times[len(times) // 2]:.1f} s (median), {times[-1]:.1f} s (worst)."
     )
-    return [f"{result.cut} streams ended without an error"] if part == "engine" and result.cut else []
+    lost = result.cut + result.failed + result.refused
+    return [f"{lost} streams did not go on with the next engine"] if part == "engine" and lost else []
 
 
 async def _overload(args: argparse.Namespace, url: str, pid: int, say: Say) -> list[str]:

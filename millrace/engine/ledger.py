@@ -51,9 +51,8 @@ class Entry:
     """What another engine computed of it."""
 
     @property
-    def queued_from(self) -> float:
-        """A request that comes with tokens has been queued before, elsewhere."""
-        return self.taken if self.resumed is not None and self.resumed.output else self.arrival
+    def has_come_with_tokens(self) -> bool:
+        return self.resumed is not None and bool(self.resumed.output)
 
 
 class Ledger:
@@ -200,7 +199,8 @@ class Ledger:
             prompt_tokens=ended.num_prompt,
             output_tokens=ended.num_output,
             preemptions=ended.preemptions,
-            queued_s=(entry.admitted or now) - entry.queued_from,
+            # What a request waited before its first token elsewhere is not known here.
+            queued_s=0.0 if entry.has_come_with_tokens else (entry.admitted or now) - entry.arrival,
             first_token_s=entry.first_token - entry.arrival if entry.first_token is not None else 0.0,
             total_s=now - entry.arrival,
             predicted_tokens=predicted,

@@ -1,4 +1,4 @@
-"""Kills processes of a running server repeatedly: open streams must end with an error, and the server must recover."""
+"""Kills processes of a running server repeatedly: it must recover, and streams must go on with the next engine."""
 
 from __future__ import annotations
 

@@ -142,8 +142,11 @@ class EngineClient:
         self._last_progress = time.monotonic()
         self._listen(channel)
         old.close()
-        for one in self.requests.by_id.values():
-            channel.send(one.for_next_engine())
+        for one in list(self.requests.by_id.values()):
+            if one.aborted is None:
+                channel.send(one.for_next_engine())
+            else:
+                self.requests.end(one.finish(one.aborted))
 
     def unload(self) -> None:
         """The engine has stopped in order, or is about to: there is none until the next `reconnect`."""
@@ -314,7 +317,16 @@ class EngineClient:
         one.aborted = reason
         self._channel.send(Abort(ids=(request_id,), reason=reason))
         if self.is_unloaded or one.lost_at is not None:  # No engine has it, or none answers yet.
-            self.requests.end(one.finish(reason))
+            # Not at once: the caller may be ending other requests of the same job.
+            asyncio.get_running_loop().call_soon(self.requests.end, one.finish(reason))
+
+    def cancel_waiting(self, name: str, tenant: str | None) -> int:
+        """Cancel the sequences with this name, of this tenant (None: of any), that wait for an engine. Returns how many
+        there were."""
+        waiting = [one for one in self.requests.waiting() if tenant in (None, one.tenant) and name in one.names]
+        for message in waiting:
+            self.abort(message.id, "cancelled")
+        return len(waiting)
 
     def silent_s(self, now: float) -> float:
         """Seconds since the engine's last message; `now` is on `time.monotonic`."""

@@ -90,7 +90,13 @@ class OpenRequests:
 
     @property
     def num_waiting(self) -> int:
-        return sum(one.lost_at is not None for one in self.by_id.values()) if self.is_waiting else 0
+        return len(self.waiting())
+
+    def waiting(self) -> list[NewRequest]:
+        """Those that wait for the next engine, as they were sent to the last one."""
+        if not self.is_waiting:
+            return []
+        return [one.message for one in self.by_id.values() if one.lost_at is not None]
 
     def add(self, message: NewRequest, sink: RequestSink) -> None:
         one = self.by_id[message.id] = OpenRequest(message, sink)

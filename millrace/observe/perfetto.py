@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-STAGES = ("front", "link", "queue", "prefill", "decode")
+STAGES = ("front", "link", "lost", "queue", "prefill", "decode")
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ def test_times_and_sentences_of_a_request_with_tokens() -> None:
     ledger, taken = taken_over([7, 8, 9])
     assert ledger.on_admitted(1, 6.0) == 3.0, "the gap before its next token begins where the engine was lost"
     finish = ledger.close(end_of(taken, "length", 8), 9.0)
-    assert (finish.queued_s, finish.first_token_s, finish.total_s) == (1.0, 1.0, 8.0)
+    assert (finish.queued_s, finish.first_token_s, finish.total_s) == (0.0, 1.0, 8.0)
     [sequence] = explain(ledger.named("asked", None), 9.0)["sequences"]
     stages = sequence["stages_s"]
     assert stages == {"front": 0.0, "lost": 4.0, "queue": 1.0, "decode": 3.0, "total": 8.0}

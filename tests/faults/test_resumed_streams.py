@@ -55,6 +55,7 @@ class Answer:
 
     path: str
     body: dict[str, Any]
+    request_id: str = ""
     num_events: int = 0
     is_over: bool = False
     said: dict[str, str] = field(default_factory=dict)
@@ -66,7 +67,9 @@ class Answer:
     def read(self, port: int) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
         connection.request("POST", self.path, json.dumps(self.body), {"Content-Type": "application/json"})
-        for event in self._events(connection.getresponse()):
+        answer = connection.getresponse()
+        self.request_id = answer.headers["x-request-id"]
+        for event in self._events(answer):
             self.num_events += 1
             self.usage = event.get("usage") or self.usage
             self.errors += [event["error"]] if "error" in event else []
@@ -126,9 +129,6 @@ def test_32_mixed_answers_survive_the_death_of_their_engine(tmp_path: Path) -> N
         kill_engine(served)
         open_at_kill = [answer for answer in answers if not answer.is_over]
         assert len(open_at_kill) > 16, "too few to tell; the streams are too short"
-        wait_until(lambda: served.metric("millrace_sequences_awaiting_engine") > 0, "the fronts know")
-        waiting = served.request("GET", "/v1/requests")[1]["data"]
-        assert any(one["awaits_engine"] for one in waiting)
         for thread in threads:
             thread.join(120)
         for answer, expected in zip(answers, undisturbed, strict=True):
@@ -138,7 +138,7 @@ def test_32_mixed_answers_survive_the_death_of_their_engine(tmp_path: Path) -> N
                 assert (answer.usage or {}).get(count) == (expected.usage or {}).get(count)
         assert resumed(served) >= len(open_at_kill)
         assert served.metric("millrace_given_up_sequences_total") == 0
-        explained = served.request("GET", f"/v1/requests/{waiting[-1]['id']}/explain")[1]["sequences"][0]
+        explained = served.request("GET", f"/v1/requests/{streams[0].request_id}/explain")[1]["sequences"][0]
         assert explained["resumed"]["count"] == 1
         assert "engine died" in explained["resumed"]["why"]
         assert "lost" in explained["stages_s"]
@@ -150,10 +150,25 @@ def test_a_stream_that_saw_two_engines_die_ends_and_a_later_one_goes_on(tmp_path
         next(twice)
         kill_engine(served)
         wait_until(lambda: resumed(served) == 1, "it goes on")
-        once = iter(served.open_stream(model=NAME, max_tokens=3000))
+        once = iter(served.open_stream(model=NAME, max_tokens=1000))
         next(once)
         kill_engine(served)
         last = list(twice)[-1]["error"]
         assert (last["code"], "died 2 times" in last["message"]) == ("request_failed", True)
         assert list(once)[-1]["choices"][0]["finish_reason"] == "length"
         assert (resumed(served), served.metric("millrace_given_up_sequences_total")) == (2, 1)
+
+
+def test_a_stream_that_waits_can_be_cancelled_through_any_front(tmp_path: Path) -> None:
+    with serving(*tiny_options(tmp_path), "--fronts", "2") as served:
+        wait_until(lambda: served.metric("millrace_fronts_up") == 2, "two fronts")
+        streams = [served.open_stream(model=NAME, max_tokens=30_000) for _ in range(6)]
+        events = [iter(stream) for stream in streams]
+        for stream in events:
+            next(stream)
+        kill_engine(served)
+        for stream in streams:
+            path = f"/v1/requests/{stream.request_id}"
+            wait_until(lambda path=path: served.request("DELETE", path)[0] == 200, "whichever front is asked")
+        for stream in events:
+            assert list(stream)[-1]["error"]["code"] == "request_cancelled"

@@ -13,7 +13,16 @@ from link.test_engine_client import READY, Receiver
 from millrace.errors import EngineUnavailable
 from millrace.link.channel import InProcessLink
 from millrace.link.client import EngineClient
-from millrace.link.messages import Abort, EngineFailed, Finish, NewRequest, StepTokens, pack_tokens, unpack_tokens
+from millrace.link.messages import (
+    Abort,
+    EngineFailed,
+    EngineRetired,
+    Finish,
+    NewRequest,
+    StepTokens,
+    pack_tokens,
+    unpack_tokens,
+)
 from millrace.params import SamplingParams
 
 ASKED = SamplingParams(max_tokens=20)
@@ -161,9 +170,11 @@ def test_a_waiting_request_can_be_aborted_before_and_after_the_next_engine_has_b
         first, second = (server.client.submit([1], ASKED, sink) for sink in (early, late))
         server.client.fail("it died")
         server.client.abort(first, "cancelled")
-        assert [finish.reason for finish in early.finishes] == ["cancelled"]
+        assert early.finishes == [], "a sink is not called while its owner is busy with others"
         assert list(server.replace()) == [second]
+        assert [finish.reason for finish in early.finishes] == ["cancelled"]
         server.client.abort(second)
+        await until(lambda: bool(late.finishes))
         assert [finish.reason for finish in late.finishes] == ["abort"]
         assert [message.ids for message in server.link.receive(0.0) if isinstance(message, Abort)] == [(second,)]
 
@@ -178,6 +189,19 @@ def test_a_request_that_was_aborted_before_its_engine_died_does_not_come_back() 
         server.client.fail("it died")
         assert [finish.reason for finish in stopped.finishes] == ["stop"]
         assert server.replace() == {}
+
+    run(work)
+
+
+def test_a_request_aborted_while_its_engine_retires_does_not_come_back() -> None:
+    async def work(server: Server) -> None:
+        sink = Receiver()
+        request_id = server.client.submit([1], ASKED, sink)
+        server.client.abort(request_id, "cancelled")
+        server.link.send(0, EngineRetired())
+        await until(lambda: server.client.is_unloaded)
+        assert server.replace() == {}
+        assert [finish.reason for finish in sink.finishes] == ["cancelled"]
 
     run(work)
 

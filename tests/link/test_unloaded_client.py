@@ -62,6 +62,7 @@ def test_a_kept_request_can_be_aborted_and_one_too_long_for_the_next_engine_ends
         link.send(0, EngineRetired())
         await until(lambda: client.is_unloaded)
         client.abort(request_id, "cancelled")
+        await until(lambda: bool(aborted.finishes))
         assert [finish.reason for finish in aborted.finishes] == ["cancelled"]
         following = InProcessLink()
         client.reconnect(following.front)

@@ -86,14 +86,15 @@ def running_front(
     tokenizer: Tokenizer | None = None,
     template: ChatTemplate | None = None,
     max_open: int = 1 << 30,
+    resume_s: float = 0.0,
     **engine_options: Any,
 ) -> Iterator[Front]:
     config = config or replace(Config(), server__port=0, server__drain_timeout_s=5.0)
     if not config.server.data_dir:
         with tempfile.TemporaryDirectory() as directory:
             config = replace(config, server__data_dir=directory)
-            options = {"tokenizer": tokenizer, "template": template, "max_open": max_open, **engine_options}
-            with running_front(script, config=config, **options) as front:
+            options = {"tokenizer": tokenizer, "template": template, "max_open": max_open, "resume_s": resume_s}
+            with running_front(script, config=config, **options, **engine_options) as front:
                 yield front
         return
     started: list[Front] = []
@@ -103,7 +104,7 @@ def running_front(
     async def main() -> None:
         words = tokenizer or byte_tokenizer()
         engine = NullEngine(script, vocab_size=words.vocab_size, **engine_options)
-        client = EngineClient(engine, max_open=max_open)
+        client = EngineClient(engine, max_open=max_open, resume_s=resume_s)
         state = FrontState(
             config=config,
             client=client,

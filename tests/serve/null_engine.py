@@ -9,6 +9,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 
 import msgspec
 import numpy as np
@@ -106,6 +107,9 @@ class NullEngine:
         if isinstance(message, NewRequest):
             self.received.append(message)
             row = Row(message, iter(self.script(message)))
+            if message.resumed is not None:
+                row.num_output = len(unpack_tokens(message.resumed.output))
+                row.tokens = islice(row.tokens, row.num_output, None)
             self.rows[message.id] = row
             if message.params.prompt_logprobs is not None:
                 self._prompt_logprobs[message.id] = self._score_prompt(row)

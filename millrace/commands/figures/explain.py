@@ -48,6 +48,8 @@ def _lines(number: int, sequence: dict[str, Any]) -> list[str]:
         f"  cache: {sequence['cache']['why']}",
     ]
     lines += [f"  preempted {reason}" for reason in sequence["preemptions"]["reasons"]]
+    if sequence["resumed"]["why"]:
+        lines.append(f"  engine: {sequence['resumed']['why']}")
     if sequence["message"]:
         lines.append(f"  error: {sequence['message']}")
     return lines

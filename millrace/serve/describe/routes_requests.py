@@ -11,6 +11,7 @@ import heapq
 import time
 from collections.abc import Sequence
 from typing import Literal
+from urllib.parse import quote
 
 import msgspec
 from aiohttp import web
@@ -139,13 +140,17 @@ async def _running(request: web.Request, limit: int = MAX_LISTED) -> RunningRequ
     running = _own_part(request, limit)
     if is_for_sibling(request):
         return running
-    credentials = {name: request.headers[name] for name in _CREDENTIALS if name in request.headers}
-    for part in (await request.app[STATE].siblings.get(f"/v1/requests?limit={limit}", credentials)).values():
+    siblings = request.app[STATE].siblings
+    for part in (await siblings.get(f"/v1/requests?limit={limit}", _credentials(request))).values():
         other = msgspec.json.decode(part, type=RunningRequests)
         running.data += other.data
         running.total += other.total
     running.data = sorted(running.data, key=lambda one: -one.running_s)[:limit]
     return running
+
+
+def _credentials(request: web.Request) -> dict[str, str]:
+    return {name: request.headers[name] for name in _CREDENTIALS if name in request.headers}
 
 
 async def listing(request: web.Request) -> web.Response:
@@ -173,7 +178,23 @@ def _outcome(explanation: bytes) -> RequestOutcome:
 
 async def cancel(request: web.Request) -> web.Response:
     """End a running request with the error `request_cancelled`; an ended one stays as it is."""
-    return json_answer(request, await _query(request, "cancel"))
+    return json_answer(request, await _cancel_waiting(request) or await _query(request, "cancel"))
+
+
+async def _cancel_waiting(request: web.Request) -> CancelledRequest | bytes | None:
+    """Cancel a request that waits for an engine, which only its front knows. None: no front has one of this name."""
+    state, name = request.app[STATE], request.match_info["request_id"]
+    clients = [model.client for model in state.models if model.client.requests.is_waiting]
+    if not clients:
+        return None
+    tenant = None if is_operator(request) else owner_of(request)
+    num_cancelled = sum(client.cancel_waiting(name, tenant) for client in clients)
+    if num_cancelled:
+        return CancelledRequest("request.cancelled", name, True, num_cancelled)
+    if is_for_sibling(request):
+        return None
+    answers = await state.siblings.delete(f"/v1/requests/{quote(name, safe='')}", _credentials(request))
+    return next(iter(answers.values()), None)
 
 
 async def explain(request: web.Request) -> web.Response:

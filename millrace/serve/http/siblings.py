@@ -34,19 +34,29 @@ class Siblings:
 
     async def get(self, path: str, headers: Mapping[str, str] | None = None) -> dict[int, bytes]:
         """The siblings' answers at this path by front index, without those that do not answer in time."""
+        return await self._ask("GET", path, headers)
+
+    async def delete(self, path: str, headers: Mapping[str, str]) -> dict[int, bytes]:
+        """The answers of those that had something to delete."""
+        return await self._ask("DELETE", path, headers)
+
+    async def _ask(self, method: str, path: str, headers: Mapping[str, str] | None) -> dict[int, bytes]:
         directory = self.directory
         if directory is None:
             return {}
         others = [index for index in range(self.num_fronts) if index != self.front_index]
-        answers = await asyncio.gather(*(_get(socket_path(directory, index), path, headers) for index in others))
+        sockets = (socket_path(directory, index) for index in others)
+        answers = await asyncio.gather(*(_ask(socket, method, path, headers) for socket in sockets))
         return {index: answer for index, answer in zip(others, answers, strict=True) if answer is not None}
 
 
-async def _get(socket: str, path: str, headers: Mapping[str, str] | None) -> bytes | None:
+async def _ask(socket: str, method: str, path: str, headers: Mapping[str, str] | None) -> bytes | None:
     try:
         async with (
             ClientSession(connector=UnixConnector(socket), timeout=ClientTimeout(total=ASK_TIMEOUT_S)) as session,
-            session.get(f"http://front{path}{'&' if '?' in path else '?'}front=own", headers=headers) as answer,
+            session.request(
+                method, f"http://front{path}{'&' if '?' in path else '?'}front=own", headers=headers
+            ) as answer,
         ):
             return await answer.read() if answer.status == 200 else None
     except (ClientError, OSError, TimeoutError):

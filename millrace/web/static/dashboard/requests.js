@@ -6,7 +6,7 @@ import { seconds } from "./format.js";
 
 export const SHOWN = 50;
 const EXPLAINED = 8;  // Requests without output whose stage is asked for in one round.
-const STAGES = { front: "Front", link: "Link", queue: "Queue", prefill: "Prefill", decode: "Decode" };
+const STAGES = { front: "Front", link: "Link", lost: "Engine lost", queue: "Queue", prefill: "Prefill", decode: "Decode" };
 
 export class RunningRequests {
   constructor(body, note, onOpen) {
@@ -35,7 +35,7 @@ export class RunningRequests {
   }
 
   row(one) {
-    const stage = one.output_tokens > 0 ? "decode" : this.stages.get(one.id) ?? "starting";
+    const stage = one.awaits_engine ? "lost" : one.output_tokens > 0 ? "decode" : this.stages.get(one.id) ?? "starting";
     const cancel = async event => {
       event.stopPropagation();
       try { const answer = await remove(`/v1/requests/${encodeURIComponent(one.id)}`); toast(answer.cancelled ? "The request is cancelled." : "The request had already ended."); } catch (error) { toast(error.message, "bad"); }
@@ -75,6 +75,6 @@ function sequence(one, number) {
   const legend = el("div", { class: "legend" }, stages.map(([name, label]) => el("span", {}, el("i", { class: `stage-${name}` }), label, el("b", {}, seconds(one.stages_s[name])))), el("span", {}, "Total", el("b", {}, seconds(total))));
   const drafted = one.preemptions?.count ? `Preempted ${one.preemptions.count === 1 ? "once" : `${one.preemptions.count} times`} (${Object.entries(one.preemptions.reasons ?? {}).map(([why, times]) => `${why}: ${times}`).join(", ")}).` : null;
   return [number ? el("h3", {}, `Choice ${number}`) : null, bar, legend,
-    el("ul", { class: "reasons" }, [one.queue?.why, one.cache?.why, drafted, one.message].filter(Boolean).map(text => el("li", {}, text))),
+    el("ul", { class: "reasons" }, [one.queue?.why, one.cache?.why, drafted, one.resumed?.why, one.message].filter(Boolean).map(text => el("li", {}, text))),
     el("div", { class: "facts" }, fact("Cached tokens", one.cache?.cached_tokens ?? "–"), fact("Output tokens", one.output_tokens ?? "–"), fact("Finish reason", one.finish_reason ?? "–"), fact("Preemptions", one.preemptions?.count ?? "–"))].filter(Boolean);
 }
