@@ -142,11 +142,8 @@ class EngineClient:
         self._last_progress = time.monotonic()
         self._listen(channel)
         old.close()
-        for one in list(self.requests.by_id.values()):
-            if one.aborted is None:
-                channel.send(one.for_next_engine())
-            else:
-                self.requests.end(one.finish(one.aborted))
+        for message in self.requests.for_next_engine():
+            channel.send(message)
 
     def unload(self) -> None:
         """The engine has stopped in order, or is about to: there is none until the next `reconnect`."""
@@ -416,11 +413,11 @@ class EngineClient:
         self._changed.set()
 
     def _on_step(self, step: StepTokens) -> None:
-        by_id = self.requests.by_id
+        receivers = self.requests.receivers
         for request_id, prompt_logprobs in step.prompt_logprobs.items():
-            if request_id in by_id:
+            if request_id in receivers:
                 try:
-                    by_id[request_id].sink.on_prompt_logprobs(prompt_logprobs)
+                    receivers[request_id][0].on_prompt_logprobs(prompt_logprobs)
                 except Exception:
                     self._drop(request_id)
         ids, tokens = unpack_ids(step.ids).tolist(), unpack_tokens(step.tokens).tolist()
@@ -428,13 +425,12 @@ class EngineClient:
             self._dispatch_with_logprobs(ids, tokens, step.logprobs)
         else:
             for request_id, token_id in zip(ids, tokens, strict=True):
-                one = by_id.get(request_id)
-                if one is not None:
-                    if not one.output:
-                        one.first_token = self._last_progress
-                    one.output.append(token_id)
+                receiver = receivers.get(request_id)
+                if receiver is not None:
+                    sink, keep = receiver
+                    keep(token_id)
                     try:
-                        one.sink.on_token(token_id, None)
+                        sink.on_token(token_id, None)
                     except Exception:
                         self._drop(request_id)
         if step.finished:
@@ -451,17 +447,16 @@ class EngineClient:
     ) -> None:
         taken: dict[int, int] = {}
         for request_id, token_id in zip(ids, tokens, strict=True):
-            one = self.requests.by_id.get(request_id)
-            if one is None:
+            receiver = self.requests.receivers.get(request_id)
+            if receiver is None:
                 continue
-            if not one.output:
-                one.first_token = self._last_progress
-            one.output.append(token_id)
+            sink, keep = receiver
+            keep(token_id)
             entries = logprobs.get(request_id, ())
             index = taken.get(request_id, 0)
             taken[request_id] = index + 1
             try:
-                one.sink.on_token(token_id, entries[index] if index < len(entries) else None)
+                sink.on_token(token_id, entries[index] if index < len(entries) else None)
             except Exception:
                 self._drop(request_id)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from array import array
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -38,13 +39,13 @@ class RequestSink(Protocol):
 
 
 class OpenRequest:
-    __slots__ = ("aborted", "first_token", "losses", "lost_at", "message", "output", "sink")
+    __slots__ = ("aborted", "first_token", "losses", "lost_at", "message", "output")
 
-    def __init__(self, message: NewRequest, sink: RequestSink) -> None:
-        self.message, self.sink = message, sink
-        """The message is the first one that was sent."""
-        self.output = array("i")
-        """Tokens received."""
+    def __init__(self, message: NewRequest) -> None:
+        self.message = message
+        """The first one that was sent."""
+        self.output: list[int] = []
+        """Tokens that came back."""
         self.first_token = 0.0
         """When the first of them came, on `time.monotonic`."""
         self.aborted: FinishReason | None = None
@@ -78,6 +79,8 @@ class OpenRequests:
         """`resume_s`: how long a request waits for the next engine; 0: it ends with the engine."""
         self._resume_s = resume_s
         self.by_id: dict[int, OpenRequest] = {}
+        self.receivers: dict[int, tuple[RequestSink, Callable[[int], None]]] = {}
+        """The sink of each request, and what keeps its next token: the work per token is a lookup and a call."""
         self.num_steps = 0
         """Those that are steps of searches."""
         self.is_waiting = False
@@ -99,20 +102,27 @@ class OpenRequests:
         return [one.message for one in self.by_id.values() if one.lost_at is not None]
 
     def add(self, message: NewRequest, sink: RequestSink) -> None:
-        one = self.by_id[message.id] = OpenRequest(message, sink)
+        one = self.by_id[message.id] = OpenRequest(message)
+        self.receivers[message.id] = sink, partial(self._keep_first, one, sink)
         self.num_steps += message.search is not None
         if self.is_waiting:
             one.lost_at = time.monotonic()
+
+    def _keep_first(self, one: OpenRequest, sink: RequestSink, token_id: int) -> None:
+        one.first_token = time.monotonic()
+        one.output.append(token_id)
+        self.receivers[one.message.id] = sink, one.output.append
 
     def end(self, finish: Finish) -> None:
         """Unknown ids are ignored."""
         one = self.by_id.pop(finish.id, None)
         if one is None:
             return
+        sink, _ = self.receivers.pop(finish.id)
         self.num_steps -= one.message.search is not None
         self.num_given_up += one.lost_at is not None and finish.reason in ("error", "crash")
         try:
-            one.sink.on_finish(finish)
+            sink.on_finish(finish)
         except Exception:
             log.exception("the sink of request %d failed in on_finish", finish.id)
 
@@ -136,6 +146,13 @@ class OpenRequests:
         if self._resume_s:
             self.is_waiting = True
             self._check()
+
+    def for_next_engine(self) -> list[NewRequest]:
+        """What the next engine is sent. Requests that were aborted end."""
+        for one in list(self.by_id.values()):
+            if one.aborted is not None:
+                self.end(one.finish(one.aborted))
+        return [one.for_next_engine() for one in self.by_id.values()]
 
     def resume(self) -> None:
         """The next engine is ready. It has been sent all requests."""
