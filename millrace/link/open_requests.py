@@ -56,9 +56,10 @@ class OpenRequest:
         """While it waits for the next engine: since when."""
 
     def for_next_engine(self) -> NewRequest:
-        if self.lost_at is None or not self.losses:
+        if not self.losses:
             return self.message
-        resumed = Resumption(pack_tokens(self.output), self.first_token, self.lost_at, self.losses)
+        lost = self.lost_at or time.monotonic()  # An engine may retire before it takes the request over.
+        resumed = Resumption(pack_tokens(self.output), self.first_token, lost, self.losses)
         return msgspec.structs.replace(self.message, resumed=resumed)
 
     def finish(self, reason: FinishReason, message: str = "") -> Finish:

@@ -39,7 +39,7 @@ def requests() -> list[tuple[str, dict[str, Any]]]:
         made += [
             (COMPLETIONS, {**greedy, **usage}),
             (COMPLETIONS, {**free, "prompt": f"seeded {number}", "seed": number, "temperature": 1.1, **penalised}),
-            (COMPLETIONS, {**free, "prompt": [7, 8, number], "seed": 5, "n": 3, "logprobs": 2}),
+            (COMPLETIONS, {**free, "prompt": [7, 8, number], "seed": 5, "n": 3, "logprobs": 2, "echo": True}),
             (COMPLETIONS, {**greedy, "stream": False, "prompt": f"whole {number}", "stop": ["\x00never"]}),
             (CHAT, {**chat, "response_format": {"type": "json_schema", "json_schema": {"name": "l", "schema": LIST}}}),
             (CHAT, {**chat, "tools": TOOLS, "tool_choice": "required"}),

@@ -98,6 +98,23 @@ def test_the_next_engine_gets_the_request_with_its_tokens() -> None:
     run(work)
 
 
+def test_an_engine_that_retires_before_it_takes_a_request_over_loses_no_token() -> None:
+    async def work(server: Server) -> None:
+        client = server.client
+        request_id = client.submit([1], ASKED, Receiver())
+        await server.tokens(request_id, [5, 6])
+        client.fail("it died")
+        server.replace()
+        await server.ready()
+        server.link.send(0, EngineRetired())
+        await until(lambda: client.is_unloaded)
+        resumed = server.replace()[request_id].resumed
+        assert resumed is not None
+        assert unpack_tokens(resumed.output).tolist() == [5, 6]
+
+    run(work)
+
+
 def test_a_request_that_saw_two_engines_die_is_not_tried_again() -> None:
     async def work(server: Server) -> None:
         client, poison, other = server.client, Receiver(), Receiver()
