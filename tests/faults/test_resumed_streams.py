@@ -172,3 +172,39 @@ def test_a_stream_that_waits_can_be_cancelled_through_any_front(tmp_path: Path) 
             wait_until(lambda path=path: served.request("DELETE", path)[0] == 200, "whichever front is asked")
         for stream in events:
             assert list(stream)[-1]["error"]["code"] == "request_cancelled"
+
+
+def test_embeddings_and_responses_in_the_background_survive(tmp_path: Path) -> None:
+    asked = {"model": NAME, "input": "Say it", "background": True, "temperature": 0, "max_output_tokens": 3000}
+    texts = {"model": NAME, "input": [f"text {number} " * 60 for number in range(64)]}
+    with serving(*tiny_options(tmp_path), "--kv-tokens", "65536") as served:
+
+        def respond() -> str:
+            return served.request("POST", "/v1/responses", asked)[1]["id"]
+
+        def ended(response_id: str) -> Any:
+            found: dict[str, Any] = {}
+
+            def is_over() -> bool:
+                found.update(served.request("GET", f"/v1/responses/{response_id}")[1])
+                return found["status"] not in ("queued", "in_progress")
+
+            wait_until(is_over, "the response ends", 120.0)
+            return found["status"], found["output"][0]["content"][0]["text"]
+
+        vectors = served.request("POST", "/v1/embeddings", texts)[1]["data"]
+        expected = ended(respond())
+        assert expected[0] in ("completed", "incomplete")
+        later: list[Any] = []
+        response_id = respond()
+        embedding = threading.Thread(
+            target=lambda: later.append(served.request("POST", "/v1/embeddings", texts)[1]["data"])
+        )
+        embedding.start()
+        wait_until(lambda: served.metric("millrace_open_requests") == 2 or bool(later), "both run")
+        kill_engine(served)
+        embedding.join(120)
+        assert later == [vectors]
+        assert ended(response_id) == expected
+        assert resumed(served) > 0
+        assert served.metric("millrace_given_up_sequences_total") == 0
