@@ -157,8 +157,11 @@ class OpenRequests:
 
     def resume(self) -> None:
         """The next engine is ready. It has been sent all requests."""
+        num_resumed = sum(one.lost_at is not None and one.losses > 0 for one in self.by_id.values())
+        self.num_resumed += num_resumed
+        if num_resumed:
+            log.info("the new engine continues %d requests of the one that died", num_resumed)
         for one in self.by_id.values():
-            self.num_resumed += one.lost_at is not None and one.losses > 0
             one.lost_at = None
         self._stop_waiting()
 
