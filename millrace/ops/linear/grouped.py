@@ -118,7 +118,7 @@ class OrderedLinear(Head):
         self.num_bytes = inner.num_bytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.inner(x.index_select(1, self.order), addend)
+        return self.inner(x.index_select(1, self.order))
 
     def wide(self, x: Tensor, out: Tensor | None = None, decode: bool = False) -> Tensor:
         return self.inner.wide(x.index_select(1, self.order))
