@@ -104,7 +104,7 @@ async def _exchange(address: Address, data: bytes, began: float, result: ClassRe
         if not head.startswith(b"HTTP/1.1 200"):
             result.failed += 1
             return
-        # The server sends the response head together with the first event.
+        await reader.readuntil(b"data: ")  # Comments may come before.
         result.ttft_s.append(time.monotonic() - began)
         tail = b""
         while piece := await reader.read(65536):

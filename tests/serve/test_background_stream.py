@@ -12,6 +12,7 @@ from serve.front_under_test import END, MODEL, endless, running_front, saying
 from serve.wire import Reply, get, post, request
 
 from millrace.link.messages import NewRequest
+from millrace.serve.responses import event_log
 
 pytestmark = pytest.mark.live
 
@@ -20,7 +21,8 @@ RESPONSES = "/v1/responses"
 
 def events(reply: Reply) -> list[dict[str, Any]]:
     assert reply.status == 200, reply.body
-    return [json.loads(frame.partition("data: ")[2]) for frame in reply.body.decode().split("\n\n")[:-1]]
+    frames = [frame for frame in reply.body.decode().split("\n\n")[:-1] if not frame.startswith(": ")]
+    return [json.loads(frame.partition("data: ")[2]) for frame in frames]
 
 
 def test_events_can_be_read_again() -> None:
@@ -49,6 +51,19 @@ def test_events_can_be_read_again() -> None:
                 assert (refused.status, refused.json["error"]["param"]) == (400, "stream")
 
 
+def test_the_stream_of_a_response_that_waits_begins_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_log, "KEEP_ALIVE_S", 3600.0)
+    with running_front(saying("Hello")) as front:
+        front.call(front.engine.pause)
+        sent = json.dumps({"input": "hi", "stream": True, "background": True})
+        with closing(http.client.HTTPConnection("127.0.0.1", front.port, timeout=60)) as connection:
+            connection.request("POST", RESPONSES, body=sent, headers={"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            assert answer.readline() == b": waiting\n"
+            front.call(front.engine.resume)
+            assert rest(answer)[-1]["type"] == "response.completed"
+
+
 def test_a_failure_is_an_event() -> None:
     def poisoned(request: NewRequest) -> list[int]:
         front.engine.poison.add(request.id)
@@ -64,7 +79,8 @@ def opened(port: int, sent: dict[str, Any]) -> tuple[http.client.HTTPConnection,
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("POST", RESPONSES, body=json.dumps(sent), headers={"Content-Type": "application/json"})
     answer = connection.getresponse()
-    assert answer.readline().startswith(b"event: ")
+    while not answer.readline().startswith(b"event: "):
+        pass  # A comment, and the empty line after it.
     return connection, answer, json.loads(answer.readline().partition(b"data: ")[2])["response"]["id"]
 
 

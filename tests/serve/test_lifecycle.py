@@ -14,7 +14,7 @@ from serve.front_under_test import MODEL, Front, endless, running_front, saying
 from serve.wire import CHAT, Reply, connected, events, eventually, get, post, raw_post, read_all
 
 from millrace.config import Config, replace
-from millrace.serve.generate import early_stream
+from millrace.serve.generate import heartbeat
 
 pytestmark = pytest.mark.live
 
@@ -75,7 +75,7 @@ def test_a_request_during_loading_waits_for_the_engine(monkeypatch: pytest.Monke
 
 
 def test_a_stream_without_a_model_tells_that_the_first_one_is_being_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early_stream, "COMMENT_EVERY_S", 0.05)
+    monkeypatch.setattr(heartbeat, "HEAD_AFTER_S", 0.05)
     fields = {name: value for name, value in body(stream=True).items() if name != "model"}
     with running_front(saying("ok"), is_ready=False) as front:
         with connected(front.port) as sock:

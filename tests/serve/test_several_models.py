@@ -21,7 +21,7 @@ from millrace.errors import BadRequest, EngineUnavailable
 from millrace.link.client import EngineClient
 from millrace.params import NEUTRAL_DEFAULTS, Grammar
 from millrace.serve.describe.sampler import take_sample
-from millrace.serve.generate import early_stream, grammars
+from millrace.serve.generate import grammars, heartbeat
 from millrace.serve.ollama.keep_alive import keep_alive_s
 from millrace.serve.served_models import ServedModel
 from millrace.serve.state import FrontState, ModelText
@@ -305,12 +305,12 @@ def test_a_stream_tells_that_its_model_is_being_loaded(
     front, control, _ = served
     complete(front, OTHER)
     loaded = ask(front, "POST", path, {"model": OTHER, "stream": True, **body})[1]
-    monkeypatch.setattr(early_stream, "COMMENT_EVERY_S", 0.03)
+    monkeypatch.setattr(heartbeat, "HEAD_AFTER_S", 0.03)
     monkeypatch.setattr(control, "holds", True)
     ask(front, "POST", f"/v1/models/{OTHER}/unload")
     waited = ask_and_load(front, path, body, control.end_load)
     assert waited.startswith(f": The model {OTHER!r} is still loading")
-    shown = "\n\n".join(frame for frame in waited.split("\n\n") if not frame.startswith(":"))
+    shown = "\n\n".join(frame for frame in waited.split("\n\n") if not frame.startswith((":", "event: ping")))
     assert end in shown
     assert shown.count("\n\n") == loaded.count("\n\n"), "the same frames, the first of them included"
 
@@ -320,7 +320,7 @@ def test_a_stream_whose_model_fails_to_load_ends_with_the_error(
     served: tuple[Front, Control, list[int]], monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
     front, _, _ = served
-    monkeypatch.setattr(early_stream, "COMMENT_EVERY_S", 0.02)
+    monkeypatch.setattr(heartbeat, "HEAD_AFTER_S", 0.02)
     ask(front, "POST", f"/v1/models/{OTHER}/unload")
     client = front.state.models.find(OTHER).client
     loads: list[str] = []
@@ -367,7 +367,7 @@ def test_a_loading_model_that_takes_too_long_is_a_bounded_wait(
     served: tuple[Front, Control, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     front, _, _ = served
-    monkeypatch.setattr(early_stream, "COMMENT_EVERY_S", 0.02)
+    monkeypatch.setattr(heartbeat, "HEAD_AFTER_S", 0.02)
     ask(front, "POST", f"/v1/models/{OTHER}/unload")
     client = front.state.models.find(OTHER).client
     monkeypatch.setattr(client, "on_wanted", lambda: None)
@@ -427,7 +427,7 @@ def test_a_stream_calls_the_model_as_the_client_did(
     complete(front, OTHER)
     ask(front, "POST", f"/v1/models/{OTHER}/unload")
     model = front.state.models.find(OTHER)
-    monkeypatch.setattr(early_stream, "COMMENT_EVERY_S", 0.02)
+    monkeypatch.setattr(heartbeat, "HEAD_AFTER_S", 0.02)
     monkeypatch.setattr(front.state, "loading_wait_s", 0.1)
     monkeypatch.setattr(model.client, "on_wanted", lambda: None)  # It stays unloaded.
     steps = ask(front, "GET", "/v1/steps?model=alias")[1]

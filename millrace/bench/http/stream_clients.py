@@ -13,7 +13,9 @@ from multiprocessing.connection import Connection
 from typing import Protocol, cast
 
 END = b"0\r\n\r\n"
+HEAD = b"HTTP/1.1 200"
 FRAME = b"data: {"
+COMMENT = b"\r\n: "
 FULL_LENGTH = b'"length"'
 """The finish reason in the last event of a complete answer."""
 WORDS = "the river turns the wheel and the wheel turns the stone that grinds the corn of the whole valley ".split()
@@ -136,6 +138,8 @@ class Stream(asyncio.Protocol):
         frames = data.count(FRAME)
         self._frames += frames
         within = self._from <= now < self._to
+        if not frames and (data.startswith(HEAD) or COMMENT in data):
+            return  # The stream waits: its head, or a comment.
         if not self._arrived_at:
             self._on_first(data, now, within)
         elif within and frames:
@@ -150,7 +154,7 @@ class Stream(asyncio.Protocol):
             self._last = data
 
     def _on_first(self, data: bytes, now: float, within: bool) -> None:
-        if not data.startswith(b"HTTP/1.1 200"):
+        if data.startswith(b"HTTP/") and not data.startswith(HEAD):
             # The end of an error response is not parsed, so the connection cannot be reused.
             self._tally.fail(data.decode(errors="replace"))
             self.is_over = True

@@ -25,6 +25,7 @@ from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedCho
 from millrace.serve.generate.events import SaidText, TextDelta, Tokens, Usage
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.writer import PLACEHOLDER
+from millrace.serve.http.event_stream import comment
 from millrace.serve.http.json_answer import encode, escape_lines
 from millrace.text.answer_events import ToolCall
 from millrace.text.tools.json_scanner import close_partial
@@ -42,6 +43,10 @@ _ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+
+def ping(waits_for: str) -> bytes:
+    return comment(waits_for) + _event("ping")
 
 
 def stream_error(error: MillraceError) -> bytes:

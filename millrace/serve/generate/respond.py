@@ -7,85 +7,68 @@ import time
 
 from aiohttp import web
 
-from millrace.errors import MillraceError
+from millrace.errors import MillraceError, RequestFailed
 from millrace.serve.generate.choosing.beam_job import make_job
-from millrace.serve.generate.early_stream import WriteError, begin_while_loading
 from millrace.serve.generate.gate import enter
 from millrace.serve.generate.grammars import check_grammar
+from millrace.serve.generate.heartbeat import FLUSH_GRACE_S, Heartbeat, StreamForm
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.work import Prepare, Work, observe, until_done, whole_answer
-from millrace.serve.http.app_keys import EXTRA_HEADERS, FINISH_REASON, MODEL, REQUEST_ID, TOKEN_COUNTS, TRACE
+from millrace.serve.http.app_keys import FINISH_REASON, MODEL, REQUEST_ID, TOKEN_COUNTS, TRACE
 from millrace.serve.http.body import read_body
-from millrace.serve.http.event_stream import SERVER_SENT_EVENTS, EventStream
+from millrace.serve.http.event_stream import EventStream
 from millrace.serve.http.ids import REQUEST_ID_HEADER
 from millrace.serve.state import STATE, FrontState
 from millrace.serve.tenancy.owner import owner_of
 
-FLUSH_GRACE_S = 30.0
-"""How long a client may take to read the rest of a finished stream."""
-
+log = logging.getLogger("millrace.serve")
 request_log = logging.getLogger("millrace.requests")
 
 
-async def respond(request: web.Request, prepare: Prepare, write_error: WriteError) -> web.StreamResponse:
-    """Read the body, translate it and answer it."""
+async def respond(request: web.Request, prepare: Prepare, form: StreamForm | None) -> web.StreamResponse:
+    """Read the body, translate it and answer it. `form`: None if answers are never streamed."""
     received = time.monotonic()
     data = await read_body(request, request.app[STATE].body_limit_bytes)
-    return await respond_to(request, data, prepare, received, write_error)
+    return await respond_to(request, data, prepare, received, form)
 
 
 async def respond_to(
-    request: web.Request, data: bytes, prepare: Prepare, received: float, write_error: WriteError
+    request: web.Request, data: bytes, prepare: Prepare, received: float, form: StreamForm | None
 ) -> web.StreamResponse:
-    """Translate a body and answer it. A stream whose model is being loaded begins early; then `write_error` makes the
-    frames of errors that come before the answer's own."""
-    early = await begin_while_loading(request, data, write_error)
-    if early is None:
-        return await answer(request, await prepare(request.app[STATE], data, received, owner_of(request)), received)
+    """Translate a body and answer it."""
+    heartbeat = None if form is None else Heartbeat(request, data, form)
     try:
-        if early.out.has_ended:
-            return early.out.sent_response()
         work = await prepare(request.app[STATE], data, received, owner_of(request))
-        return await answer(request, work, received, out=early.out)
+        return await _answer(request, work, received, heartbeat)
     except MillraceError as error:
-        return await early.end_with(request, error)
+        if heartbeat is None or not heartbeat.has_begun:
+            raise
+        return await heartbeat.end_with(error)
+    except Exception as error:
+        if heartbeat is None or not heartbeat.has_begun or isinstance(error, ConnectionError):
+            raise
+        log.error("Request %s failed.", request[REQUEST_ID], exc_info=error)
+        return await heartbeat.end_with(RequestFailed("The server failed on this request; see the server's log."))
     finally:
-        early.out.close()
+        if heartbeat is not None:
+            heartbeat.stop()
 
 
-async def answer(
-    request: web.Request,
-    work: Work,
-    received: float,
-    *,
-    media_type: str = SERVER_SENT_EVENTS,
-    out: EventStream | None = None,
-) -> web.StreamResponse:
-    """`out`: a stream that the caller has begun and closes."""
-    state, begun = work.state, out
+async def _answer(request: web.Request, work: Work, received: float, heartbeat: Heartbeat | None) -> web.StreamResponse:
+    state, job = work.state, None
     await check_grammar(state, work.generation, owner_of(request))
     generation, reservation = enter(state, request, work.generation, received)
-    job: Job | None = None
     try:
-        if generation.stream and out is None:
-            limit_bytes = state.config.server.stream_buffer_kb * 1024
-            out = EventStream(
-                request,
-                request_id=request[REQUEST_ID],
-                limit_bytes=limit_bytes,
-                media_type=media_type,
-                headers=request.get(EXTRA_HEADERS, {}),
-            )
+        out = heartbeat.stream(work.headers) if heartbeat is not None and generation.stream else None
         job = make_job(state, generation, work.make_writer, out)
         job.request_id, job.path, job.owner = request[REQUEST_ID], request.path, owner_of(request)
-        if out is not None:
+        if heartbeat is not None and out is not None:
+            heartbeat.write_error = job.writer.error_frames
             return await _stream(work, job, out)
         headers = {REQUEST_ID_HEADER: request[REQUEST_ID], "Server": "millrace", **work.headers}
         body = await whole_answer(work, job)
         return web.Response(body=body, headers=headers, content_type="application/json")
     finally:
-        if out is not None and out is not begun:
-            out.close()
         is_started = job is not None and job.is_started
         reservation.release(job.usage().total_tokens if job is not None and is_started else 0)
         if job is not None and is_started:

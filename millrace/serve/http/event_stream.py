@@ -40,6 +40,7 @@ class EventStream:
         "_has_comments",
         "_head",
         "_holders",
+        "_is_silent",
         "_keep_alive",
         "_limit_bytes",
         "_num_held",
@@ -83,6 +84,8 @@ class EventStream:
         self._num_held = 0
         self._resumer: asyncio.Task[None] | None = None
         self._ended = False
+        self._is_silent = True
+        """True if no frame was sent since the last `keep_alive`."""
         self.write = transport.write
         self.closed = False
         self.paused = False
@@ -123,6 +126,16 @@ class EventStream:
         if self._has_comments:
             self.send(b": %b\n\n" % " ".join(text.split()).encode())
             self.direct = False
+
+    def keep_alive(self, ping: bytes, *, after_preamble: bool) -> None:
+        """Send `ping` if nothing was sent since the last call."""
+        if self._is_silent and not (self.is_gone or self.paused or self._ended):
+            preamble, self._preamble = self._preamble, b""
+            self._emit(preamble + ping if after_preamble else ping)
+            if not after_preamble:
+                self._preamble = preamble
+        self._is_silent = True
+        self.direct = False  # The next frame goes through `_emit`, which notes it.
 
     @property
     def has_ended(self) -> bool:
@@ -195,6 +208,7 @@ class EventStream:
             data = self._head + data
             self._head = b""
         self.direct = self._chunked and not self._ended
+        self._is_silent = False
         self.write(data)
         if self._protocol.writing_paused:  # Also if an earlier answer on this connection filled the buffer.
             self.on_pause()
@@ -211,11 +225,17 @@ class EventStream:
                 if frames and not self.closed:
                     self._emit(frames)
                 else:
-                    self.direct = self._chunked and self.started and not self._ended and not self.closed
+                    is_open = self.started and not self._preamble and not self._ended and not self.closed
+                    self.direct = self._chunked and is_open
         except ConnectionError:
             self.close()
         finally:
             self._resumer = None
+
+
+def comment(text: str) -> bytes:
+    """A line that clients of server-sent events skip."""
+    return b": %b\n\n" % " ".join(text.split()).encode()
 
 
 def _ignore(unread_bytes: int) -> None:

@@ -16,7 +16,7 @@ from millrace.serve.generate.events import Usage
 from millrace.serve.generate.gate import header_deadline
 from millrace.serve.generate.generation import Prompt
 from millrace.serve.generate.job import Job
-from millrace.serve.generate.respond import answer
+from millrace.serve.generate.respond import respond_to
 from millrace.serve.generate.sampling import deadline_of
 from millrace.serve.generate.vectors import VectorWriter, encoded_inputs, vector_generation, vector_headers
 from millrace.serve.generate.work import Work
@@ -120,18 +120,25 @@ async def _respond(
     received: float,
 ) -> web.StreamResponse:
     keep_s = check_keep_alive(body.keep_alive, request)
-    await state.await_engine(body.model)
-    generation = vector_generation(
-        await prompts(),
-        pooling="last",
-        answer_id=new_id("embd-"),
-        deadline=deadline_of(None, state.config, received),
-    )
+
+    is_valid = False
+
+    async def prepare(*_: object) -> Work:
+        nonlocal is_valid
+        await state.await_engine(body.model)
+        generation = vector_generation(
+            await prompts(),
+            pooling="last",
+            answer_id=new_id("embd-"),
+            deadline=deadline_of(None, state.config, received),
+        )
+        is_valid = True
+        return Work(state, generation, make_writer, headers=vector_headers(state))
+
     try:
-        work = Work(state, generation, make_writer, headers=vector_headers(state))
-        return await answer(request, work, received)
+        return await respond_to(request, b"", prepare, received, None)
     finally:
-        if keep_s is not None:
+        if is_valid and keep_s is not None:
             await state.control.keep_alive(state.model_name, keep_s)
 
 

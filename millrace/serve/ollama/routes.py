@@ -17,7 +17,8 @@ from msgspec import UNSET, UnsetType
 from millrace.errors import BadRequest, EngineUnavailable
 from millrace.serve.generate.gate import header_deadline
 from millrace.serve.generate.generation import Generation
-from millrace.serve.generate.respond import answer
+from millrace.serve.generate.heartbeat import StreamForm
+from millrace.serve.generate.respond import respond_to
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder, read_body
 from millrace.serve.http.event_stream import JSON_LINES
@@ -45,7 +46,7 @@ from millrace.serve.ollama.translate import (
     state_of_model,
 )
 from millrace.serve.ollama.translate_generate import text_generation
-from millrace.serve.ollama.write import OllamaWriter, now
+from millrace.serve.ollama.write import OllamaWriter, empty_line, error_line, now
 from millrace.serve.served_models import ServedModel
 from millrace.serve.state import STATE, FrontState
 from millrace.version import __version__
@@ -64,26 +65,29 @@ _show_body = BodyDecoder(OllamaShowRequest)
 # ── generate ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 async def chat(request: web.Request) -> web.StreamResponse:
     state, received = request.app[STATE], time.monotonic()
-    body = _chat_body.decode(await read_body(request, state.body_limit_bytes))
+    data = await read_body(request, state.body_limit_bytes)
+    body = _chat_body.decode(data)
     state = await state_of_model(body.model, state)
     check_body(body)
     if not body.messages:
         return await _load(request, state, body, OllamaAnswerMessage("assistant", ""), UNSET)
-    return await _respond(request, state, body, partial(chat_generation, state, body, received), received)
+    return await _respond(request, data, state, body, partial(chat_generation, state, body, received), received)
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
     state, received = request.app[STATE], time.monotonic()
-    body = _generate_body.decode(await read_body(request, state.body_limit_bytes))
+    data = await read_body(request, state.body_limit_bytes)
+    body = _generate_body.decode(data)
     state = await state_of_model(body.model, state)
     check_body(body)
     if not body.prompt:
         return await _load(request, state, body, UNSET, "")
-    return await _respond(request, state, body, partial(text_generation, state, body, received), received)
+    return await _respond(request, data, state, body, partial(text_generation, state, body, received), received)
 
 
 async def _respond(
     request: web.Request,
+    data: bytes,
     state: FrontState,
     body: OllamaChatRequest | OllamaGenerateRequest,
     translate: Callable[[], Awaitable[Generation]],
@@ -91,13 +95,23 @@ async def _respond(
 ) -> web.StreamResponse:
     is_chat = isinstance(body, OllamaChatRequest)
     keep_s = check_keep_alive(body.keep_alive, request)
-    await state.await_engine(body.model)
-    names = CHAT_NAMES if is_chat else GENERATE_NAMES
-    work = Work(state, await translate(), partial(OllamaWriter, limit_names=names, is_chat=is_chat))
+    ping = partial(empty_line, model=state.model_name, is_chat=is_chat)
+
+    is_valid = False
+
+    async def prepare(*_: object) -> Work:
+        nonlocal is_valid
+        await state.await_engine(body.model)
+        names = CHAT_NAMES if is_chat else GENERATE_NAMES
+        work = Work(state, await translate(), partial(OllamaWriter, limit_names=names, is_chat=is_chat))
+        is_valid = True
+        return work
+
     try:
-        return await answer(request, work, received, media_type=JSON_LINES)
+        form = StreamForm(error_line, ping, JSON_LINES, is_usual=True)
+        return await respond_to(request, data, prepare, received, form)
     finally:
-        if keep_s is not None:
+        if is_valid and keep_s is not None:
             await state.control.keep_alive(state.model_name, keep_s)
 
 

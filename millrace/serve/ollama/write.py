@@ -32,6 +32,24 @@ def error_body(error: MillraceError) -> bytes:
     return encode(OllamaErrorAnswer(error.message, error.message, error.type, error.param, error.code))
 
 
+def error_line(error: MillraceError) -> bytes:
+    return error_body(error) + b"\n"
+
+
+def said(
+    text: str, *, is_chat: bool, thinking: str | UnsetType = UNSET, calls: list[OllamaAnswerCall] | UnsetType = UNSET
+) -> dict[str, Any]:
+    """The fields of a line in which /api/chat and /api/generate differ."""
+    if is_chat:
+        return {"message": OllamaAnswerMessage("assistant", text, thinking, calls)}
+    return {"response": text, "thinking": thinking}
+
+
+def empty_line(waits_for: str, *, model: str, is_chat: bool) -> bytes:
+    """Keeps a stream alive: more of the answer, with no text."""
+    return encode(OllamaAnswer(model, now(), **said("", is_chat=is_chat))) + b"\n"
+
+
 def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
@@ -53,12 +71,8 @@ class OllamaWriter:
         calls: list[OllamaAnswerCall] | UnsetType = UNSET,
         **fields: Any,
     ) -> OllamaAnswer:
-        said: dict[str, Any] = (
-            {"message": OllamaAnswerMessage("assistant", text, thinking, calls)}
-            if self._is_chat
-            else {"response": text, "thinking": thinking}
-        )
-        return OllamaAnswer(self._job.state.model_name, now(), **said, **fields)
+        shape = said(text, is_chat=self._is_chat, thinking=thinking, calls=calls)
+        return OllamaAnswer(self._job.state.model_name, now(), **shape, **fields)
 
     def _logprobs(self, entries: list[TokenLogprobs]) -> list[TokenLogprob] | UnsetType:
         num_top = self._job.generation.logprobs
@@ -138,7 +152,7 @@ class OllamaWriter:
         return encode(self._last("", usage, context=self._context(self._sent_ids))) + b"\n"
 
     def error_frames(self, error: MillraceError) -> bytes:
-        return error_body(error) + b"\n"
+        return error_line(error)
 
     # ── whole answers ─────────────────────────────────────────────────────────────────────────────────────────────────
     def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:

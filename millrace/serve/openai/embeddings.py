@@ -24,7 +24,6 @@ from millrace.serve.http.ids import new_id
 from millrace.serve.http.inputs import INPUT_SCHEMA, texts_or_tokens
 from millrace.serve.http.json_answer import encode
 from millrace.serve.http.schema import Strict, described
-from millrace.serve.openai.routes import stream_error
 from millrace.serve.openai.schemas import CacheSalt, Priority, Timeout
 from millrace.serve.state import FrontState
 
@@ -76,7 +75,7 @@ _decoder = BodyDecoder(EmbeddingsRequest)
 
 
 async def embeddings(request: web.Request) -> web.StreamResponse:
-    return await respond(request, prepare_embeddings, stream_error)
+    return await respond(request, prepare_embeddings, None)
 
 
 async def prepare_embeddings(state: FrontState, body: bytes, received: float, owner: str) -> Work:

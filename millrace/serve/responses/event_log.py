@@ -4,6 +4,7 @@ from there by whoever asks, also after a disconnect, at any front."""
 from __future__ import annotations
 
 import asyncio
+import math
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
@@ -124,7 +125,7 @@ def _cancelled(database: sqlite3.Connection, response_id: str, owner: str, seen:
 
 async def follow(state: FrontState, response_id: str, owner: str, starting_after: int) -> AsyncIterator[bytes]:
     """Events after this number until the last one, as they are stored. An event of failure is the last but one."""
-    seen, told = starting_after, time.monotonic()
+    seen, told = starting_after, -math.inf  # A response that waits is told at once, so that the HTTP head is sent.
     events, status = await state.store.run(_after, response_id, owner, seen)
     if not events and await state.store.run(is_unstreamed, response_id, owner):
         raise BadRequest(

@@ -8,6 +8,7 @@ import msgspec
 from aiohttp import web
 
 from millrace.errors import BadRequest, MillraceError
+from millrace.serve.generate.heartbeat import StreamForm
 from millrace.serve.generate.respond import respond_to
 from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.http.body import read_body
@@ -48,13 +49,16 @@ async def create(request: web.Request) -> web.StreamResponse:
         queued = await _queue(work.state, data, body, owner, work.generation.answer_id)
         request.app[BACKGROUND].wake()
         return await _follow(request, queued.id, owner, -1) if body.stream else json_answer(request, queued)
-    return await respond_to(request, data, prepare_response, received, stream_error)
+    return await respond_to(request, data, prepare_response, received, STREAM)
 
 
 def stream_error(error: MillraceError) -> bytes:
     """An `error` event, for a stream without a response."""
     said = {"code": error.code, "message": error.message, "param": error.param}
     return b"event: error\ndata: %b\n\n" % encode({"type": "error", "sequence_number": 0, **said})
+
+
+STREAM = StreamForm(stream_error, ping_follows_preamble=True)
 
 
 def _check_background(body: ResponsesRequest) -> None:
