@@ -107,7 +107,6 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (RESPONSES, {"text": {"format": {"type": "json_schema", "name": "x", "schema": NOT}}}, "text.format", "'not'"),
     (RESPONSES, {"text": {"format": {"type": "xml"}}}, "text.format.type", "json_schema"),
     (MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": NOT}}}, "output_config.format", "'not'"),
-    (MESSAGES, {"output_config": {"effort": "high"}}, "output_config.effort", "does not reason"),
     (
         MESSAGES,
         {"output_config": {"format": ANTHROPIC_SCHEMA}, "output_format": ANTHROPIC_SCHEMA},

@@ -140,5 +140,37 @@ def test_a_model_without_reasoning_refuses_to_reason() -> None:
         assert chat(front, reasoning_effort="none").status == 200
 
 
+WARNING = "x-millrace-warning"
+
+
+def test_an_effort_of_anthropic_is_accepted_by_every_model(front: Front) -> None:
+    body = {"model": MODEL, "max_tokens": 99, "messages": [USER], "output_config": {"effort": "low"}}
+    sent = [body, {**body, "thinking": {"type": "adaptive"}}, {**body, "stream": True}]
+    with running_front(saying("ok")) as plain:
+        for one in sent:
+            reply = post(plain.port, MESSAGES, one)
+            assert (reply.status, reply.headers[WARNING]) == (
+                200,
+                "the effort 'low' had no effect: this model does not reason",
+            )
+        refused = post(plain.port, MESSAGES, {**body, "thinking": {"type": "enabled"}})
+        assert (refused.status, refused.json["error"]["param"]) == (400, "thinking")
+        assert post(plain.port, f"{MESSAGES}/count_tokens", {**body, "max_tokens": None}).status == 200
+    for one in sent:  # The markers of this model are several tokens.
+        reply = post(front.port, MESSAGES, one)
+        assert (reply.status, reply.headers[WARNING]) == (
+            200,
+            "the effort 'low' had no effect: this model takes no effort",
+        )
+    reads_effort = ChatTemplate({"default": TEMPLATE + "{{ reasoning_effort }}"}, {})
+    with running_front(saying("ok"), template=reads_effort) as telling:
+        from serve.test_tool_calls import prompt_of
+
+        for one in sent:
+            reply = post(telling.port, MESSAGES, one)
+            assert (reply.status, reply.headers.get(WARNING)) == (200, None)
+            assert prompt_of(telling).endswith("[assistant]low")
+
+
 def test_a_budget_needs_markers_of_one_token(front: Front) -> None:
     assert chat(front, thinking_token_budget=8).error["param"] == "thinking_token_budget"

@@ -65,7 +65,9 @@ class OutputConfig(Strict, kw_only=True):
     format: Annotated[JsonSchemaFormat | None, described("Hold the answer to a JSON schema.")] = None
     effort: Annotated[
         Literal["low", "medium", "high", "xhigh", "max"] | None,
-        described("How much a model that reasons should reason."),
+        described(
+            "How much a model that reasons should reason; any model takes it. `X-Millrace-Warning` says what it did."
+        ),
     ] = None
 
 

@@ -22,7 +22,7 @@ from millrace.serve.anthropic.schemas import (
 from millrace.serve.anthropic.translate_messages import messages_of, text_content
 from millrace.serve.anthropic.write import LIMIT_NAMES, MessageWriter
 from millrace.serve.generate.chat.open_chat import open_chat
-from millrace.serve.generate.chat.reasoning import NO_WISH, ReasoningWish, check_wish
+from millrace.serve.generate.chat.reasoning import ReasoningWish, check_wish, effort_effect
 from millrace.serve.generate.chat.tools import ToolUse, function_of, tool_use
 from millrace.serve.generate.checks import check_integers, check_range, name_fields, refuse_unsupported
 from millrace.serve.generate.generation import Generation
@@ -32,7 +32,7 @@ from millrace.serve.generate.prompts import encode_chat
 from millrace.serve.generate.sampling import deadline_of, sampling_params
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder
-from millrace.serve.http.ids import new_id
+from millrace.serve.http.ids import new_id, warnings
 from millrace.serve.state import FrontState
 
 _CHOICES: dict[str, Literal["auto", "none", "required"]] = {
@@ -53,7 +53,9 @@ async def prepare_message(state: FrontState, data: bytes, received: float, owner
     try:
         conversation, edits = await _conversation(state, body)
         writer = partial(MessageWriter, edits=UNSET if edits is None else ContextManagementAnswer(edits))
-        return Work(state, await _generation(state, body, conversation, received), writer)
+        generation = await _generation(state, body, conversation, received)
+        effect = effort_effect(state, _wish(body), generation.params.thinking)
+        return Work(state, generation, writer, headers=warnings([effect]))
     except BadRequest as error:
         raise name_fields(error, LIMIT_NAMES) from None
 
@@ -140,10 +142,9 @@ async def _conversation(state: FrontState, body: CountTokensRequest) -> tuple[Co
 
 def _wish(body: CountTokensRequest) -> ReasoningWish:
     thinking, effort = body.thinking, body.output_config.effort if body.output_config is not None else None
-    if thinking is None:
-        return NO_WISH if effort is None else ReasoningWish(effort=effort, field="output_config.effort")
-    is_on = {"enabled": True, "disabled": False}.get(thinking.type)
-    return ReasoningWish(is_on=is_on, effort=effort, max_tokens=thinking.budget_tokens, field="thinking")
+    is_on = {"enabled": True, "disabled": False}.get(thinking.type) if thinking is not None else None
+    budget = thinking.budget_tokens if thinking is not None else None
+    return ReasoningWish(is_on=is_on, effort=effort, max_tokens=budget, field="thinking", effort_is_hint=True)
 
 
 def _tools(body: CountTokensRequest) -> ToolUse:

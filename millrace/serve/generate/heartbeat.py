@@ -17,6 +17,7 @@ from aiohttp import web
 from millrace.errors import MillraceError
 from millrace.serve.http.app_keys import EXTRA_HEADERS, FINISH_REASON, REQUEST_ID
 from millrace.serve.http.event_stream import NO_HEADERS, SERVER_SENT_EVENTS, EventStream, comment
+from millrace.serve.http.ids import WARNING_HEADER
 from millrace.serve.served_models import loading_state
 from millrace.serve.state import STATE
 
@@ -67,8 +68,11 @@ class Heartbeat:
         return self._out is not None and self._out.started
 
     def stream(self, headers: Mapping[str, str] = NO_HEADERS) -> EventStream:
-        """The stream of the answer. `headers` are sent unless it has begun."""
-        if self._out is None:
+        """The stream of the answer. If it has begun, a warning among the headers is a ping's text instead."""
+        if self._out is not None:
+            if WARNING_HEADER in headers:
+                self._out.send(self._form.write_ping(headers[WARNING_HEADER]))
+        else:
             request = self._request
             self._out = EventStream(
                 request,

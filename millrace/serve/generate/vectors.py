@@ -15,7 +15,7 @@ from millrace.serve.generate.events import TextDelta, Usage
 from millrace.serve.generate.generation import Generation, Prompt
 from millrace.serve.generate.prompts import encode_texts
 from millrace.serve.generate.writer import TextOnly
-from millrace.serve.http.ids import WARNING_HEADER
+from millrace.serve.http.ids import warnings
 from millrace.serve.state import FrontState
 
 MAX_INPUTS = 2048
@@ -45,7 +45,7 @@ async def encoded_inputs(state: FrontState, texts: list[str], field: str, *, may
 
 def vector_headers(state: FrontState) -> dict[str, str]:
     """A warning if the model's vectors are those of a model for text."""
-    return {} if state.is_embedder else {WARNING_HEADER: NOT_TRAINED}
+    return warnings([] if state.is_embedder else [NOT_TRAINED])
 
 
 def vector_generation(

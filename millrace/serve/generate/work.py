@@ -33,7 +33,7 @@ class Work:
     """Runs after the last token and before the end of the answer (`holds_end`). Returns the body, or the last frames of
     a stream."""
     headers: dict[str, str] = field(default_factory=dict)
-    """Further headers of an answer that is not streamed."""
+    """Further headers of the answer."""
 
 
 Prepare = Callable[[FrontState, bytes, float, str], Awaitable[Work]]

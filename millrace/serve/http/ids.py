@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
+from collections.abc import Iterable
 
 from aiohttp import web
 
@@ -11,6 +12,12 @@ REQUEST_ID_HEADER = "X-Request-Id"
 WARNING_HEADER = "X-Millrace-Warning"
 """Of an answer that is what was asked for, but may not be what is needed."""
 _VALID_ID = re.compile(r"[!-~]{1,128}")
+
+
+def warnings(said: Iterable[str]) -> dict[str, str]:
+    """The header that says them; none if there are none. They are ASCII."""
+    text = "; ".join(one for one in said if one)
+    return {WARNING_HEADER: text} if text else {}
 
 
 def new_id(prefix: str) -> str:

@@ -26,15 +26,19 @@ class ReasoningWish:
     """Most tokens of reasoning."""
     field: str = "reasoning_effort"
     """The request's field, for errors."""
+    effort_is_hint: bool = False
+    """The effort asks for no reasoning: a model without it, or without limits of it, answers as usual."""
 
     @property
     def wants_reasoning(self) -> bool:
-        is_on = self.is_on is True
-        return is_on or self.max_tokens is not None or self.effort not in (None, "none")
+        is_asked = self.effort not in (None, "none") and not self.effort_is_hint
+        return self.is_on is True or self.max_tokens is not None or is_asked
 
     def template_kwargs(self) -> dict[str, Any]:
         """Variables that chat templates read under different names."""
-        is_on = self.is_on if self.is_on is not None or self.effort is None else self.effort != "none"
+        is_on = self.is_on
+        if is_on is None and self.effort is not None and not self.effort_is_hint:
+            is_on = self.effort != "none"
         found: dict[str, Any] = {} if is_on is None else {"enable_thinking": is_on, "thinking": is_on}
         if self.effort not in (None, "none"):
             found["reasoning_effort"] = self.effort
@@ -56,6 +60,16 @@ def check_wish(state: FrontState, wish: ReasoningWish) -> None:
         )
 
 
+def effort_effect(state: FrontState, wish: ReasoningWish, limit: ThinkingLimit | None) -> str:
+    """What became of an effort that is a hint; empty if the chat template was told of it."""
+    if wish.effort is None or "reasoning_effort" in state.template.variables:
+        return ""
+    if limit is not None and wish.max_tokens is None:
+        return f"the effort {wish.effort!r} limits the reasoning to {limit.max_tokens} tokens"
+    why = "does not reason" if state.formats.reasoning is None else "takes no effort"
+    return f"the effort {wish.effort!r} had no effect: this model {why}"
+
+
 def thinking_limit(state: FrontState, wish: ReasoningWish, prompt: Prompt) -> ThinkingLimit | None:
     reasoning = state.formats.reasoning
     max_tokens = wish.max_tokens
@@ -65,6 +79,8 @@ def thinking_limit(state: FrontState, wish: ReasoningWish, prompt: Prompt) -> Th
         return None
     start_id, end_id = state.tokenizer.token_id(reasoning.start), state.tokenizer.token_id(reasoning.end)
     if start_id is None or end_id is None:
+        if wish.max_tokens is None and wish.effort_is_hint:
+            return None
         raise BadRequest(
             f"'{wish.field}' limits the reasoning, which needs a model whose marker {reasoning.end!r} is one token;"
             " remove it.",
