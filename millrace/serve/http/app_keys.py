@@ -13,6 +13,8 @@ MODEL = web.RequestKey("model", str)
 """Name of the model that generated the answer."""
 TOKEN_COUNTS = web.RequestKey("token_counts", tuple)
 """Prompt tokens, output tokens, cached prompt tokens and output tokens of reasoning, where text was generated."""
+LABELS = web.RequestKey("labels", dict)
+"""Labels that the client gave the request, for the audit log."""
 EXTRA_HEADERS = web.RequestKey("extra_headers", dict)
 """Headers that every response to this request carries, streams included."""
 TRACE = web.RequestKey("trace", RequestTrace)

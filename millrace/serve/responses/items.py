@@ -14,6 +14,7 @@ from millrace.serve.responses.schemas_items import (
     OutputItem,
     ReasoningItem,
 )
+from millrace.serve.responses.schemas_tools import joined_name
 
 
 def messages_of(items: Sequence[InputItem | OutputItem]) -> list[Message]:
@@ -38,7 +39,7 @@ def messages_of(items: Sequence[InputItem | OutputItem]) -> list[Message]:
 
 
 def _add_call(messages: list[Message], item: FunctionCallItem, reasoning: str | None) -> None:
-    call = PastCall(item.call_id, item.name, arguments_of(item.arguments))
+    call = PastCall(item.call_id, joined_name(item.namespace or "", item.name), arguments_of(item.arguments))
     last = messages[-1] if messages else None
     if last is not None and last.role == "assistant" and reasoning is None:
         messages[-1] = dataclasses.replace(last, tool_calls=(*last.tool_calls, call))

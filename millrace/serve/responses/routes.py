@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 import msgspec
 from aiohttp import web
@@ -10,8 +11,9 @@ from aiohttp import web
 from millrace.errors import BadRequest, MillraceError
 from millrace.serve.generate.heartbeat import StreamForm
 from millrace.serve.generate.respond import respond_to
-from millrace.serve.http.app_keys import REQUEST_ID
+from millrace.serve.http.app_keys import LABELS, REQUEST_ID
 from millrace.serve.http.body import read_body
+from millrace.serve.http.event_stream import NO_HEADERS
 from millrace.serve.http.ids import REQUEST_ID_HEADER
 from millrace.serve.http.json_answer import encode, json_answer
 from millrace.serve.http.queries import check_query, page_of
@@ -42,13 +44,19 @@ async def create(request: web.Request) -> web.StreamResponse:
     state, received, owner = request.app[STATE], time.monotonic(), owner_of(request)
     data = await read_body(request, state.body_limit_bytes)
     body = decode_response(data)
+    if body.client_metadata:
+        request[LABELS] = body.client_metadata
     if body.background:
         _check_background(body)
         # Validate now, while the client waits for the answer.
         work = await prepare_response(state, data, received, owner)
         queued = await _queue(work.state, data, body, owner, work.generation.answer_id)
         request.app[BACKGROUND].wake()
-        return await _follow(request, queued.id, owner, -1) if body.stream else json_answer(request, queued)
+        if body.stream:
+            return await _follow(request, queued.id, owner, -1, work.headers)
+        answer = json_answer(request, queued)
+        answer.headers.update(work.headers)
+        return answer
     return await respond_to(request, data, prepare_response, received, STREAM)
 
 
@@ -109,12 +117,14 @@ def _starting_after(request: web.Request) -> int:
     return int(value) if value else -1
 
 
-async def _follow(request: web.Request, response_id: str, owner: str, starting_after: int) -> web.StreamResponse:
+async def _follow(
+    request: web.Request, response_id: str, owner: str, starting_after: int, further: Mapping[str, str] = NO_HEADERS
+) -> web.StreamResponse:
     """Send the stored events of a background response, and those to come. A client that goes away loses nothing."""
     events = follow(request.app[STATE], response_id, owner, starting_after)
     first = await anext(events, b"")  # Until here an error is a plain response.
     headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "Server": "millrace"}
-    answer = web.StreamResponse(headers=headers | {REQUEST_ID_HEADER: request[REQUEST_ID]})
+    answer = web.StreamResponse(headers={**headers, **further, REQUEST_ID_HEADER: request[REQUEST_ID]})
     await answer.prepare(request)
     await answer.write(first)
     try:

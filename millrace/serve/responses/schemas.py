@@ -13,12 +13,8 @@ from millrace.serve.generate.chat.verbosity import Verbosity
 from millrace.serve.generate.choosing.sampler_fields import SamplerFields
 from millrace.serve.generate.priority import PriorityClass, ServiceTier
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
-from millrace.serve.responses.schemas_items import (
-    OutputItem,
-    ResponseFunction,
-    ResponseToolChoice,
-    schema_of_input,
-)
+from millrace.serve.responses.schemas_items import OutputItem, schema_of_input
+from millrace.serve.responses.schemas_tools import ResponseTool, ResponseToolChoice, UsedTool
 from millrace.serve.stored.batch_store import OutputTokensDetails
 
 LOGPROBS = "message.output_text.logprobs"
@@ -140,7 +136,12 @@ class _ResponseInput(SamplerFields, kw_only=True):
         Literal["auto", "disabled"] | None,
         described("auto: drop the oldest messages that do not fit, and report how many; default: refuse."),
     ] = None
-    tools: Annotated[list[ResponseFunction] | None, described("Functions that the model may call.")] = None
+    tools: Annotated[
+        list[ResponseTool] | None,
+        described(
+            "Functions that the model may call, also in namespaces. Tools that OpenAI's servers run are left out."
+        ),
+    ] = None
     tool_choice: Annotated[
         ResponseToolChoice | None,
         described("`auto` (default), `none`, `required`, or the function to call; `allowed_tools` narrows the list."),
@@ -180,6 +181,9 @@ class ResponsesRequest(_ResponseInput, kw_only=True):
     ] = None
     include: Annotated[list[str] | None, described(f"{LOGPROBS}; {ENCRYPTED_REASONING} is accepted.")] = None
     metadata: Annotated[dict[str, str] | None, described("Labels, returned with the response.")] = None
+    client_metadata: Annotated[
+        dict[str, Any] | None, described("Labels, returned with the response and written to the audit log.")
+    ] = None
     user: Annotated[str | None, described("A label; no effect on generation.")] = None
     safety_identifier: Annotated[str | None, described("A label; no effect on generation.")] = None
     prompt_cache_key: Annotated[str | None, described("A label; equal prefixes are always reused.")] = None
@@ -308,7 +312,7 @@ class ResponseAnswer(msgspec.Struct, kw_only=True):
     temperature: float
     text: TextSettings
     tool_choice: ResponseToolChoice = "auto"
-    tools: list[ResponseFunction] = []
+    tools: list[UsedTool] = []
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled", "auto"] = "disabled"
@@ -318,6 +322,7 @@ class ResponseAnswer(msgspec.Struct, kw_only=True):
     usage: ResponseUsage | UnsetType = UNSET
     user: str | UnsetType = UNSET
     metadata: dict[str, str]
+    client_metadata: dict[str, Any] | UnsetType = UNSET
 
 
 class ResponseDeleted(msgspec.Struct):

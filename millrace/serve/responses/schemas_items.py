@@ -15,39 +15,6 @@ Status = Annotated[ItemStatus | None, described("Accepted.")]
 Id = Annotated[str | None, described("Accepted; items get new ids.")]
 
 
-# ── tools of a request ────────────────────────────────────────────────────────────────────────────────────────────────
-class ResponseFunction(Strict, kw_only=True):
-    """A function that the model may call. Tools that OpenAI's servers run are refused."""
-
-    name: str
-    type: Literal["function"]
-    description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, described("JSON schema of the arguments.")] = None
-    strict: Annotated[bool | None, described("Hold the arguments to the schema; default false.")] = None
-    defer_loading: Annotated[Literal[False] | None, described("Only false.")] = None
-
-
-class ResponseNamedTool(Strict, kw_only=True, tag_field="type", tag="function"):
-    """The function that must be called."""
-
-    name: str
-
-
-class ResponseAllowedTool(Strict, kw_only=True):
-    name: str
-    type: Literal["function"] = "function"
-
-
-class ResponseAllowedTools(Strict, kw_only=True, tag_field="type", tag="allowed_tools"):
-    """Only these of the tools may be called."""
-
-    mode: Literal["auto", "required"]
-    tools: list[ResponseAllowedTool]
-
-
-ResponseToolChoice = Literal["none", "auto", "required"] | ResponseNamedTool | ResponseAllowedTools
-
-
 # ── input ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 class ResponseInputCall(Strict, kw_only=True):
     """A function call of an earlier answer."""
@@ -58,7 +25,7 @@ class ResponseInputCall(Strict, kw_only=True):
     arguments: str
     id: Id = None
     status: Status = None
-    namespace: Annotated[None, described("Only null.")] = None
+    namespace: Annotated[str | None, described("Of a function in a namespace.")] = None
     parsed_arguments: Annotated[Raw | UnsetType, described("Accepted, without effect: `openai` adds it.")] = UNSET
     caller: Annotated[Raw | UnsetType, described("Accepted, without effect.")] = UNSET
 
@@ -77,6 +44,8 @@ class ResponseInputResult(Strict, kw_only=True):
     output: Annotated[str | list[ResponseOutputText], described("A text, or text parts.")]
     id: Id = None
     status: Status = None
+    name: Annotated[str | None, described("Accepted, without effect: `call_id` says which call it is.")] = None
+    namespace: Annotated[str | None, described("Accepted, without effect.")] = None
     caller: Annotated[Raw | UnsetType, described("Accepted, without effect.")] = UNSET
 
 
@@ -132,6 +101,8 @@ class FunctionCallItem(msgspec.Struct, kw_only=True, tag_field="type", tag="func
     name: str
     arguments: str
     status: ItemStatus
+    namespace: str | UnsetType = UNSET
+    """Of a function in a namespace."""
 
 
 class ReasoningItem(msgspec.Struct, kw_only=True, tag_field="type", tag="reasoning"):

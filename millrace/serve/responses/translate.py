@@ -13,6 +13,7 @@ import msgspec
 from millrace.errors import BadRequest
 from millrace.serve.generate.chat.open_chat import open_chat
 from millrace.serve.generate.chat.reasoning import ReasoningWish, check_wish
+from millrace.serve.generate.chat.tools import ToolUse
 from millrace.serve.generate.chat.verbosity import verbosity_kwargs
 from millrace.serve.generate.checks import (
     check_integers,
@@ -31,7 +32,7 @@ from millrace.serve.generate.prompts import encode_chat, without_oldest
 from millrace.serve.generate.sampling import complete, deadline_of, salt_of, sampling_params
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder
-from millrace.serve.http.ids import new_id
+from millrace.serve.http.ids import new_id, warnings
 from millrace.serve.responses import conversations
 from millrace.serve.responses.items import messages_of
 from millrace.serve.responses.references import errors_at, with_items
@@ -135,6 +136,7 @@ def _item(data: bytes, at: str) -> InputItem:
             name=given.name,
             arguments=given.arguments,
             status=given.status or "completed",
+            namespace=given.namespace or msgspec.UNSET,
         )
     if isinstance(given, ResponseInputResult):
         output = given.output if isinstance(given.output, str) else "\n".join(part.text for part in given.output)
@@ -218,23 +220,25 @@ async def prepare_response(
     num_top = _logprobs(body)
     items = input_items(await with_items(state, body.input, owner))
     await state.await_engine(body.model)
+    tools = tools_of(body)
     opening = queued or opening_answer(state, body, new_id("resp_"))
     try:
         messages = await _conversation(state, body, items, owner)
-        generation = await _generation(state, body, messages, num_top, opening.id, received)
+        generation = await _generation(state, body, messages, tools.use, num_top, opening.id, received)
     except BadRequest as error:
         raise name_fields(error, LIMIT_NAMES) from None
     if body.truncation == "auto":
         opening = msgspec.structs.replace(opening, truncated_input_items=generation.prompts[0].num_dropped)
-    make_writer = partial(ResponseWriter, opening=opening, limit_names=LIMIT_NAMES)
+    make_writer = partial(ResponseWriter, opening=opening, limit_names=LIMIT_NAMES, places=tools.places)
     kept = _Kept(items, owner, queued is not None, conversation_id(body))
-    return Work(state, generation, make_writer, partial(_conclude, state, kept))
+    return Work(state, generation, make_writer, partial(_conclude, state, kept), warnings([tools.warning]))
 
 
 async def _generation(
     state: FrontState,
     body: ResponsesRequest,
     messages: list[Message],
+    use: ToolUse,
     num_top: int | None,
     response_id: str,
     received: float,
@@ -255,13 +259,11 @@ async def _generation(
     conversation = Conversation(messages, template_kwargs=kwargs | (body.chat_template_kwargs or {}))
     num_dropped = 0
     if body.truncation == "auto":
-        shown = dataclasses.replace(conversation, tools=tools_of(body).shown)
+        shown = dataclasses.replace(conversation, tools=use.shown)
         messages = await without_oldest(state, shown, max_tokens=body.max_output_tokens)
         num_dropped = len(conversation.messages) - len(messages)
         conversation = dataclasses.replace(conversation, messages=messages)
-    chat = await open_chat(
-        state, conversation, params, use=tools_of(body), wish=_wish(body), grammar_field="text.format"
-    )
+    chat = await open_chat(state, conversation, params, use=use, wish=_wish(body), grammar_field="text.format")
     return Generation(
         prompts=[dataclasses.replace(chat.prompt, num_dropped=num_dropped)],
         params=await complete(state, chat.params),
@@ -342,11 +344,12 @@ def opening_answer(state: FrontState, body: ResponsesRequest, response_id: str) 
         temperature=used.get("temperature", 1.0),
         parallel_tool_calls=body.parallel_tool_calls is not False,
         tool_choice=body.tool_choice or "auto",
-        tools=body.tools or [],
+        tools=tools_of(body).given,
         top_logprobs=body.top_logprobs or 0,
         top_p=used.get("top_p", 1.0),
         user=msgspec.UNSET if body.user is None else body.user,
         metadata=body.metadata or {},
+        client_metadata=msgspec.UNSET if body.client_metadata is None else body.client_metadata,
         truncation=body.truncation or "disabled",
         conversation=None if body.conversation is None else ConversationId(id=conversation_id(body)),
     )
@@ -391,5 +394,5 @@ async def count_input_tokens(state: FrontState, data: bytes, owner: str) -> int:
     await state.await_engine(body.model)
     wish = _wish(body)
     check_wish(state, wish)
-    counted = Conversation(messages, tools=tools_of(body).shown, template_kwargs=wish.template_kwargs())
+    counted = Conversation(messages, tools=tools_of(body).use.shown, template_kwargs=wish.template_kwargs())
     return len(await encode_chat(state, counted))

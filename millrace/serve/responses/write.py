@@ -45,10 +45,18 @@ class _Part:
     texts: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     call: ToolCall | None = None
+    place: tuple[str, str] | None = None
+    """Namespace and name of the called function, if it is in a namespace."""
     id: str = ""
 
     def __post_init__(self) -> None:
         self.id = new_id({"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}[self.kind])
+
+    @property
+    def called(self) -> str:
+        """The function as the client named it."""
+        assert self.call is not None
+        return self.call.name if self.place is None else self.place[1]
 
     def content(self, *, is_empty: bool = False) -> OutputText | ReasoningText:
         text = "" if is_empty else "".join(self.texts)
@@ -58,7 +66,9 @@ class _Part:
         if self.call is not None:
             call = self.call
             arguments = "" if is_empty else call.arguments
-            return FunctionCallItem(id=self.id, call_id=call.id, name=call.name, arguments=arguments, status=status)
+            namespace = msgspec.UNSET if self.place is None else self.place[0]
+            named: dict[str, Any] = {"id": self.id, "call_id": call.id, "name": self.called, "namespace": namespace}
+            return FunctionCallItem(**named, arguments=arguments, status=status)
         content = [] if is_empty else [self.content()]
         if self.kind == "reasoning":
             thoughts = [part for part in content if isinstance(part, ReasoningText)]
@@ -72,8 +82,12 @@ def _status(choice: Choice) -> ItemStatus:
 
 
 class ResponseWriter:
-    def __init__(self, job: Job, opening: ResponseAnswer, limit_names: dict[str, str]) -> None:
+    def __init__(
+        self, job: Job, opening: ResponseAnswer, limit_names: dict[str, str], places: dict[str, tuple[str, str]]
+    ) -> None:
+        """`places`: namespace and name of functions in namespaces, by the name that the model uses."""
         self.limit_names = limit_names
+        self._places = places
         self._job = job
         self._opening = opening
         self._number = 0
@@ -115,7 +129,10 @@ class ResponseWriter:
         return opened + self._event("response.reasoning_text.delta", **self._at(), delta=text)
 
     def call_start(self, choice: DetailedChoice, call: ToolCall, tokens: Tokens) -> bytes:
-        return self._open(_Part("function_call", call=call))
+        return self._open(self._call(call))
+
+    def _call(self, call: ToolCall) -> _Part:
+        return _Part("function_call", call=call, place=self._places.get(call.name))
 
     def call_arguments(self, choice: DetailedChoice, call: ToolCall, text: str, tokens: Tokens) -> bytes:
         return self._event("response.function_call_arguments.delta", **self._at(), delta=text)
@@ -147,7 +164,7 @@ class ResponseWriter:
         item, at = part.item(status), self._at()
         if part.call is not None:
             arguments = part.call.arguments
-            ended = self._event("response.function_call_arguments.done", **at, name=part.call.name, arguments=arguments)
+            ended = self._event("response.function_call_arguments.done", **at, name=part.called, arguments=arguments)
         else:
             content = part.content()
             said: dict[str, Any] = {"text": content.text}
@@ -203,7 +220,7 @@ class ResponseWriter:
         items: list[OutputItem] = []
         for said in choice.output.items:
             if isinstance(said, ToolCall):
-                items.append(_Part("function_call", call=said).item("completed" if said.is_complete else "incomplete"))
+                items.append(self._call(said).item("completed" if said.is_complete else "incomplete"))
             elif said.is_reasoning:
                 items.append(_Part("reasoning", said.parts).item("completed"))
             else:

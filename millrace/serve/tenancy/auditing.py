@@ -5,15 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from itertools import islice
+from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from millrace.errors import MillraceError
 from millrace.observe.audit import AuditLog
-from millrace.serve.http.app_keys import FINISH_REASON, MODEL, REQUEST_ID, TOKEN_COUNTS
+from millrace.serve.http.app_keys import FINISH_REASON, LABELS, MODEL, REQUEST_ID, TOKEN_COUNTS
+from millrace.serve.http.json_answer import encode
 from millrace.serve.tenancy.access import OPEN_PATHS, Handler
 from millrace.serve.tenancy.owner import tenant_of
+
+MAX_LABELS = 16
+MAX_LABEL_CHARS = 512
 
 
 def audit(get_log: Callable[[], AuditLog | None]) -> Middleware:
@@ -52,6 +58,7 @@ def audit(get_log: Callable[[], AuditLog | None]) -> Middleware:
                 error=error,
                 counts=request.get(TOKEN_COUNTS, (None,) * 4),
                 began=began,
+                labels=request.get(LABELS),
             )
 
     return write_line
@@ -71,6 +78,7 @@ def write_ended(
     error: str | None,
     counts: tuple[int | None, ...],
     began: float,
+    labels: dict[str, Any] | None = None,
 ) -> None:
     """`counts`: prompt tokens, output tokens, cached prompt tokens and output tokens of reasoning."""
     prompt_tokens, output_tokens, cached_tokens, reasoning_tokens = counts
@@ -91,5 +99,12 @@ def write_ended(
             "cached_tokens": cached_tokens,
             "reasoning_tokens": reasoning_tokens,
             "seconds": round(time.monotonic() - began, 6),
+            **({"labels": _shown(labels)} if labels else {}),
         }
     )
+
+
+def _shown(labels: dict[str, Any]) -> dict[str, str]:
+    """The first of them, cut, so that a client cannot fill the log."""
+    texts = {name: value if isinstance(value, str) else encode(value).decode() for name, value in labels.items()}
+    return {name[:MAX_LABEL_CHARS]: text[:MAX_LABEL_CHARS] for name, text in islice(texts.items(), MAX_LABELS)}
