@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from aiohttp import web
 
 from millrace.errors import MillraceError
+from millrace.serve.anthropic import models as anthropic_models
 from millrace.serve.anthropic import routes as anthropic
 from millrace.serve.anthropic.write import error_body as anthropic_error_body
 from millrace.serve.describe import routes_info as info
@@ -14,6 +15,7 @@ from millrace.serve.describe import routes_models as models
 from millrace.serve.describe import routes_requests as requests
 from millrace.serve.describe import routes_stats, routes_steps
 from millrace.serve.generate.work import Prepare
+from millrace.serve.http.error_bodies import error_body
 from millrace.serve.ollama import embed as ollama_embed
 from millrace.serve.ollama import library as ollama_library
 from millrace.serve.ollama import routes as ollama
@@ -112,3 +114,9 @@ ERROR_BODIES: dict[str, Callable[[MillraceError], bytes]] = {
     ollama.PATHS: ollama_error_body,
 }
 """Path prefixes whose errors do not have OpenAI's shape."""
+
+
+def error_body_for(request: web.Request) -> Callable[[MillraceError], bytes]:
+    """For paths that several APIs have."""
+    is_shared = request.path.startswith("/v1/models") and anthropic_models.is_anthropic(request)
+    return anthropic_error_body if is_shared else error_body

@@ -15,7 +15,7 @@ from millrace.serve.describe.sampler import run_sampler
 from millrace.serve.describe.tracing import run_exporter, traced
 from millrace.serve.http.app_keys import FINISH_REASON, OPENAPI, REQUEST_ID
 from millrace.serve.http.body import check_headers
-from millrace.serve.http.error_bodies import AllowedMethods, error_body, error_response, from_aiohttp
+from millrace.serve.http.error_bodies import AllowedMethods, error_response, from_aiohttp
 from millrace.serve.http.ids import request_id_of
 from millrace.serve.responses.background import open_tasks
 from millrace.serve.state import STATE, FrontState
@@ -87,7 +87,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         shown = error if isinstance(error, MillraceError) else _http_error(error, request)
         status = shown.status
         metrics.count_error(shown.code or shown.type, status)
-        return error_response(shown, request_id, _error_writer(request.path))
+        return error_response(shown, request_id, _error_writer(request))
     except ConnectionError:
         return web.Response(status=499)  # The client has disconnected.
     except Exception as error:
@@ -97,7 +97,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         return error_response(
             RequestFailed(f"The server failed on this request; see the server's log for {request_id}."),
             request_id,
-            _error_writer(request.path),
+            _error_writer(request),
         )
     finally:
         metrics.count_request(_route_of(request), status, request.get(FINISH_REASON, ""))
@@ -113,12 +113,12 @@ def _http_error(error: web.HTTPException, request: web.Request) -> MillraceError
     return from_aiohttp(error, request, [resource.canonical for resource in request.app.router.resources()])
 
 
-def _error_writer(path: str) -> Callable[[MillraceError], bytes]:
-    """The error shape of the dialect that the path belongs to."""
+def _error_writer(request: web.Request) -> Callable[[MillraceError], bytes]:
+    """The error shape of the dialect that the path belongs to, or that its client speaks."""
     for prefix, write in api_routes.ERROR_BODIES.items():
-        if path.startswith(prefix):
+        if request.path.startswith(prefix):
             return write
-    return error_body
+    return api_routes.error_body_for(request)
 
 
 def _route_of(request: web.Request) -> str:
@@ -138,7 +138,7 @@ async def _expect(request: web.Request) -> web.StreamResponse | None:
         else:
             check_headers(request, request.app[STATE].body_limit_bytes)
     except MillraceError as error:
-        response = error_response(error, request_id, _error_writer(request.path))
+        response = error_response(error, request_id, _error_writer(request))
         response.force_close()
         return response
     await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")

@@ -8,7 +8,7 @@ from typing import Any
 import anthropic
 import pytest
 from serve.front_under_test import MODEL, Front, endless, running_front, saying
-from serve.wire import post
+from serve.wire import get, post
 
 from millrace.link.messages import unpack_tokens
 
@@ -33,6 +33,20 @@ def client(front: Front) -> Iterator[anthropic.Anthropic]:
 
 def prompt_of(front: Front) -> str:
     return bytes(unpack_tokens(front.engine.received[-1].prompt).tolist()).decode()
+
+
+def test_models(client: anthropic.Anthropic, front: Front) -> None:
+    listed = client.models.list()
+    [shown] = listed.data
+    assert (shown.type, shown.id, shown.display_name, shown.max_tokens) == ("model", MODEL, MODEL, 256)
+    assert shown.created_at.year >= 2024
+    assert (listed.has_more, listed.first_id, listed.last_id) == (False, MODEL, MODEL)
+    assert client.models.retrieve(MODEL) == shown
+    with pytest.raises(anthropic.NotFoundError) as info:
+        client.models.retrieve("nosuch")
+    body: Any = info.value.body
+    assert (body["type"], body["error"]["type"]) == ("error", "not_found_error")
+    assert get(front.port, "/v1/models").json["object"] == "list", "without the header the form is OpenAI's"
 
 
 def test_a_message(client: anthropic.Anthropic, front: Front) -> None:

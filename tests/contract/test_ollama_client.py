@@ -10,10 +10,11 @@ from typing import Any
 import ollama
 import pytest
 from serve.front_under_test import MODEL, Front, endless, running_front, saying
-from serve.wire import post
+from serve.wire import get, post
 
 from millrace.link.messages import unpack_tokens
 from millrace.text.chat.template import ChatTemplate
+from millrace.version import __version__
 
 pytestmark = pytest.mark.live
 
@@ -81,9 +82,17 @@ def test_streams_are_json_lines(front: Front) -> None:
 
 def test_a_body_without_json_content_type_is_accepted(front: Front) -> None:
     body = json.dumps({"model": MODEL, "prompt": "hi", "stream": False}).encode()
-    request = urllib.request.Request(f"{front.url}/api/generate", body)  # sends application/x-www-form-urlencoded
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        assert json.load(answer)["response"] == TEXT
+    for headers in ({}, {"Content-Type": "application/octet-stream"}):  # {}: application/x-www-form-urlencoded
+        request = urllib.request.Request(f"{front.url}/api/generate", body, headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            assert json.load(answer)["response"] == TEXT
+
+
+def test_the_version_is_one_that_clients_accept(front: Front) -> None:
+    """Copilot Chat wants 0.6.4 or later; Codex 0.13.4, to use /v1/responses."""
+    shown = get(front.port, "/api/version").json
+    assert tuple(int(part) for part in shown["version"].split(".")) >= (0, 13, 4)
+    assert shown["millrace"] == __version__
 
 
 def test_logprobs(client: ollama.Client) -> None:

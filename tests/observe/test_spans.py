@@ -75,8 +75,11 @@ def front(receiver: Receiver) -> Iterator[Front]:
         yield running
 
 
+HI = [{"role": "user", "content": "hi"}]
+
+
 def body(**more: Any) -> dict[str, Any]:
-    return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, **more}
+    return {"model": MODEL, "messages": HI, "max_tokens": 4, **more}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -99,6 +102,32 @@ def test_stages_are_children_of_a_span_in_the_callers_trace(front: Front, receiv
         assert span.parent_span_id == root.span_id
         assert root.start_time_unix_nano - 1e6 <= span.start_time_unix_nano <= span.end_time_unix_nano
         assert span.end_time_unix_nano <= root.end_time_unix_nano + 1e6
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "operation"),
+    [
+        (CHAT, {"messages": HI}, "chat"),
+        ("/v1/messages", {"messages": HI, "max_tokens": 4}, "chat"),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 4}, "chat"),
+        ("/api/chat", {"messages": HI, "options": {"num_predict": 4}}, "chat"),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 4}, "text_completion"),
+        ("/api/generate", {"prompt": "hi", "options": {"num_predict": 4}}, "text_completion"),
+        ("/v1/embeddings", {"input": "hi"}, "embeddings"),
+        ("/api/embed", {"input": "hi"}, "embeddings"),
+        (CHAT, {"messages": []}, "chat"),
+    ],
+)
+def test_a_span_says_what_was_asked_of_whom(
+    front: Front, receiver: Receiver, path: str, fields: dict[str, Any], operation: str
+) -> None:
+    receiver.spans.clear()
+    post(front.port, path, {"model": MODEL, **fields})
+    eventually(lambda: any(span.name == f"POST {path}" for span in receiver.spans), LIMIT_S)
+    [root] = [span for span in receiver.spans if span.name == f"POST {path}"]
+    attributes = {one.key: one.value for one in root.attributes}
+    assert attributes["gen_ai.operation.name"].string_value == operation
+    assert attributes["gen_ai.provider.name"].string_value == "millrace"
 
 
 def test_errors_have_a_span_and_unsampled_traces_have_none(front: Front, receiver: Receiver) -> None:

@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+import anthropic
 import pytest
 from serve.front_under_test import MODEL, TEMPLATE, Front, byte_tokenizer, running_front, saying
 from serve.null_engine import NullEngine
@@ -284,6 +285,19 @@ def test_a_model_that_nobody_needs_raises_no_alert(served: tuple[Front, Control,
     status, answer = ask(front, "GET", f"/v1/steps?model={OTHER}")
     assert (status, answer["error"]["message"]) == (503, f"The model {OTHER!r} is unloaded, so it runs no steps.")
     assert ask(front, "GET", f"/v1/stats?model={OTHER}")[1]["now"]["status"] == "unloaded"
+
+
+def test_models_are_listed_in_pages_for_clients_of_anthropic(served: tuple[Front, Control, list[int]]) -> None:
+    front, _, _ = served
+    client = anthropic.Anthropic(base_url=front.url, api_key="any", max_retries=0)
+    names = [MODEL, OTHER, "alias", "tagged:7b"]
+    assert [model.id for model in client.models.list(limit=1)] == names, "the client asks for page after page"
+    first = client.models.list(limit=2)
+    assert ([model.id for model in first.data], first.has_more, first.last_id) == (names[:2], True, OTHER)
+    before = client.models.list(limit=1, before_id="alias")
+    assert ([model.id for model in before.data], before.has_more, before.first_id) == ([OTHER], True, OTHER)
+    with pytest.raises(anthropic.NotFoundError):
+        client.models.list(after_id="nosuch")
 
 
 STREAMS = [

@@ -56,6 +56,16 @@ def prompt_of(front: Front) -> str:
     return front.state.tokenizer.decode(np.frombuffer(front.engine.received[-1].prompt, "<i4").tolist())
 
 
+def test_no_empty_text_stands_before_a_call() -> None:
+    """Clients would make an empty part of it."""
+    call = f'<tool_call>\n{{"name": "get_weather", "arguments": {PARIS}}}\n</tool_call>'
+    with running_front(saying(call)) as front:
+        deltas = [chunk["choices"][0]["delta"] for chunk in events(chat(front, stream=True))]
+        assert deltas[0] == {"role": "assistant"}
+        assert deltas[1]["tool_calls"][0]["function"]["name"] == "get_weather"
+        assert not [delta for delta in deltas if "content" in delta]
+
+
 def joined(chunks: list[dict[str, Any]]) -> tuple[dict[str, Any], str]:
     """The message that chat deltas add up to, and the finish reason."""
     message: dict[str, Any] = {"content": "", "tool_calls": []}

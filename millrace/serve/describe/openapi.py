@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from millrace.serve.anthropic import models as anthropic_models
 from millrace.serve.anthropic import schemas as schemas_anthropic
 from millrace.serve.describe import routes_requests
 from millrace.serve.describe.openapi_limits import tighten
@@ -29,6 +30,7 @@ from millrace.version import __version__
 _TYPES = (
     *(schemas.ChatRequest, schemas.CompletionRequest, schemas.TokenizeRequest, schemas.DetokenizeRequest),
     *(answers.ChatAnswer, answers.ChatChunk, answers.CompletionAnswer, answers.CompletionChunk),
+    *(anthropic_models.AnthropicModel, anthropic_models.AnthropicModelList),
     *(answers.TokenizeAnswer, answers.DetokenizeAnswer, answers.Model, answers.ModelList, answers.Health),
     *(embeddings.EmbeddingsRequest, embeddings.EmbeddingsAnswer),
     *(ErrorAnswer, schemas_anthropic.AnthropicErrorAnswer, schemas_ollama.OllamaErrorAnswer),

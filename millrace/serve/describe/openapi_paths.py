@@ -47,6 +47,12 @@ def _json(name: str, description: str = "OK") -> dict[str, Any]:
     return {"description": description, "content": _as_json(ref(name))}
 
 
+def _either(name: str) -> dict[str, Any]:
+    """In OpenAI's form, or in Anthropic's for clients that send the header `anthropic-version`."""
+    schema = {"anyOf": [ref(name), ref(f"Anthropic{name}")]}
+    return {"description": "In Anthropic's form with the header `anthropic-version`.", "content": _as_json(schema)}
+
+
 def _as_json(schema: dict[str, Any]) -> dict[str, Any]:
     return {"application/json": {"schema": schema}}
 
@@ -203,9 +209,11 @@ def _openai_paths() -> dict[str, Any]:
                 text,
             )
         },
-        "/v1/models": {"get": _operation("models", "listModels", "List the served models", "ModelList")},
+        "/v1/models": {"get": _operation("models", "listModels", "List the served models", _either("ModelList"))},
         "/v1/models/{model}": {
-            "get": _operation("models", "retrieveModel", "Describe a model", "Model", ("404",), parameters=model)
+            "get": _operation(
+                "models", "retrieveModel", "Describe a model", _either("Model"), ("404",), parameters=model
+            )
         },
         "/v1/models/{model}/load": {
             "post": _operation("models", "loadModel", "Load a model now", "Model", ("404", "503"), parameters=model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 
 from millrace.errors import Forbidden
+from millrace.serve.anthropic import models as anthropic
 from millrace.serve.http.json_answer import json_answer
 from millrace.serve.openai.answers import Model, ModelList
 from millrace.serve.served_models import ServedModel
@@ -29,6 +30,8 @@ def _model(state: FrontState, model: ServedModel[FrontState], name: str) -> Mode
 
 
 async def list_models(request: web.Request) -> web.Response:
+    if anthropic.is_anthropic(request):
+        return anthropic.list_models(request)
     state = request.app[STATE]
     names = [(model, name) for model in state.models for name in (model.name, *model.aliases)]
     return json_answer(request, ModelList("list", [_model(state, model, name) for model, name in names]))
@@ -36,7 +39,8 @@ async def list_models(request: web.Request) -> web.Response:
 
 async def get_model(request: web.Request) -> web.Response:
     state, name = request.app[STATE], request.match_info["model"]
-    return json_answer(request, _model(state, state.models.find(name), name))
+    describe = anthropic.described if anthropic.is_anthropic(request) else _model
+    return json_answer(request, describe(state, state.models.find(name), name))
 
 
 async def load(request: web.Request) -> web.Response:

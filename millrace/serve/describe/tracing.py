@@ -24,6 +24,13 @@ from millrace.serve.tenancy.access import OPEN_PATHS
 STEPS_EVERY_S = 1.0
 MAX_STEPS = 2000
 """Steps that are asked for at once; earlier ones count as dropped spans."""
+OPERATIONS = {
+    **dict.fromkeys(("/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"), "chat"),
+    **dict.fromkeys(("/v1/completions", "/api/generate"), "text_completion"),
+    **dict.fromkeys(("/v1/embeddings", "/api/embed", "/api/embeddings"), "embeddings"),
+}
+"""OpenTelemetry's names of what an endpoint does."""
+PROVIDER = "millrace"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -59,6 +66,8 @@ def _spans(request: web.Request, trace: RequestTrace, status: int) -> list[Span]
         "http.response.status_code": status,
         "millrace.request_id": request.get(REQUEST_ID, ""),
     }
+    if (operation := OPERATIONS.get(route)) is not None and request.method == "POST":
+        attributes["gen_ai.operation.name"], attributes["gen_ai.provider.name"] = operation, PROVIDER
     if (counts := request.get(TOKEN_COUNTS)) is not None:
         attributes["gen_ai.request.model"] = request.get(MODEL, "")
         attributes["gen_ai.usage.input_tokens"], attributes["gen_ai.usage.output_tokens"] = counts[0], counts[1]

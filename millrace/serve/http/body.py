@@ -32,8 +32,8 @@ _TYPE_NAMES = {
     "array": "an array",
     "object": "an object",
 }
-_CURL_DEFAULT = "application/x-www-form-urlencoded"
-"""The default of `curl -d`."""
+_OLLAMA_TYPES = ("application/x-www-form-urlencoded", "application/octet-stream")
+"""What clients of Ollama send JSON as beside its own type: the default of `curl -d`, and of HTTP."""
 _MAX_SHOWN_CHARS = 80
 _MAX_LISTED_FIELDS = 8
 _MAX_EXPLAINED_BYTES = 1 << 20
@@ -59,8 +59,8 @@ def check_headers(request: web.Request, limit_bytes: int) -> None:
 
 def _check_content_type(request: web.Request) -> None:
     media_type = request.content_type.lower()
-    if request.path.startswith("/api/") and media_type == _CURL_DEFAULT:
-        return  # Ollama's examples send JSON with curl and without a header.
+    if request.path.startswith("/api/") and media_type in _OLLAMA_TYPES:
+        return
     if media_type != "application/json":
         raise BadRequest(
             f"The body has Content-Type {media_type[:_MAX_SHOWN_CHARS]!r}; send it as application/json.",

@@ -53,6 +53,8 @@ from millrace.version import __version__
 
 PATHS = "/api/"
 """Prefix of the paths whose errors have Ollama's shape."""
+OLLAMA_VERSION = "0.14.0"
+"""Clients compare it: Copilot Chat wants 0.6.4, Codex 0.13.4 for /v1/responses. 0.14 brought /v1/messages."""
 NEVER = "9999-12-31T23:59:59Z"
 """`expires_at` of a model that stays loaded."""
 MAX_LEFT_S = 100 * 365 * 86400.0
@@ -198,7 +200,7 @@ def _capabilities(state: FrontState) -> list[str]:
 
 
 async def version(request: web.Request) -> web.Response:
-    return json_answer(request, OllamaVersion(__version__))
+    return json_answer(request, OllamaVersion(OLLAMA_VERSION, __version__))
 
 
 async def _model(state: FrontState, model: ServedModel[FrontState]) -> OllamaModel:

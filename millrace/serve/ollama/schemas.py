@@ -316,6 +316,9 @@ class OllamaPullStatus(msgspec.Struct):
 
 class OllamaVersion(msgspec.Struct):
     version: str
+    """Of the Ollama whose API this is; clients refuse older ones."""
+    millrace: str
+    """This server's own version."""
 
 
 class OllamaErrorAnswer(msgspec.Struct):

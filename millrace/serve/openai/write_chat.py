@@ -50,11 +50,13 @@ class ChatWriter:
     # ── streams ───────────────────────────────────────────────────────────────────────────────────────────────────────
     def preamble(self, choices: list[Choice]) -> bytes:
         prompt = self._generation.prompts[0]
+        # An empty text before reasoning or calls would be a part of its own to some clients.
+        delta = Delta(role="assistant", content="" if self._generation.form is None else UNSET)
         ids = prompt.token_ids if self._generation.return_token_ids else UNSET
         dropped = prompt.num_dropped if self._generation.reports_dropped else UNSET
         return b"".join(
             self._frame(
-                ChatChunkChoice(choice.index, Delta(role="assistant", content="")),
+                ChatChunkChoice(choice.index, delta),
                 prompt_token_ids=ids if choice.index == 0 else UNSET,
                 truncated_prompt_tokens=dropped if choice.index == 0 else UNSET,
             )
