@@ -45,6 +45,7 @@ CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/r
 HELLO = [{"role": "user", "content": "hi"}]
 TOOL = {"role": "tool", "content": "4"}
 PICTURE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}
+NAMESPACE = {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": [*HELLO, TOOL]}),
     (CHAT, {"messages": [PICTURE]}),
@@ -72,6 +73,21 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
     ("/api/chat", {"messages": [{"role": "tool"}]}),
     ("/api/chat", {"messages": [{"role": "user"}]}),
     ("/v1/conversations", {"": 1}),
+    ("/v1/embeddings", {"input": ""}),
+    ("/v1/embeddings", {"input": ["a", ""]}),
+    (RESPONSES, {"input": ""}),
+    (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a", "x": 1}]}]}),
+    (RESPONSES, {"input": "a", "tools": [{"type": "namespace", "name": "a b", "tools": []}]}),
+    (RESPONSES, {"input": "a", "tools": [{"type": "web_surf"}]}),
+    (
+        "/v1/messages",
+        {
+            "max_tokens": 4,
+            "messages": [
+                {"role": "user", "content": [{"type": "document", "source": {"type": "content", "content": []}}]}
+            ],
+        },
+    ),
     ("/api/embed", {"input": "a", "options": {"num_predict": 0}}),
     ("/api/embed", {"options": {"stop": [""]}}),
     ("/api/embed", {"dimensions": 0}),
@@ -94,6 +110,8 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": [{"role": "assistant", "content": [], "refusal": "no"}]}),
     (CHAT, {"messages": [{"role": "assistant", "refusal": "no"}]}),
     (CHAT, {"messages": [{"role": "user", "content": "hi", "of_another_version": None}], "": None}),
+    (CHAT, {"messages": HELLO, **{f"of_another_version_{number}": None for number in range(30)}}),
+    (RESPONSES, {"input": "a", "tools": [{"type": "web_search", "filters": {}}, NAMESPACE], "tool_choice": "none"}),
     ("/tokenize", {"prompt": "a", "messages": None}),
     ("/tokenize", {"messages": HELLO}),
     ("/detokenize", {"tokens": [5]}),
@@ -139,6 +157,14 @@ def test_document_refuses_what_the_server_refuses(
     body = body if "model" in body else {"model": MODEL, **body}
     assert post(front.port, path, body).status == 400
     assert not is_allowed(path, body)
+
+
+@pytest.mark.parametrize(("items", "is_fine"), [([], False), (HELLO, True), (HELLO * 21, False)])
+def test_items_of_a_conversation(front: Front, is_allowed: IsAllowed, items: list[Any], is_fine: bool) -> None:
+    path = "/v1/conversations/{conversation_id}/items"
+    conversation = post(front.port, "/v1/conversations", {}).json["id"]
+    assert (post(front.port, path.format(conversation_id=conversation), {"items": items}).status == 200) == is_fine
+    assert is_allowed(path, {"items": items}) == is_fine
 
 
 @pytest.mark.parametrize(("path", "body"), ACCEPTED)

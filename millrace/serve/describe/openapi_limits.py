@@ -42,6 +42,8 @@ FIELD_LIMITS: dict[str, dict[str, Any]] = {
 MESSAGE_LIMITS: dict[str, dict[str, dict[str, Any]]] = {
     "AnthropicMessage": {"content": {"minItems": 1}},
     "ResponseInputMessage": {"content": {"minItems": 1}},
+    "ContentSource": {"content": {"minItems": 1}},
+    "ResponseNamespace": {"name": {"pattern": NAME_PATTERN}},
     **{
         name: {"name": {"pattern": NAME_PATTERN}}
         for name in ("FunctionSpec", "ResponseFunction", "AnthropicTool", "OllamaFunctionSpec")

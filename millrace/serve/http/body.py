@@ -7,6 +7,7 @@ import difflib
 import re
 import types
 import typing
+from functools import cache
 from typing import Any, TypeVar
 
 import msgspec
@@ -37,10 +38,6 @@ _OLLAMA_TYPES = ("application/x-www-form-urlencoded", "application/octet-stream"
 _MAX_SHOWN_CHARS = 80
 _MAX_LISTED_FIELDS = 8
 _MAX_EXPLAINED_BYTES = 1 << 20
-_MAX_UNKNOWN_NULLS = 16
-"""Unknown fields with the value null that a body may have."""
-_MAX_REREAD_BYTES = 8 << 20
-"""A body is read again for each of them, which must not hold up other requests: a large one may have fewer."""
 
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -116,42 +113,68 @@ class BodyDecoder(typing.Generic[_T]):
     def decode(self, body: bytes) -> _T:
         if not body:
             raise BadRequest("The body is empty; send a JSON object.", code="empty_body")
-        num_left = min(_MAX_UNKNOWN_NULLS, 1 + _MAX_REREAD_BYTES // max(1, len(body)))
         try:
-            while True:
-                try:
-                    return self._decoder.decode(body)
-                except msgspec.ValidationError as error:
-                    shorter = _without_nulls(str(error), body) if num_left else None
-                    if shorter is None:
-                        raise _explain(str(error), _parse(body), self._struct) from None
-                    body, num_left = shorter, num_left - 1
+            try:
+                return self._decoder.decode(body)
+            except msgspec.ValidationError as error:
+                parsed, problem = _parse(body), str(error)
+                if parsed is None or not _UNKNOWN.match(problem):
+                    raise _explain(problem, parsed, self._struct) from None
+            _drop_unknown_nulls(parsed, [self._struct])
+            try:
+                return self._decoder.decode(msgspec.json.encode(parsed))
+            except msgspec.ValidationError as error:
+                raise _explain(str(error), parsed, self._struct) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise json_error(error, body) from None
 
 
-def _without_nulls(problem: str, body: bytes) -> bytes | None:
-    """The body without the unknown field that the message is about, in all entries of the lists that lead to it. None
-    if the message is about something else, or the field is not null."""
-    match = _AT.match(problem)
-    unknown = _UNKNOWN.fullmatch(match["what"]) if match else None
-    parsed = _parse(body) if unknown else None
-    if match is None or unknown is None or parsed is None:
-        return None
-    steps, field = _steps(match["path"] or ""), unknown[1]
-    holders = [one for one in _all_at(parsed, steps) if isinstance(one, dict) and one.get(field, ...) is None]
-    for one in holders:
-        del one[field]
-    return msgspec.json.encode(parsed) if holders else None
+def _drop_unknown_nulls(value: Any, kinds: list[Any]) -> None:
+    """Remove fields that are null and that no struct of these types has, in all structs inside. Objects of free form,
+    such as JSON schemas, are left as they are."""
+    if isinstance(value, list):
+        inner = _inner_types(kinds, list)
+        for entry in value:
+            _drop_unknown_nulls(entry, inner)
+    elif isinstance(value, dict):
+        structs = [kind for kind in kinds if _is_struct(kind) and _may_be(value, kind)]
+        if not structs:
+            inner = _inner_types(kinds, dict)
+            for entry in value.values():
+                _drop_unknown_nulls(entry, inner)
+            return
+        fields = _fields_of(tuple(structs))
+        for name in [name for name, entry in value.items() if entry is None and name not in fields]:
+            del value[name]
+        for name in value.keys() & fields.keys():
+            _drop_unknown_nulls(value[name], fields[name])
 
 
-def _all_at(parsed: Any, steps: list[str | int]) -> list[Any]:
-    """What the steps lead to if an index stands for every entry of its list."""
-    found = [parsed]
-    for step in steps:
-        lists = [one for one in found if isinstance(one, list)]
-        objects = [one for one in found if isinstance(one, dict) and step in one]
-        found = [entry for one in lists for entry in one] + [one[step] for one in objects]
+def _inner_types(kinds: list[Any], origin: type) -> list[Any]:
+    """The types of the entries, where one of the types is a list or a dictionary."""
+    found = [typing.get_args(kind)[-1] for kind in kinds if typing.get_origin(kind) is origin]
+    return [member for kind in found for member in _members(kind)]
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def _may_be(value: dict[str, Any], struct: type[msgspec.Struct]) -> bool:
+    config = struct.__struct_config__
+    return config.tag_field is None or value.get(config.tag_field, config.tag) == config.tag
+
+
+@cache
+def _fields_of(structs: tuple[type[msgspec.Struct], ...]) -> dict[str, list[Any]]:
+    """Types of the fields by their names in JSON; a tag has none."""
+    found: dict[str, list[Any]] = {}
+    for struct in structs:
+        hints = typing.get_type_hints(struct, include_extras=True)
+        for name, shown in zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True):
+            found.setdefault(shown, []).extend(_members(hints[name]))
+        if struct.__struct_config__.tag_field is not None:
+            found.setdefault(struct.__struct_config__.tag_field, [])
     return found
 
 
@@ -269,14 +292,14 @@ def _types_at(path: str, struct: type[msgspec.Struct]) -> list[Any]:
 
 
 def _step_into(kind: Any, step: str | int) -> list[Any]:
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+    if _is_struct(kind):
         return [hint for name, hint in typing.get_type_hints(kind, include_extras=True).items() if name == step]
     args = typing.get_args(kind)
     return [args[-1]] if args else []
 
 
 def _structs_at(path: str, struct: type[msgspec.Struct]) -> list[type[msgspec.Struct]]:
-    return [kind for kind in _types_at(path, struct) if isinstance(kind, type) and issubclass(kind, msgspec.Struct)]
+    return [kind for kind in _types_at(path, struct) if _is_struct(kind)]
 
 
 def _choices_at(path: str, struct: type[msgspec.Struct]) -> list[str]:

@@ -14,18 +14,12 @@ _T = TypeVar("_T")
 _OPENING = re.compile(rb"\s*(\[?)\s*([^\s])")
 """The first two characters tell which of the four forms it has."""
 
-INPUT_SCHEMA: dict[str, Any] = {
-    "oneOf": [
-        {"type": "string"},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1},
-        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-        {
-            "type": "array",
-            "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
-            "minItems": 1,
-        },
-    ]
-}
+
+def input_schema(*, min_chars: int) -> dict[str, Any]:
+    text = {"type": "string", "minLength": min_chars}
+    token_ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+    texts, lists = ({"type": "array", "items": one, "minItems": 1} for one in (text, token_ids))
+    return {"oneOf": [text, texts, token_ids, lists]}
 
 
 def texts_or_tokens(raw: msgspec.Raw, field: str, max_lists: int) -> tuple[list[str], list[list[int]]]:

@@ -9,6 +9,7 @@ import msgspec
 from aiohttp import web
 from msgspec import Raw
 
+from millrace.errors import BadRequest
 from millrace.link.vectors import Float32s
 from millrace.serve.generate.choices import CollectedChoice
 from millrace.serve.generate.events import Usage
@@ -21,7 +22,7 @@ from millrace.serve.generate.vectors import MAX_INPUTS, VectorWriter, encoded_in
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder
 from millrace.serve.http.ids import new_id
-from millrace.serve.http.inputs import INPUT_SCHEMA, texts_or_tokens
+from millrace.serve.http.inputs import input_schema, texts_or_tokens
 from millrace.serve.http.json_answer import encode
 from millrace.serve.http.schema import Strict, described
 from millrace.serve.openai.schemas import CacheSalt, Priority, Timeout
@@ -34,7 +35,10 @@ class EmbeddingsRequest(Strict, kw_only=True):
     """The body of POST /v1/embeddings."""
 
     model: str | None = None
-    input: Annotated[Raw, described(f"A text, token ids, or a list of up to {MAX_INPUTS} of either.", **INPUT_SCHEMA)]
+    input: Annotated[
+        Raw,
+        described(f"A text, token ids, or a list of up to {MAX_INPUTS} of either.", **input_schema(min_chars=1)),
+    ]
     encoding_format: Annotated[
         EncodingFormat | None, described("`float` (default), or `base64`: little-endian float32.")
     ] = None
@@ -100,6 +104,9 @@ async def prepare_embeddings(state: FrontState, body: bytes, received: float, ow
 
 async def _prompts(state: FrontState, request: EmbeddingsRequest) -> list[Prompt]:
     texts, token_lists = texts_or_tokens(request.input, "input", MAX_INPUTS)
+    if "" in texts:  # Also for a model whose first token would stand alone.
+        message = f"Text {texts.index('')} of 'input' is empty; send at least one character."
+        raise BadRequest(message, param="input")
     if texts:
         return await encoded_inputs(state, texts, "input")
     return [Prompt(token_ids, None) for token_ids in token_lists]

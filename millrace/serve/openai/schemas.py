@@ -15,7 +15,7 @@ from millrace.serve.generate.chat.reasoning import Effort
 from millrace.serve.generate.chat.verbosity import Verbosity
 from millrace.serve.generate.choosing.beam_fields import SelfConsistency
 from millrace.serve.generate.priority import PriorityClass, ServiceTier
-from millrace.serve.http.inputs import INPUT_SCHEMA
+from millrace.serve.http.inputs import input_schema
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
 from millrace.serve.openai.formats import Formatted
 from millrace.serve.openai.schemas_tools import (
@@ -304,7 +304,7 @@ class ChatRequest(Sampled, kw_only=True):
 class CompletionRequest(Sampled, kw_only=True):
     """The body of POST /v1/completions."""
 
-    prompt: Annotated[Raw, described("A text, token ids, or a list of either.", **INPUT_SCHEMA)]
+    prompt: Annotated[Raw, described("A text, token ids, or a list of either.", **input_schema(min_chars=0))]
     max_tokens: Annotated[
         int | None, described("Maximum number of output tokens; default 16. 0 only with `echo`.", minimum=0)
     ] = None

@@ -347,7 +347,7 @@ class ConversationUpdate(Strict, kw_only=True):
 class ConversationItemsRequest(Strict, kw_only=True):
     """The body of POST /v1/conversations/{conversation_id}/items."""
 
-    items: Annotated[Raw, described("Messages to add, at most 20.", **_ITEMS_SCHEMA)]
+    items: Annotated[Raw, described("Messages to add, 1 to 20.", **_ITEMS_SCHEMA, minItems=1)]
 
 
 class ConversationAnswer(msgspec.Struct, kw_only=True):

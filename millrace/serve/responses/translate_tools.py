@@ -9,7 +9,7 @@ from typing import Literal
 from msgspec.structs import replace
 
 from millrace.errors import BadRequest
-from millrace.serve.generate.chat.tools import ToolUse, function_of, tool_use
+from millrace.serve.generate.chat.tools import ToolUse, check_name, function_of, tool_use
 from millrace.serve.responses.schemas import InputTokensRequest, ResponsesRequest
 from millrace.serve.responses.schemas_tools import (
     TOOL_TYPES,
@@ -53,6 +53,7 @@ def tools_of(body: ResponsesRequest | InputTokensRequest) -> ResponseTools:
             given.append(tool)
             functions.append(_function(tool, None, at))
         elif isinstance(tool, ResponseNamespace):
+            check_name(tool.name, f"{at}.name")
             inside = [one for one in tool.tools if isinstance(one, ResponseFunction)]
             given.append(replace(tool, tools=inside))
             left_out += ["custom"] * (len(inside) < len(tool.tools))

@@ -42,15 +42,19 @@ class ToolUse:
 NO_TOOLS = ToolUse()
 
 
+def check_name(name: str, param: str) -> None:
+    if not _NAME.fullmatch(name) or name.endswith("\n"):
+        raise BadRequest(
+            f"'{param}' is {name[:140]!r}; a function's name has 1 to 128 letters, digits, '_', '-' or '.'.",
+            param=param,
+        )
+
+
 def function_of(
     name: str, description: str | None, parameters: dict[str, Any] | None, *, is_strict: bool, param: str
 ) -> Function:
     """`param` is the field that holds the function."""
-    if not _NAME.fullmatch(name) or name.endswith("\n"):
-        raise BadRequest(
-            f"'{param}.name' is {name[:140]!r}; a function's name has 1 to 128 letters, digits, '_', '-' or '.'.",
-            param=f"{param}.name",
-        )
+    check_name(name, f"{param}.name")
     if parameters is None:
         return Function(name, description, is_strict=is_strict, has_parameters=False)
     kind = parameters.get("type", "object")
