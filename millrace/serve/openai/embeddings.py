@@ -105,7 +105,7 @@ async def prepare_embeddings(state: FrontState, body: bytes, received: float, ow
 async def _prompts(state: FrontState, request: EmbeddingsRequest) -> list[Prompt]:
     texts, token_lists = texts_or_tokens(request.input, "input", MAX_INPUTS)
     if "" in texts:  # Also for a model whose first token would stand alone.
-        message = f"Text {texts.index('')} of 'input' is empty; send at least one character."
+        message = f"Text {texts.index('')} of 'input' has no tokens; send at least one character."
         raise BadRequest(message, param="input")
     if texts:
         return await encoded_inputs(state, texts, "input")
