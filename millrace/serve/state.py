@@ -219,11 +219,6 @@ class FrontState:
     def body_limit_bytes(self) -> int:
         return self.config.server.body_limit_mb * 1024 * 1024
 
-    def special_id(self, text: str) -> int | None:
-        """Id of a special token; None if the text is ordinary."""
-        token_id = self.tokenizer.token_id(text)
-        return token_id if token_id in self.tokenizer.special_ids else None
-
     async def await_engine(self, asked: str | None = None) -> None:
         """Wait up to `loading_wait_s` while the engine is loading. Raises like `require_engine`, with the model called
         `asked` if the client named it by an alias.

@@ -39,7 +39,7 @@ class GrammarEnvironment:
             raise ModelError("The model has no end token, so an answer in a grammar could not end.")
         try:
             self._tokens = LLTokenizer(
-                _with_special(tokenizer, ends), n_vocab=num_ids, eos_token=list(ends), slices=LLTokenizer.json_slices()
+                _with_markers(tokenizer), n_vocab=num_ids, eos_token=list(ends), slices=LLTokenizer.json_slices()
             )
         except ValueError as error:
             raise ModelError(f"Grammars are not supported with this model's tokenizer: {error}.") from error
@@ -129,20 +129,21 @@ class GrammarEnvironment:
         return errors
 
 
-def _with_special(tokenizer: Tokenizer, ends: Sequence[int]) -> str:
-    """The tokenizer's JSON, in which end tokens and hidden tokens are special. llguidance takes others for text: an end
-    token inside a string would cut the answer, and a hidden one would be missing in it."""
-    hidden = tokenizer.special_ids.union(ends)
+def _with_markers(tokenizer: Tokenizer) -> str:
+    """The tokenizer's JSON, in which markers are special. llguidance would take some of them for text, so that an end
+    token inside a string would cut the answer and a hidden one be missing in it. And it would write others in forced
+    text, where it allows none."""
     text = tokenizer.to_json()
     fields = json.loads(text)
     added = {token["id"]: token for token in fields["added_tokens"]}
-    if all(token_id in added and added[token_id]["special"] for token_id in hidden):
+    missing = {index for index in tokenizer.marker_ids if index not in added or not added[index]["special"]}
+    if not missing:
         return text
     usual = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    for token_id, content in tokenizer.tokens().items():
-        if token_id in hidden:
-            added[token_id] = {"id": token_id, "content": content, **usual, "special": True}
-    return json.dumps({**fields, "added_tokens": [added[token_id] for token_id in sorted(added)]})
+    for index, content in tokenizer.tokens().items():
+        if index in missing:
+            added[index] = {"id": index, "content": content, **usual, **added.get(index, {}), "special": True}
+    return json.dumps({**fields, "added_tokens": [added[index] for index in sorted(added)]})
 
 
 def load_environment(files: ModelFiles, num_logits: int, num_threads: int) -> GrammarEnvironment:

@@ -1,4 +1,5 @@
-r"""Regular expressions for llguidance: `\d` and `\w` stand for ASCII, as in the patterns of JSON Schema."""
+r"""Regular expressions for llguidance: `\d` and `\w` stand for ASCII, as in the patterns of JSON Schema; literal text;
+and text up to a marker."""
 
 from __future__ import annotations
 
@@ -29,3 +30,14 @@ def ascii_classes(pattern: str, classes: str = "dw") -> str:
             part = _IN_CLASS[part] if negated else _ASCII[part]
         out.append(part)
     return "".join(out)
+
+
+def literal(text: str) -> str:
+    """A regular expression of exactly this text."""
+    return "".join(char if char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text)
+
+
+def free_text(marker: str, ending: str = "") -> str:
+    """What a terminal matches: any text without the marker's characters, with this ending. Where the marker is a token,
+    its characters must not stand in for it: whoever reads the answer would take them for the marker."""
+    return f"/(?s:.*){literal(ending)}/ & ~/(?s:.*){literal(marker)}(?s:.*)/"

@@ -12,7 +12,7 @@ from millrace.params import Grammar
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.gbnf import lark_of_gbnf
 from millrace.text.grammar.inline import ITEM_SEPARATOR, KEY_SEPARATOR, check_inline, checked_schema
-from millrace.text.grammar.patterns import ascii_classes
+from millrace.text.grammar.patterns import ascii_classes, literal
 from millrace.text.grammar.problems import sentence_of
 
 MAX_LEXER_STATES = 50_000
@@ -84,11 +84,7 @@ def _regex_of_choices(source: str) -> str:
         raise GrammarError("The choices are not a JSON array of strings.") from None
     if not choices:
         raise GrammarError("The list of choices is empty; send at least one choice.")
-    return "|".join("".join(_literal(char) for char in choice) for choice in choices)
-
-
-def _literal(char: str) -> str:
-    return char if char.isalnum() else f"\\x{{{ord(char):X}}}"
+    return "|".join(literal(choice) for choice in choices)
 
 
 def _check_lark(source: str) -> None:

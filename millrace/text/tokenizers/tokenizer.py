@@ -5,7 +5,7 @@ A `Tokenizer` is immutable and thread-safe. The `tokenizers` library does the wo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 
 from tokenizers import Tokenizer as Backend
@@ -25,6 +25,9 @@ END_NAMES = (
     "<｜end▁of▁sentence｜>",
 )
 """Control tokens that end a turn in every family that has them, even if the model's files do not list them."""
+
+MarkerId = Callable[[str], int | None]
+"""As `Tokenizer.marker_id`."""
 
 
 class Tokenizer:
@@ -62,6 +65,10 @@ class Tokenizer:
         """Special tokens by role (bos_token, eos_token, …), as chat templates read them."""
         self.special_ids = frozenset(index for index, token in added.items() if token.special) | special_ids
         """Ids that decoding hides by default."""
+        written = (index for index, token in added.items() if token.content[:1] == "<" and token.content[-1:] == ">")
+        self.marker_ids = self.special_ids.union(end_token_ids, written)
+        """Ids that grammars match by id and never as text: special and end tokens, and added tokens that are written
+        <…>. Many models do not flag <tool_call> and </think> as special, though they are no text either."""
 
     @cached_property
     def table(self) -> TokenTable:
@@ -111,6 +118,11 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         """Id of a token as the vocabulary spells it, or None."""
         return self._backend.token_to_id(token)
+
+    def marker_id(self, text: str) -> int | None:
+        """Id of the marker (`marker_ids`) with this text; None if grammars match it as text."""
+        token_id = self.token_id(text)
+        return token_id if token_id in self.marker_ids else None
 
 
 def _not_unicode(texts: Sequence[str]) -> BadRequest | None:

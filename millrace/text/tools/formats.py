@@ -70,7 +70,7 @@ class ToolFormat:
     answer_head: str = ""
     """What stands before an answer without calls."""
     specials: tuple[str, ...] = ()
-    """Further text that may be a special token."""
+    """Further text that may be a token of its own."""
 
     def is_shown_by(self, template: str) -> bool:
         signs = self.marks or self.openings
@@ -78,11 +78,9 @@ class ToolFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All text of this format that may be a special token."""
+        """All text of this format that may be a token of its own."""
         shape = self.shape
-        of_shape: tuple[str, ...] = (shape.quote,) if isinstance(shape, QuotedShape) else ()
-        if isinstance(shape, HeadedShape):
-            of_shape = (*shape.markers, shape.begin, shape.end)
+        of_shape = () if shape is None else shape.markers
         return tuple(dict.fromkeys(text for text in (*self.openings, self.close, *of_shape, *self.specials) if text))
 
 
@@ -175,7 +173,6 @@ FORMATS: dict[str, ToolFormat] = {
                 "</steptml:parameter>",
                 "</steptml:invoke><｜tool_call_end｜>",
             ),
-            specials=("<｜tool_call_begin｜>", "<｜tool_sep｜>", "<｜tool_call_end｜>"),
         ),
         ToolFormat(
             "kimi_k2",
@@ -211,7 +208,6 @@ FORMATS: dict[str, ToolFormat] = {
             shape=TaggedShape(
                 "<tool_call>", "<tool_sep>", "<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>", "</tool_call>"
             ),
-            specials=("<tool_call>", "<tool_sep>", "</tool_call>"),
         ),
         ToolFormat(
             "glm45",
@@ -227,7 +223,6 @@ FORMATS: dict[str, ToolFormat] = {
             "",
             "tagged",
             shape=TaggedShape("", "\n", "<|tool_arg:start|>", *_SOLAR),
-            specials=("<|tool_arg:start|>", *_SOLAR),
         ),
         ToolFormat(
             "cohere",

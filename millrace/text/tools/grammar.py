@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import keyword
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from millrace.params import Grammar
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.inline import inline_schema, tightened_schema
+from millrace.text.grammar.patterns import free_text
+from millrace.text.tokenizers.tokenizer import MarkerId
 from millrace.text.tools.argument_kinds import parameter_schemas
 from millrace.text.tools.formats import Function, ToolFormat
 from millrace.text.tools.shapes import HeadedShape, QuotedShape, TaggedShape
@@ -25,15 +27,12 @@ MAX_CALLS = 8
 """Most calls of one constrained answer."""
 ANY_OBJECT = '{"type": "object"}'
 
-SpecialId = Callable[[str], int | None]
-"""The id of a special token with this text; None for ordinary text."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Writer:
     spec: ToolFormat
     functions: Sequence[Function]
-    special_id: SpecialId
+    marker_id: MarkerId
     only_strict: bool
     """Functions that are not strict may have any arguments."""
 
@@ -104,11 +103,11 @@ class _Writer:
         return [f"call_{index}: {_quoted(f'call:{function.name}{{')} {arguments} {_quoted('}')}", *values.extra, *more]
 
     def text(self, text: str) -> str:
-        """Text as Lark tokens; special tokens in it are matched by their ids."""
+        """Text as Lark tokens; markers in it are matched by their ids."""
         if not text:
             return ""
         for marker in self.spec.markers:
-            token_id = self.special_id(marker) if marker in text else None
+            token_id = self.marker_id(marker) if marker in text else None
             if token_id is not None:
                 before, _, after = text.partition(marker)
                 return " ".join(part for part in (self.text(before), f"<[{token_id}]>", self.text(after)) if part)
@@ -139,23 +138,21 @@ def _listed(function: Function, index: int, items: dict[str, str], comma: str) -
     return " ".join([*before, *given]), rules
 
 
-def forced_calls(
-    spec: ToolFormat, functions: Sequence[Function], special_id: SpecialId, *, max_calls: int | None
-) -> str:
+def forced_calls(spec: ToolFormat, functions: Sequence[Function], marker_id: MarkerId, *, max_calls: int | None) -> str:
     """An answer that consists of calls."""
     frame = frame_of(spec)
-    writer = _Writer(spec, functions, special_id, only_strict=False)
+    writer = _Writer(spec, functions, marker_id, only_strict=False)
     start = writer.calls(frame, _limit(spec, max_calls))
     return "\n".join([f"start: {start}", *writer.rules(frame)])
 
 
 def strict_calls(
-    spec: ToolFormat, functions: Sequence[Function], special_id: SpecialId, *, max_calls: int | None
+    spec: ToolFormat, functions: Sequence[Function], marker_id: MarkerId, *, max_calls: int | None
 ) -> str | None:
     """Free text, then possibly calls, which are held to their schemas from the opening on. None if the format has no
     opening, so that a call cannot be told from text before it is complete."""
     if spec.body == "harmony":
-        calls = _Writer(spec, functions, special_id, only_strict=True)
+        calls = _Writer(spec, functions, marker_id, only_strict=True)
         head = calls.text(spec.answer_head)
         return "\n".join([f"start: {head} TEXT | call", "TEXT: /(?s:.*)/", *calls.rules(CallFrame())])
     frame = frame_of(spec)
@@ -163,38 +160,30 @@ def strict_calls(
     opening = spec.openings[0] if spec.openings else ""
     if not opening or not first.startswith(opening):
         return None
-    writer = _Writer(spec, functions, special_id, only_strict=True)
+    writer = _Writer(spec, functions, marker_id, only_strict=True)
     rest = first[len(opening) :]
     names = " | ".join(f"call_{index}" for index in range(len(functions)))
     head = f"{writer.text(rest)} ( {names} ) {writer.text(frame.after_each)}"
     limit = _limit(spec, max_calls)
     more = f"( {writer.text(frame.between)} call ){{0,{limit - 1}}}" if limit > 1 else ""
     tail = f"{head} {more} {writer.text(frame.after_all)}"
-    token_id = special_id(opening)
-    if token_id is not None:
-        return "\n".join([f"start: TEXT ( <[{token_id}]> {tail} )?", "TEXT: /(?s:.*)/", *writer.rules(frame)])
-    shown = _regex(opening)
-    return "\n".join(
-        [
-            f"start: TEXT | free {tail}",
-            f"TEXT: /(?s:.*)/ & ~/(?s:.*){shown}(?s:.*)/",
-            f"free[lazy]: /(?s:.*)/ {_quoted(opening)}",
-            *writer.rules(frame),
-        ]
-    )
+    before, marker, after = writer.text(opening).partition("<[")
+    if not marker:
+        start = [f"start: TEXT | free {tail}", f"free[lazy]: /(?s:.*)/ {_quoted(opening)}"]
+    elif not before:
+        start = [f"start: TEXT ( {marker}{after} {tail} )?"]
+    else:
+        start = [f"start: TEXT | BEFORE {marker}{after} {tail}", f"BEFORE: {free_text(opening, json.loads(before))}"]
+    return "\n".join([*start, f"TEXT: {free_text(opening)}", *writer.rules(frame)])
 
 
 def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _regex(text: str) -> str:
-    return "".join(char if char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text)
-
-
-def answer_head(spec: ToolFormat, special_id: SpecialId) -> str:
+def answer_head(spec: ToolFormat, marker_id: MarkerId) -> str:
     """What stands before an answer without calls, as Lark tokens; empty in most formats."""
-    return _Writer(spec, (), special_id, only_strict=False).text(spec.answer_head)
+    return _Writer(spec, (), marker_id, only_strict=False).text(spec.answer_head)
 
 
 def _limit(spec: ToolFormat, max_calls: int | None) -> int:

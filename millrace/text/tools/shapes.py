@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+
+_TAG = re.compile("<[^<>]+>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +23,13 @@ class HeadedShape:
     end: str
     head: str
     """Regular expression of a whole head as models write it: its groups are the call's id, if it has one, and name."""
-    markers: tuple[str, ...] = ()
-    """Text in heads that may be a special token."""
+    in_head: tuple[str, ...] = ()
+    """Text in heads that may be a token of its own."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Text that may be a token of its own."""
+        return *self.in_head, self.begin, self.end
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +38,11 @@ class QuotedShape:
 
     quote: str
     """Before and after a string."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Text that may be a token of its own."""
+        return (self.quote,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +61,9 @@ class TaggedShape:
     """What is written around each value, and not part of it."""
     key_attribute: str = ""
     """A further attribute that may follow an argument's name: a regular expression."""
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Text that may be a token of its own."""
+        parts = (self.call_open, self.name_end, self.key_open, self.key_end, self.value_end, self.call_end)
+        return tuple(tag for part in parts for tag in _TAG.findall(part))

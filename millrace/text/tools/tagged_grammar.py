@@ -13,6 +13,7 @@ from typing import Any
 
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.inline import STRING_FORMATS, inline_schema
+from millrace.text.grammar.patterns import free_text
 from millrace.text.tools.argument_kinds import ALL_KINDS, STRING, kinds_of, parameter_schemas, resolved
 from millrace.text.tools.formats import Function
 from millrace.text.tools.shapes import TaggedShape
@@ -116,7 +117,8 @@ class TaggedGrammar:
         before, special, after = self._write(end).partition("<[")
         if not special:
             return f"{rule}[lazy]: /(?s:.*)/ {json.dumps(end, ensure_ascii=False)}"
-        return f"{rule}: /(?s:.*){_regex(json.loads(before or EMPTY))}/ {special}{after}"
+        text = free_text(end, json.loads(before or EMPTY))
+        return f"{rule}: {rule.upper()} {special}{after}\n{rule.upper()}: {text}"
 
     def _value(self, schema: Any, rule: str) -> str | None:
         """A Lark expression of the value's text; None: any text."""
@@ -172,14 +174,12 @@ class TaggedGrammar:
             regexes.append(_FORMATS[name])
         if not regexes:
             return None
-        end, terminal = _regex(self._shape.value_end), rule.upper()
-        self._rules.append(f"{terminal}: {' & '.join(f'/{one}/' for one in regexes)} & ~/(?s:.*){end}(?s:.*)/")
+        terminal = rule.upper()
+        self._rules.append(
+            f"{terminal}: {' & '.join(f'/{one}/' for one in regexes)} & {free_text(self._shape.value_end)}"
+        )
         return terminal
 
 
 def _escaped_slashes(pattern: str) -> str:
     return re.sub(r"(?<!\\)/", r"\/", pattern)
-
-
-def _regex(text: str) -> str:
-    return "".join(char if char.isalnum() else f"\\x{{{ord(char):X}}}" for char in text)

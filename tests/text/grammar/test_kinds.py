@@ -16,7 +16,7 @@ from millrace.text.grammar.environment import GrammarEnvironment
 from millrace.text.grammar.gbnf import lark_of_gbnf, looks_like_gbnf
 from millrace.text.grammar.inline import inline_schema
 from millrace.text.reasoning.formats import ReasoningFormat
-from millrace.text.reasoning.preamble import SpecialId, preamble
+from millrace.text.reasoning.preamble import preamble
 from millrace.text.tokenizers.tokenizer import Tokenizer
 from millrace.text.tools.formats import FORMATS, Function
 from millrace.text.tools.grammar import forced_calls
@@ -74,14 +74,6 @@ MARKS = {
 }
 
 
-def special_of(tokenizer: Tokenizer) -> SpecialId:
-    def special_id(text: str) -> int | None:
-        token_id = tokenizer.token_id(text)
-        return token_id if token_id in tokenizer.special_ids else None
-
-    return special_id
-
-
 @pytest.mark.parametrize("marks", MARKS)
 @pytest.mark.parametrize("name", KINDS)
 def test_kinds_after_reasoning(
@@ -91,7 +83,7 @@ def test_kinds_after_reasoning(
     plain, good, bad = KINDS[name]
     spec = MARKS[marks]
     for is_open in (True, False):
-        before = preamble(spec, special_of(default_tokenizer), is_open=is_open)
+        before = preamble(spec, default_tokenizer.marker_id, is_open=is_open)
         grammar = Grammar(plain.kind, plain.source, after=before, whitespace=plain.whitespace)
         CHECK.check(grammar)
         opening = "" if is_open else spec.start
@@ -106,7 +98,7 @@ def test_kinds_after_reasoning(
 
 
 def test_reasoning_cannot_end_the_answer(environment: GrammarEnvironment, default_tokenizer: Tokenizer) -> None:
-    before = preamble(THINK, special_of(default_tokenizer), is_open=True)
+    before = preamble(THINK, default_tokenizer.marker_id, is_open=True)
     matcher = environment.compile(Grammar("json_object", after=before)).matcher()
     matcher.consume(default_tokenizer.encode("I could stop here.", add_special=False))
     assert not matcher.may_end

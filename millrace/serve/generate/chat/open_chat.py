@@ -77,10 +77,10 @@ def _grammar(state: FrontState, use: ToolUse, given: Grammar | None, field: str)
     try:
         if use.choice == "required":
             allowed = [function for function in functions if use.only in (None, function.name)]
-            source: str | None = forced_calls(spec, allowed, state.special_id, max_calls=use.max_calls)
+            source: str | None = forced_calls(spec, allowed, state.tokenizer.marker_id, max_calls=use.max_calls)
         elif given is not None:
-            calls = forced_calls(spec, functions, state.special_id, max_calls=use.max_calls)
-            source = calls_or(given, calls, answer_head(spec, state.special_id))
+            calls = forced_calls(spec, functions, state.tokenizer.marker_id, max_calls=use.max_calls)
+            source = calls_or(given, calls, answer_head(spec, state.tokenizer.marker_id))
             if source is None:
                 raise BadRequest(
                     f"'{field}' with a {given.noun} cannot be combined with 'tools' that the model may call or not; set"
@@ -88,7 +88,7 @@ def _grammar(state: FrontState, use: ToolUse, given: Grammar | None, field: str)
                     param=field,
                 )
         elif any(function.is_strict for function in functions):
-            source = strict_calls(spec, functions, state.special_id, max_calls=use.max_calls)
+            source = strict_calls(spec, functions, state.tokenizer.marker_id, max_calls=use.max_calls)
         else:
             source = None
         return (given, field) if source is None else (Grammar("lark", source), "tools")
@@ -101,12 +101,12 @@ def _grammar(state: FrontState, use: ToolUse, given: Grammar | None, field: str)
 def _before(state: FrontState, prompt: Prompt, *, has_head: bool) -> str:
     """What may stand before the part of the answer that its grammar governs. `has_head`: the grammar itself has the
     head that the model's format begins an answer with."""
-    head = "" if has_head else answer_head(state.formats.tools, state.special_id)
+    head = "" if has_head else answer_head(state.formats.tools, state.tokenizer.marker_id)
     reasoning = state.formats.reasoning
     if reasoning is None or prompt.closes_reasoning:
         return f"before: {head}" if head else ""
     is_open = prompt.opens_reasoning or reasoning.is_open
-    return preamble(reasoning, state.special_id, is_open=is_open, head=head)
+    return preamble(reasoning, state.tokenizer.marker_id, is_open=is_open, head=head)
 
 
 def _form(state: FrontState, use: ToolUse, prompt: Prompt) -> AnswerForm | None:
