@@ -48,6 +48,9 @@ def ask(front: Front, path: str, fields: dict[str, Any]) -> Reply:
 SHARED: list[tuple[dict[str, Any], Grammar | None]] = [
     ({"response_format": OPENAI_SCHEMA}, AS_SCHEMA),
     ({"response_format": {"type": "json_object", "schema": SCHEMA}}, AS_SCHEMA),
+    ({"response_format": {"type": "json_object", "value": SCHEMA}}, AS_SCHEMA),
+    ({"response_format": {"type": "json_object", "value": SCHEMA, "schema": None}}, AS_SCHEMA),
+    ({"response_format": {"type": "json_object", "value": None}}, AS_OBJECT),
     ({"response_format": {"type": "json_object", "schema": {}}}, AS_OBJECT),
     ({"response_format": {"type": "json_object", "schema": None}}, AS_OBJECT),
     ({"structured_outputs": {"json": SCHEMA}}, AS_SCHEMA),
@@ -128,6 +131,13 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "structured_outputs.regex",
         "'response_format' and 'structured_outputs.regex'",
     ),
+    (
+        CHAT,
+        {"response_format": {"type": "json_object", "value": SCHEMA, "schema": SCHEMA}},
+        "response_format.value",
+        "'schema' and 'value'",
+    ),
+    (CHAT, {"response_format": {"type": "json_object", "value": NOT}}, "response_format", "'not'"),
     (CHAT, {"structured_outputs": {}}, "structured_outputs", "no constraint"),
     (CHAT, {"structured_outputs": {"json_object": False}}, "structured_outputs", "no constraint"),
     (CHAT, {"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not a JSON object"),

@@ -32,6 +32,9 @@ class JsonObjectFormat(Strict, kw_only=True, tag_field="type", tag="json_object"
     schema: Annotated[
         Raw | UnsetType, described("A schema, as llama.cpp's clients send it.", type=["object", "null"])
     ] = UNSET
+    value: Annotated[
+        Raw | UnsetType, described("The same, as huggingface_hub's client sends it.", type=["object", "null"])
+    ] = UNSET
 
 
 class JsonSchema(Strict, kw_only=True):
@@ -112,13 +115,22 @@ def format_wanted(body: Formatted) -> Format | None:
 
 def _response_format(wanted: ResponseFormat | None) -> Format | None:
     match wanted:
-        case JsonObjectFormat(schema=Raw() as schema) if bytes(schema) not in (b"null", b"{}"):
-            return schema_format("response_format", schema)
         case JsonObjectFormat():
-            return format_of("response_format", "json_object")
+            return _object_format(wanted)
         case JsonSchemaFormat():
             return schema_format("response_format", wanted.json_schema.schema)
     return None
+
+
+def _object_format(wanted: JsonObjectFormat) -> Format:
+    given = (wanted.schema, wanted.value)
+    schemas = [one for one in given if isinstance(one, Raw) and bytes(one) not in (b"null", b"{}")]
+    if len(schemas) > 1:
+        raise BadRequest(
+            "'response_format' has 'schema' and 'value', which mean the same; send one of them.",
+            param="response_format.value",
+        )
+    return schema_format("response_format", schemas[0]) if schemas else format_of("response_format", "json_object")
 
 
 def _structured(wanted: StructuredOutputs | None) -> Format | None:
