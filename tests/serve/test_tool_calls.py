@@ -131,6 +131,22 @@ def test_without_tools_or_with_none_the_answer_is_text(front: Front) -> None:
         assert "get_weather" not in prompt_of(front)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_fenced_json_that_names_no_function_is_text(stream: bool) -> None:
+    text = 'Here it is:\n\n```json\n{"name": "Alice", "age": 3}\n```\nThat is all.'
+    config = replace(Config(), server__port=0, model__tool_format="json")
+    with running_front(saying(text), config=config) as front:
+        reply = chat(front, stream=stream)
+        message, finish = (
+            joined(events(reply))
+            if stream
+            else (reply.json["choices"][0]["message"], reply.json["choices"][0]["finish_reason"])
+        )
+    assert message["content"] == text
+    assert not message.get("tool_calls")
+    assert finish == "stop"
+
+
 def test_the_older_form_has_its_own_answer(front: Front) -> None:
     fields = {"tools": None, "functions": [FUNCTION], "function_call": "auto"}
     [choice] = chat(front, **fields).json["choices"]

@@ -54,6 +54,8 @@ class ToolFormat:
     body: BodyKind = "json"
     bare: str = ""
     """Calls may begin the answer without an opening, with one of these characters."""
+    opens_text: bool = False
+    """Ordinary text has the openings too: only functions of the request are calls."""
     is_list: bool = False
     """The calls of an answer are one list."""
     name_key: str = "name"
@@ -274,7 +276,7 @@ FORMATS: dict[str, ToolFormat] = {
         ToolFormat("longcat", ("<longcat_tool_call>",), "</longcat_tool_call>"),
         ToolFormat("hermes", ("<tool_call>",), "</tool_call>"),
         ToolFormat("pythonic", (), body="python", bare="[", is_list=True),
-        ToolFormat("json", ("```json",), "```", bare="{[", marks=("\0",)),
+        ToolFormat("json", ("```json",), "```", bare="{[", opens_text=True, marks=("\0",)),
     )
 }
 """In the order in which a chat template is searched for them."""

@@ -36,8 +36,8 @@ class ToolParser:
         self._is_start = True
         """True while the answer consists of space."""
         self._body: CallBody | None = None
-        self._is_bare = False
-        """The calls began without an opening."""
+        self._is_doubtful = False
+        """What may be calls may be an ordinary answer too: it began without an opening, or with one that text has."""
         self._opening = ""
         """The text of the opening, until the first call after it."""
         self._closing = ""
@@ -54,7 +54,8 @@ class ToolParser:
     def finish(self, *, is_cut: bool = False) -> list[AnswerEvent]:
         """The rest, at the end of the answer. `is_cut`: the token limit ended it, so a part of a call is no text."""
         if self._body is not None:
-            if is_cut and (self._is_forced or self._had_calls or not self._is_bare):
+            is_call = not self._is_doubtful or (self._had_calls and not self._opening)
+            if is_cut and (self._is_forced or is_call):
                 self._body.cut()
                 self._opening = ""
             else:
@@ -64,7 +65,8 @@ class ToolParser:
             self._awaits_close = False
             self._say("" if self._format.close.startswith(self._closing.strip()) else self._closing)
         held, self._held = self._held, ""
-        is_syntax = is_cut and (self._had_calls or self._is_forced) and _may_open(held, self._format)
+        opens_call = self._is_forced or (self._had_calls and not self._format.opens_text)
+        is_syntax = is_cut and opens_call and _may_open(held, self._format)
         if not (self._had_calls and not held.strip()) and not is_syntax:
             self._say(held)
         return self._take()
@@ -113,11 +115,11 @@ class ToolParser:
 
     # -- calls ---------------------------------------------------------------------------------------------------------
     def _begin_body(self, opening: str, *, is_bare: bool) -> None:
-        """A call without an opening must name a function that exists, since it may be an ordinary answer."""
+        """Where an ordinary answer may begin, a call must name a function that exists."""
         self._is_start = False
-        self._is_bare = is_bare
+        self._is_doubtful = is_bare or self._format.opens_text
         self._opening = opening
-        self._body = self._new_body(opening.strip(_SPACE), names_of(self._functions) if is_bare else None)
+        self._body = self._new_body(opening.strip(_SPACE), names_of(self._functions) if self._is_doubtful else None)
 
     def _new_body(self, opening: str, names: frozenset[str] | None) -> CallBody:
         """`names`: only these are calls; None takes any name."""

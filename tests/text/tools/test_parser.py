@@ -23,6 +23,9 @@ PARIS, ROME = '{"city": "Paris"}', '{"city": "Rome", "days": 2}'
 
 LATE = '{"arguments": {}, "name": "now"}\n</tool_call>\n'
 
+ALICE = '```json\n{"name": "Alice", "age": 3}\n```'
+"""Ordinary JSON in a fence; no function has this name."""
+
 ANSWERS: list[tuple[str, str, list[object]]] = [
     ("hermes", "Just text, 2 < 3 and </tool_call>.", ["Just text, 2 < 3 and </tool_call>."]),
     (
@@ -92,6 +95,18 @@ ANSWERS: list[tuple[str, str, list[object]]] = [
     ("json", '{"name": "now", "arguments": "{\\"a\\": 1}"}', [("now", '{"a": 1}')]),
     ("json", '```json\n[{"name": "now", "arguments": {}}]\n```', [("now", "{}")]),
     ("json", "[1, 2, 3]", ["[1, 2, 3]"]),
+    ("json", ALICE, [ALICE]),
+    ("json", f"Here:\n\n{ALICE}\nThat is all.", [f"Here:\n\n{ALICE}\nThat is all."]),
+    ("json", '```json\n{"arguments": {}, "name": "Alice"}\n```', ['```json\n{"arguments": {}, "name": "Alice"}\n```']),
+    ("json", '```json\n{"function": {"name": "x"}}\n```', ['```json\n{"function": {"name": "x"}}\n```']),
+    ("json", "```json\n[1, 2]\n```", ["```json\n[1, 2]\n```"]),
+    ("json", f'{ALICE}\n\n```json\n{{"name": "now", "arguments": {{}}}}\n```', [ALICE, ("now", "{}")]),
+    ("json", f'```json\n{{"name": "now"}}\n```\n{ALICE}', [("now", "{}"), f"\n{ALICE}"]),
+    (
+        "json",
+        '```json\n[{"name": "now", "arguments": {}}, {"name": "Alice"}]\n```',
+        [("now", "{}"), ', {"name": "Alice"}]\n```'],
+    ),
     ("jamba", '<tool_calls>[{"name": "now", "arguments": {}}]</tool_calls>', [("now", "{}")]),
     ("phi4", 'functools[{"name": "now", "arguments": {}}]', [("now", "{}")]),
     (
@@ -427,6 +442,10 @@ def test_the_token_limit_leaves_no_part_of_a_call_as_text(name: str, is_forced: 
         ("hermes", '<tool_call>{"name": "now", "arg', [("now", "", "cut")]),
         ("hermes", f'<tool_call>{{"name": "now", "arguments": {PARIS}', [("now", PARIS, "cut")]),
         ("llama3", '{"name": "now", "par', ['{"name": "now", "par']),
+        ("json", '```json\n{"na', ['```json\n{"na']),
+        ("json", '```json\n{"name": "now", "arguments": {"a', [("now", '{"a', "cut")]),
+        ("json", '```json\n{"name": "now"}\n```\n\n```json\n{"a', [("now", "{}"), '\n\n```json\n{"a']),
+        ("json", '{"name": "now"}, {"na', [("now", "{}")]),
         ("mistral", '[TOOL_CALLS][{"name": "now", "arguments": {}}, ', [("now", "{}")]),
         ("lfm2", "<|tool_call_start|>[now(), get_weather(city='P", [("now", "{}"), ("get_weather", "", "cut")]),
     ],
