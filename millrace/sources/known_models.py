@@ -38,6 +38,8 @@ class KnownModel:
     sha256: str
     sampling: Mapping[str, float] = field(default_factory=dict)
     """Recommended sampling, for files that name none."""
+    chat_template: str = ""
+    """The built-in chat template that replaces the file's own, where that one does not work."""
 
     @property
     def file_name(self) -> str:
@@ -88,6 +90,7 @@ _QWEN_CODER = KnownModel(
     num_bytes=1_117_320_768,
     sha256="cc324af070c2ecbfd324a30884d2f951a7ff756aba85cb811a6ec436933bb046",
     sampling={"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.1},
+    chat_template="qwen2.5-coder",
 )
 
 _GEMMA = KnownModel(

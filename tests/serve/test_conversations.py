@@ -106,6 +106,7 @@ def test_tokenizer_info(front: Front) -> None:
     assert info["vocab_size"] == 300
     assert list(info["end_tokens"].values()) == [299]
     assert info["model_max_length"] == 4096
+    assert info["chat_template"] == front.state.template.source  # Which may not be the one in the model's files.
     allow = request(front.port, "DELETE", "/v1/responses/input_tokens")
     assert (allow.status, allow.headers["allow"]) == (405, "POST")
 

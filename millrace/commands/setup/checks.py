@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from millrace.config import Config, cache_dir
 from millrace.errors import MillraceError
@@ -20,6 +20,9 @@ from millrace.host.cores import usable_cores
 from millrace.host.free_memory import available_bytes, tightest_group
 from millrace.sources.library import is_downloaded
 from millrace.sources.names import has_gpu
+
+if TYPE_CHECKING:
+    from millrace.text.chat.template import ChatTemplate
 
 Status = Literal["ok", "warning", "problem"]
 LOW_DISK_BYTES = 5e9
@@ -212,6 +215,24 @@ def check_model(config: Config) -> Iterator[Finding]:
         yield Finding("template", "ok", "The chat template renders.")
     except MillraceError as error:
         yield Finding("template", "warning", error.message, "Use /v1/completions, or give --chat-template FILE")
+        return
+    yield from _tool_findings(config, template)
+
+
+def _tool_findings(config: Config, template: ChatTemplate) -> Iterator[Finding]:
+    from millrace.text.answer_formats import choose_formats
+    from millrace.text.template_check import contradictions
+
+    try:
+        spec = choose_formats(template, config.model.tool_format, config.model.reasoning_format).tools
+    except MillraceError as error:
+        yield Finding("tools", "problem", error.message)
+        return
+    wrong = contradictions(template, spec)
+    for text in wrong:
+        yield Finding("tools", "warning", text, "Give a corrected template with --chat-template, or a --tool-format")
+    if not wrong:
+        yield Finding("tools", "ok", f"Tool calls are written and read as {spec.name}.")
 
 
 def check_files(config: Config) -> Iterator[Finding]:

@@ -122,7 +122,7 @@ async def tokenizer_info(request: web.Request) -> web.Response:
             eos_token=named.get("eos_token"),
             end_tokens={tokenizer.token_text(token_id): token_id for token_id in tokenizer.end_token_ids},
             special_tokens=named,
-            chat_template=tokenizer.chat_templates.get("default"),
+            chat_template=state.template.source or None,
         ),
     )
 

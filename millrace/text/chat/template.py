@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import jinja2
 from jinja2 import meta
 
 from millrace.errors import BadRequest, ConfigError
+from millrace.sources.known_models import find_known
 from millrace.text.chat.sandbox import ChatEnvironment
 from millrace.text.tokenizers.tokenizer import Tokenizer
 
@@ -293,9 +295,15 @@ def _cut_at_tag(rendered: str, final: str) -> str:
 
 # ── finding templates ─────────────────────────────────────────────────────────────────────────────────────────────────
 def load_chat_template(files: ModelFiles, tokenizer: Tokenizer, override_path: str = "") -> ChatTemplate:
-    """The model's templates, or the template in `override_path`. If there is none, `render` raises an error."""
+    """The model's templates, the built-in one of a known model whose own does not work, or the template in
+    `override_path`. If there is none, `render` raises an error."""
     if not override_path:
-        return ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens, f"The model '{files.name}'")
+        known = find_known(files.name)
+        templates = tokenizer.chat_templates
+        if known is not None and known.chat_template:
+            built_in = resources.files("millrace.text.chat") / f"{known.chat_template}.jinja"
+            templates = {DEFAULT: built_in.read_text(encoding="utf-8")}
+        return ChatTemplate(templates, tokenizer.special_tokens, f"The model '{files.name}'")
     path = Path(override_path).expanduser()
     try:
         source = path.read_text(encoding="utf-8")
