@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from millrace.text.chat.template import ChatTemplate
 from millrace.text.reasoning import formats as reasoning_formats
 from millrace.text.reasoning.formats import ReasoningFormat
+from millrace.text.template_calls import format_of_template
 from millrace.text.tools import formats as tool_formats
 from millrace.text.tools.formats import ToolFormat
 
@@ -30,7 +31,8 @@ def check_names(tool_format: str, reasoning_format: str) -> None:
 
 def choose_formats(template: ChatTemplate, tool_format: str, reasoning_format: str) -> AnswerFormats:
     if tool_format == AUTO:
-        tools = tool_formats.detect_format(template.tool_source, takes_tools=template.takes_tools)
+        shown = tool_formats.detect_format(template.tool_source, takes_tools=template.takes_tools)
+        tools = format_of_template(template, shown)
     else:
         tools = tool_formats.format_named(tool_format)
     reasoning: ReasoningFormat | None = None

@@ -221,7 +221,7 @@ def check_model(config: Config) -> Iterator[Finding]:
 
 def _tool_findings(config: Config, template: ChatTemplate) -> Iterator[Finding]:
     from millrace.text.answer_formats import choose_formats
-    from millrace.text.template_check import contradictions
+    from millrace.text.template_calls import contradictions
 
     try:
         spec = choose_formats(template, config.model.tool_format, config.model.reasoning_format).tools

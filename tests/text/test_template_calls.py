@@ -17,7 +17,7 @@ from millrace.sources.resolve import ModelFiles
 from millrace.text.answer_formats import choose_formats
 from millrace.text.answer_parser import AnswerForm
 from millrace.text.chat.template import ChatTemplate, load_chat_template
-from millrace.text.template_check import contradictions
+from millrace.text.template_calls import contradictions
 from millrace.text.tools.formats import FORMATS, Function
 
 SHOWN = '{% if tools %}{{ tools | tojson }}<tool_call>{"name": …}</tool_call>{% endif %}'
@@ -57,6 +57,40 @@ def test_templates_that_agree_with_their_format(source: str) -> None:
 def test_contradictions_are_named(source: str, tool_format: str, said: str) -> None:
     [sentence] = found(source, tool_format)
     assert said in sentence
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [
+        # Markers that are put together from parts.
+        (
+            (
+                '{% set t = "｜DSML｜" %}<{{ t }}function_calls>\n<{{ t }}invoke name="{{ c.function.name }}">\n'
+                '<{{ t }}parameter name="city" string="true">{{ c.function.arguments.city }}</{{ t }}parameter>\n'
+                "</{{ t }}invoke>\n</{{ t }}function_calls>"
+            ),
+            "deepseek_v32",
+        ),
+        # Another format's marker stands in the source.
+        (
+            (
+                '{% if content == "<tool_sep>" %}{% endif %}<function name="{{ c.function.name }}">'
+                '<param name="city">{{ c.function.arguments.city }}</param></function>'
+            ),
+            "minicpm5",
+        ),
+        # No format reads it: what the source suggests stays.
+        ("<tool_call>{{ c.function.name }} of {{ c.function.arguments.city }}</tool_call>", "hermes"),
+        ("Calling {{ c.function.name }}.", "json"),
+        ('{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}', "json"),
+    ],
+)
+def test_the_format_is_the_one_that_reads_what_the_template_writes(written: str, name: str) -> None:
+    source = (
+        "{{ tools }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
+        f"{written}{{% endfor %}}{{% endfor %}}{{% if add_generation_prompt %}}[assistant]{{% endif %}}"
+    )
+    assert choose_formats(ChatTemplate({"default": source}, {}), "auto", "auto").tools.name == name
 
 
 def test_doctor_names_them(tmp_path: Path) -> None:
