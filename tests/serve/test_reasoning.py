@@ -57,6 +57,22 @@ def test_a_prompt_that_opens_reasoning() -> None:
         assert cut["choices"][0]["finish_reason"] == "length"
 
 
+def test_anthropic_thinking_can_be_omitted(front: Front) -> None:
+    from serve.test_tool_calls import prompt_of
+
+    hidden = {"type": "adaptive", "display": "omitted"}
+    body = {"model": MODEL, "max_tokens": 200, "messages": [USER], "thinking": hidden}
+    blocks = post(front.port, MESSAGES, body).json["content"]
+    assert [block["type"] for block in blocks] == ["thinking", "text"]
+    assert (blocks[0]["thinking"], blocks[1]["text"]) == ("", SAID)
+    text = post(front.port, MESSAGES, {**body, "stream": True}).body.decode()
+    assert "thinking_delta" not in text
+    assert "signature_delta" in text
+    said = [USER, {"role": "assistant", "content": blocks}, USER]
+    post(front.port, MESSAGES, {**body, "messages": said})
+    assert f"[assistant]{SAID}[user]" in prompt_of(front)
+
+
 def test_other_dialects(front: Front) -> None:
     body = {"model": MODEL, "max_tokens": 200, "messages": [USER]}
     blocks = post(front.port, MESSAGES, body).json["content"]

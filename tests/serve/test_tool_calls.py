@@ -301,6 +301,23 @@ def test_anthropic_blocks(front: Front) -> None:
     assert told[-2]["delta"]["stop_reason"] == "tool_use"
 
 
+def test_anthropic_deferred_tools_are_shown_once_they_are_referenced(tool_front: Front) -> None:
+    tools = [
+        {"name": "search", "input_schema": SCHEMA},
+        {"name": "get_weather", "input_schema": SCHEMA, "defer_loading": True},
+    ]
+    asked = {"model": MODEL, "max_tokens": 9, "tools": tools}
+    assert post(tool_front.port, MESSAGES, {**asked, "messages": [USER]}).status == 200
+    assert '"search"' in prompt_of(tool_front)
+    assert "get_weather" not in prompt_of(tool_front)
+    call = {"type": "tool_use", "id": "toolu_1", "name": "search", "input": {"city": "?"}}
+    found = {"type": "tool_reference", "tool_name": "get_weather"}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [found]}
+    later = [USER, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    assert post(tool_front.port, MESSAGES, {**asked, "messages": later}).status == 200
+    assert '"name": "get_weather"' in prompt_of(tool_front)
+
+
 def test_anthropic_choices(front: Front) -> None:
     one = message(front, tool_choice={"type": "auto", "disable_parallel_tool_use": True}).json
     assert [block["type"] for block in one["content"]] == ["text", "tool_use"]

@@ -29,7 +29,9 @@ class AnthropicTool(Strict, kw_only=True):
     cache_control: CacheControl = UNSET
     input_examples: Annotated[Raw | UnsetType, described("Accepted, without effect.")] = UNSET
     eager_input_streaming: Annotated[bool | None, described("Accepted: arguments are always streamed.")] = None
-    defer_loading: Annotated[Literal[False] | None, described("Only false.")] = None
+    defer_loading: Annotated[
+        bool | None, described("The model sees the tool once a `tool_reference` in the conversation names it.")
+    ] = None
     allowed_callers: Annotated[Raw | UnsetType, described("Accepted, without effect.")] = UNSET
 
 
@@ -44,7 +46,10 @@ class Thinking(Strict, kw_only=True):
     budget_tokens: Annotated[
         int | None, described("Most tokens of reasoning; then the answer is begun.", minimum=0)
     ] = None
-    display: Annotated[Literal["summarized"] | None, described("Accepted: reasoning is always shown.")] = None
+    display: Annotated[
+        Literal["summarized", "omitted"] | None,
+        described("`omitted`: thinking blocks are empty; otherwise they hold the whole reasoning."),
+    ] = None
 
 
 class AnthropicMetadata(Strict, kw_only=True):

@@ -90,13 +90,20 @@ class ToolUseBlock(Strict, kw_only=True, tag_field="type", tag="tool_use"):
     caller: Annotated[Raw | UnsetType, described("Accepted, without effect.")] = UNSET
 
 
+class ToolReferenceBlock(Strict, kw_only=True, tag_field="type", tag="tool_reference"):
+    """A tool with `defer_loading` that the model may call from here on."""
+
+    tool_name: str
+    cache_control: CacheControl = UNSET
+
+
 class ToolResultBlock(Strict, kw_only=True, tag_field="type", tag="tool_result"):
     """The result of a tool call, in a message of the user."""
 
     tool_use_id: str
     content: Annotated[
-        str | list[TextBlock | ImageBlock | DocumentBlock | SearchResultBlock] | None,
-        described("A text, or blocks of text."),
+        str | list[TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock] | None,
+        described("A text, or blocks of text and references to tools."),
     ] = None
     is_error: Annotated[bool | None, described("The call failed; the model is told so.")] = None
     cache_control: CacheControl = UNSET

@@ -19,7 +19,7 @@ from millrace.serve.anthropic.schemas import (
     CountTokensRequest,
     MessagesRequest,
 )
-from millrace.serve.anthropic.translate_messages import messages_of, text_content
+from millrace.serve.anthropic.translate_messages import messages_of, referenced_tools, text_content
 from millrace.serve.anthropic.write import LIMIT_NAMES, MessageWriter
 from millrace.serve.generate.chat.open_chat import open_chat
 from millrace.serve.generate.chat.reasoning import ReasoningWish, check_wish, effort_effect
@@ -52,7 +52,9 @@ async def prepare_message(state: FrontState, data: bytes, received: float, owner
     await state.await_engine(body.model)
     try:
         conversation, edits = await _conversation(state, body)
-        writer = partial(MessageWriter, edits=UNSET if edits is None else ContextManagementAnswer(edits))
+        hides_thinking = body.thinking is not None and body.thinking.display == "omitted"
+        applied = UNSET if edits is None else ContextManagementAnswer(edits)
+        writer = partial(MessageWriter, edits=applied, hides_thinking=hides_thinking)
         generation = await _generation(state, body, conversation, received)
         effect = effort_effect(state, _wish(body), generation.params.thinking)
         return Work(state, generation, writer, headers=warnings([effect]))
@@ -148,11 +150,13 @@ def _wish(body: CountTokensRequest) -> ReasoningWish:
 
 
 def _tools(body: CountTokensRequest) -> ToolUse:
+    referenced = referenced_tools(body.messages)
     functions = [
         function_of(
             tool.name, tool.description, tool.input_schema, is_strict=bool(tool.strict), param=f"tools[{index}]"
         )
         for index, tool in enumerate(body.tools or ())
+        if not tool.defer_loading or tool.name in referenced
     ]
     wanted = body.tool_choice
     if wanted is None:

@@ -17,6 +17,7 @@ from millrace.serve.anthropic.schemas_blocks import (
     SearchResultBlock,
     TextBlock,
     ThinkingBlock,
+    ToolReferenceBlock,
     ToolResultBlock,
     ToolUseBlock,
 )
@@ -35,6 +36,14 @@ def messages_of(message: AnthropicMessage, at: str) -> list[Message]:
     if message.role == "system":
         return [Message("system", text_content(content, at))]
     return _answer(content, at) if message.role == "assistant" else _request(content, at)
+
+
+def referenced_tools(messages: Sequence[AnthropicMessage]) -> set[str]:
+    """Names in the `tool_reference` blocks of tool results."""
+    blocks = [block for message in messages if not isinstance(message.content, str) for block in message.content]
+    results = [block.content for block in blocks if isinstance(block, ToolResultBlock)]
+    parts = [part for content in results if content and not isinstance(content, str) for part in content]
+    return {part.tool_name for part in parts if isinstance(part, ToolReferenceBlock)}
 
 
 def _request(blocks: list[Block], at: str) -> list[Message]:
@@ -60,11 +69,11 @@ def _answer(blocks: list[Block], at: str) -> list[Message]:
             reasoning.append(block.thinking)
         elif not isinstance(block, RedactedThinkingBlock):
             texts.append(_text(block, f"{at}[{index}]"))
-    thought = "\n".join(reasoning) if reasoning else None
+    thought = "\n".join(reasoning) or None
     return [Message("assistant", texts or "", tool_calls=tuple(calls), reasoning=thought)]
 
 
-def text_content(content: str | Sequence[Block], at: str) -> str | list[str]:
+def text_content(content: str | Sequence[Block | ToolReferenceBlock], at: str) -> str | list[str]:
     if isinstance(content, str):
         return content
     if not content:
@@ -72,13 +81,15 @@ def text_content(content: str | Sequence[Block], at: str) -> str | list[str]:
     return [_text(block, f"{at}[{index}]") for index, block in enumerate(content)]
 
 
-def _text(block: Block, at: str) -> str:
+def _text(block: Block | ToolReferenceBlock, at: str) -> str:
     if isinstance(block, TextBlock):
         return block.text
     if isinstance(block, SearchResultBlock):
         return "\n".join([f"{block.title} ({block.source})", *(part.text for part in block.content)])
     if isinstance(block, DocumentBlock):
         return _document(block, f"{at}.source")
+    if isinstance(block, ToolReferenceBlock):
+        return f"The tool {block.tool_name} can be called now."
     raise _not_text(block, at)
 
 

@@ -65,10 +65,14 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 class MessageWriter:
-    def __init__(self, job: Job, edits: ContextManagementAnswer | UnsetType = UNSET) -> None:
+    def __init__(
+        self, job: Job, edits: ContextManagementAnswer | UnsetType = UNSET, *, hides_thinking: bool = False
+    ) -> None:
+        """`hides_thinking`: thinking blocks are empty."""
         self.limit_names = LIMIT_NAMES
         self._job = job
         self._edits = edits
+        self._hides_thinking = hides_thinking
         self._is_parsed = job.generation.form is not None
         self._block = 0
         """Index of the open block, or of the next one."""
@@ -95,7 +99,7 @@ class MessageWriter:
 
     def reasoning_delta(self, choice: DetailedChoice, text: str, tokens: Tokens) -> bytes:
         opened = self._open("thinking", OutputThinkingBlock("", ""))
-        return opened + self._delta(type="thinking_delta", thinking=text)
+        return opened if self._hides_thinking else opened + self._delta(type="thinking_delta", thinking=text)
 
     def call_start(self, choice: DetailedChoice, call: ToolCall, tokens: Tokens) -> bytes:
         return self._close() + self._open("tool_use", OutputToolUseBlock(_tool_use_id(call), call.name, {}))
@@ -140,7 +144,7 @@ class MessageWriter:
 
     # ── whole answers ─────────────────────────────────────────────────────────────────────────────────────────────────
     def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
-        content = [_block(said) for said in choices[0].output.items]
+        content = [self._said(said) for said in choices[0].output.items]
         return encode(self._message(content, choices[0], _usage(usage)))
 
     def _message(
@@ -151,13 +155,12 @@ class MessageWriter:
         edits = self._edits if ended is not None else UNSET
         return MessageAnswer(answer_id, "message", "assistant", model, content, reason, sequence, usage, edits)
 
-
-def _block(said: SaidText | ToolCall) -> OutputBlock:
-    if isinstance(said, ToolCall):
-        return OutputToolUseBlock(_tool_use_id(said), said.name, json.loads(close_partial(said.arguments)))
-    if said.is_reasoning:
-        return OutputThinkingBlock(said.text, SIGNATURE)
-    return OutputTextBlock(said.text)
+    def _said(self, said: SaidText | ToolCall) -> OutputBlock:
+        if isinstance(said, ToolCall):
+            return OutputToolUseBlock(_tool_use_id(said), said.name, json.loads(close_partial(said.arguments)))
+        if said.is_reasoning:
+            return OutputThinkingBlock("" if self._hides_thinking else said.text, SIGNATURE)
+        return OutputTextBlock(said.text)
 
 
 def _tool_use_id(call: ToolCall) -> str:
