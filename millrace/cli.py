@@ -24,6 +24,7 @@ from millrace.version import __version__
 COMMANDS = {
     "run": "download a model if needed, and chat with it",
     "serve": "serve a model over HTTP",
+    "launch": "start a coding agent (Claude Code, Codex, Qwen Code, opencode) on a model of yours",
     "chat": "chat with a model in the terminal, or with a server",
     "generate": "complete one prompt and print the text",
     "train-drafter": "train a drafter for speculative decoding from a model's own answers",
@@ -75,6 +76,7 @@ examples:
   millrace serve                                  serve the default model on http://127.0.0.1:8000
   millrace serve ./my-model --port 8123           serve a Hugging Face directory on another port
   millrace run llama3.2-1b                        download a model by name and chat with it
+  millrace launch claude                          Claude Code with a model on this machine
   millrace generate "The sea is" --max-tokens 32  print a completion
   millrace bench --url http://127.0.0.1:8000      measure a running server
   millrace config --port 8123                     show every setting and where its value came from

@@ -36,10 +36,21 @@ class CommandParser(argparse.ArgumentParser):
         raise UsageError(f"{_sentence(message)} {self._see_help()}")
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        parsed, unknown = self.parse_known_args(translated(list(arguments), set(self._option_string_actions)))
+        own, after_dashes = self._split(arguments)
+        parsed, unknown = self.parse_known_args(translated(own, set(self._option_string_actions)))
         if unknown:
             raise UsageError(self._explain_unknown(unknown[0]))
+        if self.get_default("after_dashes") is not None:
+            parsed.after_dashes = after_dashes
         return parsed
+
+    def _split(self, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Arguments before and after `--`, for a command that passes the latter on; other commands get all of them."""
+        own = list(arguments)
+        if self.get_default("after_dashes") is None or "--" not in own:
+            return own, []
+        at = own.index("--")
+        return own[:at], own[at + 1 :]
 
     def _explain_unknown(self, item: str) -> str:
         if item.startswith(("http://", "https://")) and "--url" in self._option_string_actions:
