@@ -14,12 +14,14 @@ TESTS ?=
 WORKERS ?= 2
 CLIENTS_PORT ?= 8765
 NODE_PACKAGES := ai@6.0.326 zod@4.6.7 @ai-sdk/openai@3.0.139 @ai-sdk/openai-compatible@2.0.87 @ai-sdk/anthropic@3.0.138
+# Node too, because Claude Code and Qwen Code need 22 or newer.
+AGENT_PACKAGES := node@22.23.3 @anthropic-ai/claude-code@2.1.327 @openai/codex@0.169.0 @qwen-code/qwen-code@0.24.4
 # How much `make fuzz` sends, and the seed of its cases (new in each run unless given).
 SIZE ?= 100
 SEED := $(or $(SEED),$(shell date +%s))
 FUZZED := tests/contract tests/plan tests/engine/test_cycle_properties.py tests/text tests/sources
 
-.PHONY: help serve chat test test-clients test-gpu test-models fuzz lint format bench bench-peers setup setup-dev fetch clean
+.PHONY: help serve chat test test-agents test-clients test-gpu test-models fuzz lint format bench bench-peers setup setup-dev fetch clean
 
 help: ## Show this list
 	@echo "Millrace: an LLM serving engine. Each command does all the set-up it needs."
@@ -51,6 +53,13 @@ test-clients: setup-dev fetch ## Clients and agent frameworks against a running 
 		export MILLRACE_URL=http://127.0.0.1:$(CLIENTS_PORT) MILLRACE_NODE=$(CURDIR)/.venv-clients/node; \
 		.venv-clients/bin/pytest -c /dev/null --confcutdir tests/clients -p no:cacheprovider tests/clients $(TESTS) && \
 		.venv-clients-openai2/bin/pytest -c /dev/null --confcutdir tests/clients -p no:cacheprovider tests/clients $(TESTS)
+
+test-agents: setup-dev .agents/.installed ## Claude Code, Codex CLI and Qwen Code (npm, pinned) against a real model; ARGS="codex --model M"
+	@PYTHONPATH=tests $(BIN)/python -m agents.try_agents $(ARGS)
+
+.agents/.installed: Makefile
+	@command -v npm > /dev/null || { echo "make test-agents needs npm."; exit 1; }
+	@npm install --silent --no-save --prefix .agents $(AGENT_PACKAGES) && touch $@
 
 test-models: setup-dev ## Fetch the further real models (about 2 GB) and hold them to transformers
 	@$(BIN)/millrace fetch --all

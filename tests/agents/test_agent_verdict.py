@@ -1,0 +1,95 @@
+"""The verdict of `make test-agents` on wire logs that are good, and on each way in which they can be bad."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from agents.try_agents import FirstCall
+from agents.verdict import CHAT, MESSAGES, RESPONSES, calls, problems, results
+from agents.wire_log import Exchange
+
+
+def streamed(path: str, body: dict[str, Any], *events: dict[str, Any] | str) -> Exchange:
+    data = [event if isinstance(event, str) else json.dumps(event) for event in events]
+    answer = "".join(f": waiting\n\ndata: {one}\n\n" for one in data).encode()
+    return Exchange("POST", path, {}, body, 200, is_stream=True, answer=answer)
+
+
+def message_log() -> list[Exchange]:
+    use = {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "ok"}
+    asked = {"messages": [{"role": "user", "content": "hi"}]}
+    later = {"messages": [*asked["messages"], {"role": "user", "content": [result]}]}
+    end = {"type": "message_stop"}
+    return [
+        streamed(MESSAGES, asked, {"type": "content_block_start", "content_block": use}, end),
+        streamed(MESSAGES, later, end),
+    ]
+
+
+def chat_log() -> list[Exchange]:
+    call = {"index": 0, "id": "call_1", "function": {"name": "run", "arguments": ""}}
+    later = {"messages": [{"role": "tool", "tool_call_id": "call_1", "content": "ok"}]}
+    return [
+        streamed(CHAT, {"messages": []}, {"choices": [{"delta": {"tool_calls": [call]}}]}, "[DONE]"),
+        streamed(CHAT, later, {"choices": []}, "[DONE]"),
+    ]
+
+
+def response_log() -> list[Exchange]:
+    item = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "run", "arguments": "{}"}
+    later = {"input": [{"type": "function_call_output", "call_id": "call_1", "output": "ok"}]}
+    end = {"type": "response.completed", "response": {}}
+    return [
+        streamed(RESPONSES, {"input": []}, {"type": "response.output_item.added", "item": item}, end),
+        streamed(RESPONSES, later, end),
+    ]
+
+
+LOGS = {"messages": message_log(), "chat": chat_log(), "responses": response_log()}
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_a_call_whose_result_came_back_is_good(name: str) -> None:
+    first, second = LOGS[name]
+    assert len(calls(first)) == 1
+    assert calls(first) == results(second)
+    assert problems([first, second]) == []
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_a_call_whose_result_never_came_back_is_named(name: str) -> None:
+    first, second = LOGS[name]
+    assert "never came back" in problems([first, replace(second, body={})])[0]
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_a_stream_without_its_last_event_is_named(name: str) -> None:
+    first, second = LOGS[name]
+    cut = replace(second, answer=second.answer.rpartition(b": waiting")[0])
+    assert "the stream ended with" in problems([first, cut])[0]
+
+
+def test_refusals_give_ups_and_silence_are_named() -> None:
+    first, second = message_log()
+    assert "answered with 400: no" in problems([first, replace(second, status=400, answer=b"no")])[0]
+    assert "answered with nothing" in problems([first, replace(second, status=0)])[0]
+    assert "gave up after 120 s" in problems([first, replace(second, was_left=True, took_s=120.0)])[0]
+    assert problems([Exchange("GET", "/v1/models", {}, None, 404)]) == ["The agent sent no request to a model."]
+
+
+def test_an_error_in_a_stream_is_named() -> None:
+    error = {"type": "error", "error": {"message": "lost"}}
+    found = problems([streamed(MESSAGES, {}, error, {"type": "message_stop"})])
+    assert found == ["Request 0 (POST /v1/messages): an error is in the stream."]
+
+
+def test_only_the_first_request_with_tools_must_call_one() -> None:
+    change = FirstCall()
+    title, asked = {"messages": []}, {"tools": [{}], "tool_choice": "auto"}
+    assert change(CHAT, title) == title
+    assert change(CHAT, asked) == {"tools": [{}], "tool_choice": "required"}
+    assert change(CHAT, asked) == asked

@@ -1,0 +1,155 @@
+"""Runs coding agents headless on a tiny repository against a real model, and judges the protocol: `make test-agents`.
+
+Each agent gets a home directory of its own and few tools, and may run only harmless commands. Its first request is
+changed on the way: a tool call is required, so that calls and results are exchanged whatever the model's wit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from agents.verdict import CHAT, MESSAGES, RESPONSES, calls, problems
+from agents.wire_log import WireLog
+
+from millrace.bench.local_server import LocalServer
+
+TASK = "Run ls to list the files, change Hello to Good morning in greeting.py, then run: python3 greeting.py"
+SYSTEM = "You are a coding agent. Work with the tools, one call at a time."
+MAX_TURNS = "6"
+HEADLESS: dict[str, tuple[str, ...]] = {
+    "claude": (
+        *("-p", TASK, "--system-prompt", SYSTEM, "--max-turns", MAX_TURNS, "--strict-mcp-config"),
+        *("--tools", "Bash", "Read", "Edit"),
+        *("--allowedTools", "Bash(ls:*)", "Bash(python3 greeting.py)", "Read", "Edit"),
+    ),
+    "codex": (
+        *("exec", "--sandbox", "workspace-write", "-c", 'model_instructions_file="../instructions.md"'),
+        *(part for name in ("multi_agent", "goals", "skill_search", "apps", "plugins") for part in ("--disable", name)),
+        TASK,
+    ),
+    "qwen": (
+        *("--bare", "--system-prompt", SYSTEM, "--max-session-turns", MAX_TURNS, "--approval-mode", "auto-edit"),
+        *("--core-tools", "run_shell_command", "read_file", "edit"),
+        *("--allowed-tools", "run_shell_command(ls)", "run_shell_command(python3 greeting.py)"),
+        *("-p", TASK),
+    ),
+}
+"""Arguments with which an agent does a task without a terminal."""
+REQUIRED = {MESSAGES: {"type": "any"}, CHAT: "required", RESPONSES: "required"}
+"""The tool choice that asks for a call, by path."""
+
+
+class FirstCall:
+    """Requires a tool call in the first request that has tools."""
+
+    def __init__(self) -> None:
+        self._is_done = False
+
+    def __call__(self, path: str, body: Any) -> Any:
+        if self._is_done or path not in REQUIRED or not body.get("tools"):
+            return body
+        self._is_done = True
+        return {**body, "tool_choice": REQUIRED[path]}
+
+
+def make_repository(directory: Path) -> Path:
+    """A git repository with two files; beside it a home directory and Codex's instructions."""
+    repository = directory / "repository"
+    repository.mkdir()
+    (directory / "home").mkdir()
+    (directory / "instructions.md").write_text(SYSTEM)
+    (repository / "greeting.py").write_text('print("Hello")\n')
+    (repository / "README.md").write_text("# A greeting\n")
+    who = ("-c", "user.name=test", "-c", "user.email=test@localhost")
+    for command in (("init", "-q"), ("add", "."), (*who, "commit", "-qm", "first")):
+        subprocess.run(["git", *command], cwd=repository, check=True)
+    return repository
+
+
+async def run_agent(name: str, url: str, programs: Path, repository: Path, timeout_s: float) -> tuple[int | None, str]:
+    """Exit code, or None after the timeout, and what the agent printed."""
+    home = repository.parent / "home"
+    path = f"{programs}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "HOME": str(home), "XDG_CONFIG_HOME": str(home / ".config")}
+    child = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "millrace", "launch", name, "--url", url, "--", *HEADLESS[name]),
+        cwd=repository,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = await asyncio.wait_for(child.communicate(), timeout_s)
+    except TimeoutError:
+        os.killpg(child.pid, signal.SIGKILL)
+        output, _ = await child.communicate()
+        return None, output.decode("utf-8", "replace")
+    return child.returncode, output.decode("utf-8", "replace")
+
+
+async def try_agent(name: str, url: str, programs: Path, logs: Path, timeout_s: float) -> bool:
+    """Prints the verdict; True if the protocol held."""
+    with tempfile.TemporaryDirectory(prefix="millrace-agent-") as directory:
+        repository = make_repository(Path(directory))
+        async with WireLog(url, FirstCall()) as log:
+            code, output = await run_agent(name, log.url, programs, repository, timeout_s)
+        edited = "Good morning" in (repository / "greeting.py").read_text()
+    log.write(logs / f"{name}.jsonl")
+    (logs / f"{name}.txt").write_text(output, encoding="utf-8")
+    found = problems(log.exchanges)
+    if code is None:
+        found.append(f"The agent had not ended after {timeout_s:g} s.")
+    called = sum(len(calls(one)) for one in log.exchanges)
+    if not called:
+        found.append("No tool was called, although a call was required.")
+    print(
+        f"{name}: {len(log.exchanges)} requests, {called} tool calls, file {'edited' if edited else 'not edited'},"
+        f" exit code {code}: {'the protocol held' if not found else 'PROBLEMS'}",
+        flush=True,
+    )
+    for problem in found:
+        print(f"  {problem}", flush=True)
+    return not found
+
+
+@contextlib.contextmanager
+def served(model: str, url: str) -> Iterator[str]:
+    if url:
+        yield url
+        return
+    with LocalServer([model], start_timeout_s=900.0) as server:
+        asyncio.run(server.wait_ready())
+        yield server.url
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("agents", nargs="*", metavar="AGENT", help=f"of {', '.join(HEADLESS)} (default: all)")
+    parser.add_argument("--model", default="qwen2.5-coder-1.5b", help="model to serve (default: %(default)s)")
+    parser.add_argument("--url", default="", help="use this server, and start none")
+    parser.add_argument("--programs", type=Path, default=Path(".agents/node_modules/.bin"), help="where the agents are")
+    parser.add_argument("--logs", type=Path, default=Path(".agents/logs"), help="where the wire logs go")
+    parser.add_argument("--timeout", type=float, default=900.0, metavar="S", help="for each agent (default: 900)")
+    args = parser.parse_args(arguments)
+    names = args.agents or list(HEADLESS)
+    args.logs.mkdir(parents=True, exist_ok=True)
+    with served(args.model, args.url) as url:
+        held = [asyncio.run(try_agent(name, url, args.programs.resolve(), args.logs, args.timeout)) for name in names]
+    print(f"{sum(held)} of {len(names)} agents: the protocol held. Wire logs: {args.logs}")
+    return 0 if all(held) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
