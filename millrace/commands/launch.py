@@ -130,18 +130,12 @@ def _endpoint(url: str, model: str, api_key: str, models: Sequence[dict[str, Any
 
 
 def _run_agent(agent: CodingAgent, start: Start, more: Sequence[str]) -> int:
-    """The agent's exit code. Ctrl-C is the agent's: this process waits for it to end."""
-    before = signal.signal(signal.SIGINT, lambda *_: None)  # Unlike SIG_IGN, not inherited by the agent.
-    try:
-        command = [agent.program, *start.arguments, *more]
-        with subprocess.Popen(command, env=child_environment(**start.variables)) as child:
-            try:
-                code = child.wait()
-            except BaseException:
-                child.terminate()
-                raise
-    finally:
-        signal.signal(signal.SIGINT, before)
+    """The agent's exit code. Ctrl-C is the agent's, and SIGTERM is passed on: this process waits for it to end."""
+    signal.signal(signal.SIGINT, lambda *_: None)  # Unlike SIG_IGN, not inherited by the agent.
+    command = [agent.program, *start.arguments, *more]
+    with subprocess.Popen(command, env=child_environment(**start.variables)) as child:
+        signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+        code = child.wait()
     return code if code >= 0 else 128 - code
 
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 import tomllib
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers.fake_openai import FakeServer, running
+from helpers.served import wait_until
 from helpers.tiny_server import tiny_source
 
 from millrace.bench.local_server import free_port
@@ -29,6 +33,15 @@ open({out!r}, "w").write(json.dumps(said))
 sys.exit(3)
 """
 HERE = Endpoint("http://127.0.0.1:8000", "a-model", 32768)
+
+
+@pytest.fixture(autouse=True)
+def _own_signals() -> Iterator[None]:
+    """`launch` takes these signals until its process ends, which here is pytest's."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -60,6 +73,22 @@ def test_a_server_is_started_and_stopped_where_none_runs(agent: Path, tmp_path: 
     said = json.loads(agent.read_text())
     assert [one["id"] for one in said["models"]] == [said["environment"]["ANTHROPIC_MODEL"]]
     assert said["environment"]["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == str(said["models"][0]["max_model_len"])
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=10)
+
+
+def test_sigterm_ends_the_agent_and_the_server(agent: Path, tmp_path: Path) -> None:
+    program, port = tmp_path / "bin" / "claude", free_port()
+    program.write_text(f"#!/bin/sh\necho $$ > {agent}\nexec /bin/sleep 600\n")
+    command = [sys.executable, "-m", "millrace", "launch", "claude", "--port", str(port)]
+    launched = subprocess.Popen([*command, "--model", tiny_source(tmp_path)])
+    try:
+        wait_until(lambda: agent.exists() and agent.read_text().endswith("\n"), "the agent runs", 120.0)
+        launched.terminate()
+        assert launched.wait(60) == 128 + signal.SIGTERM
+    finally:
+        launched.kill()
+    assert not Path(f"/proc/{agent.read_text().strip()}").exists()
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/ready", timeout=10)
 
