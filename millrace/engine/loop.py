@@ -357,7 +357,8 @@ class Engine:
             host_seconds=self._host_seconds,
             graphs_left=scheduler.captures.num_left,
             waiting_by_class=tuple(scheduler.waiting.num_by_class),
-            waiting_tokens=tuple(scheduler.waiting.tokens_by_class),
+            waiting_tokens=scheduler.waiting.tokens.by_class(),
+            running_prefill_tokens=scheduler.prefill_tokens(),
             aged_by_class=scheduler.waiting.num_aged(self._stats_at),
             rows_free=rows_free,
             admissions_per_s=rates.admissions_per_s(

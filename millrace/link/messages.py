@@ -219,7 +219,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Graphs still to be captured until warm-up is complete."""
     waiting_by_class: tuple[int, ...] = (0, 0, 0)
     waiting_tokens: tuple[int, ...] = (0, 0, 0)
-    """By class: tokens that waiting requests still have to compute."""
+    """By class: tokens that waiting requests still have to compute, a prefix that several share counted once."""
+    running_prefill_tokens: tuple[int, ...] = (0, 0, 0)
+    """By class: prompt tokens that running requests still have to compute."""
     aged_by_class: tuple[int, ...] = (0, 0, 0)
     """By class: waiting requests that aging has promoted, or soon will."""
     rows_free: int = 0

@@ -23,6 +23,9 @@ RESERVED_SHARE = 1 / 4
 """Chunks get this share of a step's time, however long its decode rows take: prefill always advances."""
 MIN_CHUNK = 16
 """Tokens that chunks get in any step."""
+EFFICIENT_CHUNK = 128
+"""The same in a step in which no row decodes. Shorter ones spend much of a step on reading weights, and no stream's pace
+is to be kept. Longer ones would delay cancellations and arrivals for little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +90,12 @@ class StepBudget:
         if times is None:
             return ChunkBudget(tokens, tokens)
         decode_s = times.decode_s(num_singles, int(rows.known[singles].sum()) if num_singles else 0)
-        stretch = PREFILL_STRETCH if num_singles == 0 else MANY_PREFILLS_STRETCH if is_many else 1
-        limit_s = stretch * self.step_s / times.pace
+        if num_singles == 0:
+            limit_s, least = PREFILL_STRETCH * self.step_s, EFFICIENT_CHUNK
+        else:
+            limit_s, least = (MANY_PREFILLS_STRETCH if is_many else 1) * self.step_s / times.pace, MIN_CHUNK
         chunk_s = max(limit_s - decode_s, RESERVED_SHARE * max(limit_s, decode_s))
-        tokens = min(tokens, max(self._in_time(times, chunk_s, rows, singles, behind), MIN_CHUNK))
+        tokens = min(tokens, max(self._in_time(times, chunk_s, rows, singles, behind), least))
         if not (sum(waiting[urgent + 1 :]) or (len(behind) and rows.priority[behind].max() > urgent)):
             self._yielding = None
             return ChunkBudget(tokens, tokens)

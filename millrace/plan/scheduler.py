@@ -33,7 +33,8 @@ from millrace.plan.queue.fair_shares import FairShares
 from millrace.plan.queue.kv_peak import OutputLengthEstimate
 from millrace.plan.queue.policy import make_policy
 from millrace.plan.queue.waiting import WaitingQueue
-from millrace.plan.request import Request, end_of
+from millrace.plan.queue.waiting_tokens import WaitingTokens
+from millrace.plan.request import NUM_CLASSES, Request, end_of
 from millrace.plan.row_choice import RowChoice
 from millrace.plan.rows import Rows
 from millrace.plan.seating import Seating
@@ -100,7 +101,7 @@ class Scheduler:
         self._drafts = DraftPlaces(settings.drafts, self._seating)
         policy = make_policy(settings.policy)
         self.shares = FairShares()
-        self.waiting = WaitingQueue(policy, self.shares, settings.aging_s)
+        self.waiting = WaitingQueue(policy, self.shares, settings.aging_s, WaitingTokens(self.prefix))
         lengths = OutputLengthEstimate(initial=settings.expected_output)
         self._admitting = Admitting(
             self._seating, self.waiting, policy, self.shares, self.budget, lengths, self.host_tier
@@ -127,6 +128,12 @@ class Scheduler:
     def has_drafts(self) -> bool:
         """False if no step ever has drafts."""
         return self._drafts.is_on
+
+    def prefill_tokens(self) -> tuple[int, ...]:
+        """By class: tokens of running prompts that no step computes yet."""
+        rows, order = self.rows, self.rows.order
+        left = np.maximum(rows.num_prompt[order] - rows.computed[order], 0)
+        return tuple(np.bincount(rows.priority[order], left, NUM_CLASSES).astype(int).tolist())
 
     @property
     def num_in_flight(self) -> int:

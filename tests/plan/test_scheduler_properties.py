@@ -224,7 +224,8 @@ class World:
         pool = self.scheduler.pool
         # A leak of tenants would show only after many more of them.
         assert not self.scheduler.shares._shares, "a tenant still counts as active"
-        assert self.scheduler.waiting.num_by_class == self.scheduler.waiting.tokens_by_class == [0, 0, 0]
+        assert self.scheduler.waiting.num_by_class == [0, 0, 0]
+        assert self.scheduler.waiting.tokens.by_class() == self.scheduler.prefill_tokens() == (0, 0, 0)
         assert pool.num_in_use == 0
         assert pool.num_fenced == 0
         assert pool.num_held == 0

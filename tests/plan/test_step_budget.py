@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from millrace.plan.budget import StepTarget
+from millrace.plan.budget import EFFICIENT_CHUNK, StepTarget
 from millrace.plan.pacing.step_time import StepRates
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
@@ -212,3 +212,46 @@ def test_chunks_shrink_at_once_while_the_machine_is_slow() -> None:
 def test_small_chunks_are_not_cut_to_reach_a_multiple_of_the_budget() -> None:
     counts = chunks_beside_a_stream(a_scheduler(token_budget=512, target=EXACT), [1.0] * 30)
     assert min(counts) >= 98 / 2
+
+
+LONG_CONTEXT = StepRates(step_s=0.1, prompt_token_s=6e-3, decode_row_s=6e-3, context_token_s=1e-6, pair_s=1.5e-6)
+"""A small CPU: at 18,000 tokens of context a token of a prompt takes six times as long as at the start."""
+
+
+def predicted_s(plan: StepPlan) -> float:
+    """By `LONG_CONTEXT`."""
+    pairs = float((plan.counts * (plan.starts + plan.counts / 2)).sum())
+    return LONG_CONTEXT.step_s + LONG_CONTEXT.prompt_token_s * plan.num_tokens + LONG_CONTEXT.pair_s * pairs
+
+
+@pytest.mark.parametrize("slowness", [1.0, 2.0, 8.0])
+def test_chunks_of_a_prompt_that_runs_alone_stay_efficient(slowness: float) -> None:
+    """Neither a long context nor a machine that became slower shrinks them: no stream's pace is to be kept."""
+    scheduler = a_scheduler(token_budget=512, target=StepTarget(0.2, LONG_CONTEXT, first_chunk=64))
+    scheduler.submit(a_prompt(0, 18_800))
+    chunks = []
+    while True:
+        plan = scheduler.plan(float(len(chunks)))
+        assert plan is not None
+        scheduler.budget.observe(plan, slowness * predicted_s(plan))
+        confirm(scheduler, plan)
+        chunks.append(plan.num_tokens)
+        if plan.samples.any():
+            break
+    # Now and then one is cut to end at a multiple of the token budget.
+    assert min(chunks[:-1]) >= EFFICIENT_CHUNK // 2
+    assert np.median(chunks) >= EFFICIENT_CHUNK
+
+
+def test_a_slower_machine_shortens_chunks_beside_a_stream() -> None:
+    """The pace of the stream is kept, down to the least that a prompt gets."""
+    scheduler = a_scheduler(token_budget=512, target=StepTarget(0.2, LONG_CONTEXT))
+    scheduler.submit(a_prompt(0, 20))
+    for now in range(2):
+        plan = scheduler.plan(float(now))
+        assert plan is not None
+        confirm(scheduler, plan)
+    scheduler.submit(a_prompt(1, 3000))
+    plan = scheduler.plan(2.0)
+    assert plan is not None
+    assert plan.counts.tolist() == [1, 16]

@@ -114,7 +114,8 @@ class Overload:
         self._stats = EngineStats(
             *(0, scheduler.num_running, len(waiting), *[0] * 10),
             waiting_by_class=tuple(waiting.num_by_class),
-            waiting_tokens=tuple(waiting.tokens_by_class),
+            waiting_tokens=waiting.tokens.by_class(),
+            running_prefill_tokens=self._scheduler.prefill_tokens(),
             aged_by_class=waiting.num_aged(now),
             rows_free=free,
             admissions_per_s=self._rates.admissions_per_s(scheduler.num_running + (0 if len(waiting) else free)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from millrace.plan.kv.block_hash import block_hash, root_hash
@@ -136,6 +136,21 @@ class PrefixIndex:
         digest = self.hash_of(request, num_matched)
         request.held_by = digest if digest in self._pending else None
         return request.held_by is not None
+
+    def num_expected(self, request: Request, others: Container[bytes]) -> int:
+        """Leading blocks of the request that are cached, being computed, or whose hashes are among `others`. Hashes
+        all its full blocks."""
+        if not (self._enabled and request.read_cache):
+            return 0
+        self.hash_expected()
+        usable = (len(request.history) // 4 - 1) // self.block_size
+        if usable:
+            self.hash_of(request, usable - 1)
+        for index, digest in enumerate(request.hashes[:usable]):
+            is_known = digest in self._pending or digest in others
+            if not is_known and self._pool.find(digest, request.block_tokens[index]) is None:
+                return index
+        return usable
 
     def has_more(self, request: Request, num_matched: int) -> bool:
         """True if the cache may hold more of the request than the first `num_matched` blocks."""

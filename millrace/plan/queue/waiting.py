@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 from millrace.plan.queue.fair_shares import FairShares
 from millrace.plan.queue.policy import Policy
+from millrace.plan.queue.waiting_tokens import WaitingTokens
 from millrace.plan.request import NUM_CLASSES, Request
 
 SortKey = tuple[float, int]
@@ -30,7 +31,7 @@ AGING_WINDOW_S = 10.0
 
 
 class WaitingQueue:
-    def __init__(self, policy: Policy, shares: FairShares, aging_s: float) -> None:
+    def __init__(self, policy: Policy, shares: FairShares, aging_s: float, tokens: WaitingTokens) -> None:
         self._policy = policy
         self._shares = shares
         self._aging_s = aging_s
@@ -40,8 +41,7 @@ class WaitingQueue:
         self._arrivals: list[deque[Arrival]] = [deque() for _ in range(NUM_CLASSES)]
         """By class, in the order added. May contain requests that have left."""
         self.num_by_class = [0] * NUM_CLASSES
-        self.tokens_by_class = [0] * NUM_CLASSES
-        """Tokens still to compute, prefix hits not considered."""
+        self.tokens = tokens
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -59,7 +59,8 @@ class WaitingQueue:
             insort(queue, entry, key=lambda entry: entry[0])
         self._by_id[request.id] = entry
         self._note_arrival(request)
-        self._count(request, 1)
+        self.num_by_class[request.priority] += 1
+        self.tokens.add(request)
         if request.deadline < math.inf:
             heapq.heappush(self._deadlines, (request.deadline, request.id))
             if len(self._deadlines) > 2 * len(self._by_id) + MAX_STALE_ENTRIES:
@@ -79,7 +80,8 @@ class WaitingQueue:
         del queue[0 if is_first else bisect_left(queue, key, key=lambda entry: entry[0])]
         if not queue:
             del self._queues[name]
-        self._count(request, -1)
+        self.num_by_class[request.priority] -= 1
+        self.tokens.remove(request)
         return request
 
     def in_order(self, now: float, least_urgent: int = NUM_CLASSES - 1) -> Iterator[Request]:
@@ -132,10 +134,6 @@ class WaitingQueue:
             arrivals.popleft()
         oldest = itertools.takewhile(lambda arrival: arrival[0] <= latest, arrivals)
         return sum(request_id in self._by_id for _, request_id in oldest)
-
-    def _count(self, request: Request, sign: int) -> None:
-        self.num_by_class[request.priority] += sign
-        self.tokens_by_class[request.priority] += sign * (len(request.history) // 4)
 
     def expired(self, now: float) -> list[int]:
         """Ids of waiting requests whose deadline has passed. Drops their entries."""

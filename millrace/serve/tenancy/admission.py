@@ -73,8 +73,9 @@ class AdmissionControl:
 
 
 def forecast(stats: EngineStats, unreported: int, priority: int) -> WaitForecast:
-    """Requests ahead are admitted as rows and memory become free, and their tokens are computed first. Where there is a
-    wait at all, the step that runs now and the request's own steps come on top."""
+    """Requests ahead are admitted as rows and memory become free, and their tokens are computed first, after those of
+    running prompts. The step that runs now and the request's own steps come on top. Running prompts alone are no wait,
+    nor are those with a queue of less than these steps, such as copies that reuse their prefix."""
     # Requests of the next class that have aged into this one go first.
     aged = sum(stats.aged_by_class[priority + 1 : priority + 2])
     num_ahead = sum(stats.waiting_by_class[: priority + 1]) + aged + unreported
@@ -87,9 +88,11 @@ def forecast(stats: EngineStats, unreported: int, priority: int) -> WaitForecast
     # One standard deviation more than the mean, as if rows became free at random.
     admission_s = (beyond_rows + math.sqrt(beyond_rows)) / rate if stats.admissions_per_s else 0.0
     tokens = sum(stats.waiting_tokens[: priority + 1])
-    compute_s = tokens / stats.tokens_per_s if stats.tokens_per_s else 0.0
-    waited_s = max(admission_s, compute_s)
-    return WaitForecast(num_ahead, waited_s + NUM_STEPS * stats.mean_step_s if waited_s else 0.0, rate)
+    running = sum(stats.running_prefill_tokens[: priority + 1])
+    compute_s, running_s = (count / stats.tokens_per_s if stats.tokens_per_s else 0.0 for count in (tokens, running))
+    steps_s = NUM_STEPS * stats.mean_step_s
+    has_queue = admission_s > 0 or compute_s > steps_s
+    return WaitForecast(num_ahead, max(admission_s, running_s + compute_s) + steps_s if has_queue else 0.0, rate)
 
 
 def _bounded(seconds: float) -> float:
