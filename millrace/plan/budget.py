@@ -24,8 +24,8 @@ RESERVED_SHARE = 1 / 4
 MIN_CHUNK = 16
 """Tokens that chunks get in any step."""
 EFFICIENT_CHUNK = 128
-"""The same in a step in which no row decodes: no stream's pace is to be kept, and shorter chunks spend much of a step on
-reading weights. Longer ones would delay cancellations and arrivals for little."""
+"""The same in a step in which no row decodes: no stream's pace is to be kept, and shorter chunks spend much of a step
+on reading weights. Longer ones would delay cancellations and arrivals for little."""
 
 
 @dataclass(frozen=True, slots=True)
