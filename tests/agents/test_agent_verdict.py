@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from agents.try_agents import FirstCall
+from agents.try_agents import MAX_TOKENS, ShortAnswers
 from agents.verdict import CHAT, MESSAGES, RESPONSES, calls, problems, results
 from agents.wire_log import Exchange
 
@@ -87,9 +87,24 @@ def test_an_error_in_a_stream_is_named() -> None:
     assert found == ["Request 0 (POST /v1/messages): an error is in the stream."]
 
 
-def test_only_the_first_request_with_tools_must_call_one() -> None:
-    change = FirstCall()
-    title, asked = {"messages": []}, {"tools": [{}], "tool_choice": "auto"}
-    assert change(CHAT, title) == title
-    assert change(CHAT, asked) == {"tools": [{}], "tool_choice": "required"}
-    assert change(CHAT, asked) == asked
+@pytest.mark.parametrize(
+    ("path", "limit", "tool", "choice"),
+    [
+        (MESSAGES, "max_tokens", {"name": "Bash"}, {"type": "tool", "name": "Bash"}),
+        (RESPONSES, "max_output_tokens", {"name": "exec_command"}, {"type": "function", "name": "exec_command"}),
+        (
+            *(CHAT, "max_tokens", {"type": "function", "function": {"name": "run_shell_command"}}),
+            {"type": "function", "function": {"name": "run_shell_command"}},
+        ),
+    ],
+)
+def test_answers_are_short_and_the_first_with_tools_runs_a_command(
+    path: str, limit: str, tool: dict[str, Any], choice: dict[str, Any]
+) -> None:
+    change = ShortAnswers()
+    short = {"temperature": 0, limit: MAX_TOKENS}
+    asked = {"tools": [{"name": "other"}, tool], "tool_choice": "auto"}
+    assert change(path, {limit: 32_000}) == short
+    assert change(path, asked) == {**asked, **short, "tool_choice": choice}
+    assert change(path, asked) == {**asked, **short}
+    assert change("/v1/models", {}) == {}

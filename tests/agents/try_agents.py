@@ -1,7 +1,8 @@
 """Runs coding agents headless on a tiny repository against a real model, and judges the protocol: `make test-agents`.
 
-Each agent gets a home directory of its own and few tools, and may run only harmless commands. Its first request is
-changed on the way: a tool call is required, so that calls and results are exchanged whatever the model's wit.
+Each agent gets a home directory of its own and few tools, and may run only harmless commands. Its requests are changed
+on the way: answers are greedy and short, and the first must call the tool that runs a command, so that calls and results
+are exchanged whatever the model's wit.
 """
 
 from __future__ import annotations
@@ -45,21 +46,29 @@ HEADLESS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Arguments with which an agent does a task without a terminal."""
-REQUIRED = {MESSAGES: {"type": "any"}, CHAT: "required", RESPONSES: "required"}
-"""The tool choice that asks for a call, by path."""
+SHELLS = {"Bash", "exec_command", "run_shell_command"}
+"""Names of the tools that run a command."""
+LIMITS = {MESSAGES: "max_tokens", CHAT: "max_tokens", RESPONSES: "max_output_tokens"}
+MAX_TOKENS = 512
 
 
-class FirstCall:
-    """Requires a tool call in the first request that has tools."""
+class ShortAnswers:
+    """Makes answers greedy and short, and requires a command in the first one."""
 
     def __init__(self) -> None:
-        self._is_done = False
+        self._has_called = False
 
     def __call__(self, path: str, body: Any) -> Any:
-        if self._is_done or path not in REQUIRED or not body.get("tools"):
+        if path not in LIMITS:
             return body
-        self._is_done = True
-        return {**body, "tool_choice": REQUIRED[path]}
+        changed = {**body, "temperature": 0, LIMITS[path]: MAX_TOKENS}
+        names = [tool.get("name") or tool.get("function", {}).get("name") for tool in body.get("tools") or ()]
+        shell = next((name for name in names if name in SHELLS), None)
+        if self._has_called or shell is None:
+            return changed
+        self._has_called = True
+        function = {"function": {"name": shell}} if path == CHAT else {"name": shell}
+        return {**changed, "tool_choice": {"type": "tool" if path == MESSAGES else "function", **function}}
 
 
 def make_repository(directory: Path) -> Path:
@@ -103,7 +112,7 @@ async def try_agent(name: str, url: str, programs: Path, logs: Path, timeout_s: 
     """Prints the verdict; True if the protocol held."""
     with tempfile.TemporaryDirectory(prefix="millrace-agent-") as directory:
         repository = make_repository(Path(directory))
-        async with WireLog(url, FirstCall()) as log:
+        async with WireLog(url, ShortAnswers()) as log:
             code, output = await run_agent(name, log.url, programs, repository, timeout_s)
         edited = "Good morning" in (repository / "greeting.py").read_text()
     log.write(logs / f"{name}.jsonl")
