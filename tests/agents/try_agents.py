@@ -1,8 +1,8 @@
 """Runs coding agents headless on a tiny repository against a real model, and judges the protocol: `make test-agents`.
 
 Each agent gets a home directory of its own and few tools, and may run only harmless commands. Its requests are changed
-on the way: answers are greedy and short, and the first must call the tool that runs a command, so that calls and results
-are exchanged whatever the model's wit.
+on the way: answers are greedy and short, and the first must call the tool that runs a command, so that calls and
+results are exchanged whatever the model's wit.
 """
 
 from __future__ import annotations
