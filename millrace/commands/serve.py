@@ -178,7 +178,8 @@ class Server:
             if state.lifecycle.stopped_at_once:
                 fronts.kill()
         finally:
-            self._engines = models.close()
+            # The first engine may not be watched yet. Stopping an engine twice does nothing.
+            self._engines = list(dict.fromkeys((*self._engines, *models.close())))
             if self._spare is not None:
                 self._spare.close()
             for task in (*tasks, *self._orders):

@@ -53,7 +53,8 @@ def main() -> None:
     threading.Thread(target=_stop_with_parent, args=(channel,), name="parent-watch", daemon=True).start()
     failure = serve_engine(config, channel, on_hang=lambda: os._exit(HUNG), on_idle=IdleCollector())
     if failure is not None:
-        Path(failure_path(directory)).write_text(failure, encoding="utf-8")
+        with contextlib.suppress(FileNotFoundError):  # The server has ended, and its directory with it.
+            Path(failure_path(directory)).write_text(failure, encoding="utf-8")
     channel.close()
 
 

@@ -11,14 +11,16 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from helpers.served import wait_until
+from safetensors.numpy import save_file
 from serve.wire import chat_text, stream
 
 from millrace.bench.local_server import descendants
@@ -176,6 +178,66 @@ def test_start_errors_are_one_sentence(options: tuple[str, ...], says: str) -> N
     assert len(errors) == 1
     assert says in errors[0]
     assert "Traceback" not in done.stderr
+
+
+def text_file(folder: Path) -> str:
+    (folder / "README.md").write_text("Not a model.\n")
+    return str(folder / "README.md")
+
+
+def empty_directory(folder: Path) -> str:
+    return str(folder)
+
+
+def damaged_gguf(folder: Path) -> str:
+    (folder / "model.gguf").write_bytes(b"GGUF\x03\0\0\0" + b"\x7f" * 64)
+    return str(folder / "model.gguf")
+
+
+def no_tokenizer(folder: Path) -> str:
+    (folder / "config.json").write_text(json.dumps(SMALL))
+    save_file({"model.embed_tokens.weight": np.zeros((96, 32), np.float32)}, folder / "model.safetensors")
+    return str(folder)
+
+
+def wrong_architecture(folder: Path) -> str:
+    (folder / "config.json").write_text(json.dumps({**SMALL, "architectures": ["WatermillForCausalLM"]}))
+    return f"random:{folder}"
+
+
+def too_large(folder: Path) -> str:
+    (folder / "config.json").write_text(json.dumps({**SMALL, "hidden_size": 1 << 20, "intermediate_size": 1 << 22}))
+    return f"random:{folder}"
+
+
+SMALL = {
+    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "vocab_size": 96},
+    **{"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 1e4},
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (text_file, "neither a .gguf file nor a model directory"),
+        (empty_directory, "no .safetensors or .gguf files"),
+        (damaged_gguf, "not a valid GGUF file"),
+        (no_tokenizer, "tokenizer.json"),
+        (wrong_architecture, "WatermillForCausalLM"),
+        (too_large, "does not fit"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_ends_in_a_sentence(
+    make: Callable[[Path], str], says: str, tmp_path: Path
+) -> None:
+    """Reads standard error until the last process that has it is gone, so an engine left behind is heard too."""
+    done = run(make(tmp_path), "--port", "0", "--device", "cpu")
+    assert done.returncode == 1
+    status, message = done.stderr.splitlines()
+    assert status == "starting the engine …"
+    assert message.startswith("millrace: ")
+    assert says in message
 
 
 def run(*options: str) -> subprocess.CompletedProcess[str]:
