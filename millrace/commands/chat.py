@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     backend = open_backend(loaded, args.url, api_key)
     screen = ChatScreen(backend, Conversation(args.system), fields, open_backend=open_model, plain=args.plain)
     try:
-        screen.loop()
+        has_failed = screen.loop()
     finally:
         screen.backend.close()
-    return 0
+    return 1 if has_failed and not screen.is_on_terminal else 0

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import os
+import stat
+import sys
 
 from millrace.commands import chat, generate
+from millrace.terminal.settings_options import given_settings
 
 USAGE = "millrace run MODEL [PROMPT] [options]"
 EXAMPLES = """\
+A server of yours that runs this model answers, unless options say how to load
+it. Text from a pipe comes before PROMPT, or is the prompt.
+
 examples:
-  millrace run llama3.2-1b                              chat
-  millrace run llama3.2-1b "Why is the sky blue?"       one answer, then exit
+  millrace run llama3.2-1b                           chat
+  millrace run llama3.2-1b "Why is the sky blue?"    one answer, then exit
+  cat notes.txt | millrace run smollm2 "Summarise this."
   echo "A long text" | millrace run smollm2 --system "Summarise this." -"""
 
 
@@ -21,7 +29,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    _use_running_server(args)
+    if args.prompt != "-" and _is_piped():
+        args.prompt = "\n\n".join(part for part in (sys.stdin.read().strip(), args.prompt) if part) or None
     if args.prompt is None:
         return chat.run(args)
     args.chat, args.raw = True, False
     return generate.run(args)
+
+
+def _use_running_server(args: argparse.Namespace) -> None:
+    """Ask a server of this machine that has loaded the model, rather than load it once more. Not if options say how."""
+    if args.url or args.config or given_settings(args).keys() - {"model.source"}:
+        return
+    from millrace.config import client_api_key
+    from millrace.terminal.running_servers import server_of
+    from millrace.terminal.settings_options import load_settings
+
+    found = server_of(load_settings(args).config.model.source, has_key=bool(args.api_key or client_api_key()))
+    if found is not None:
+        server, args.model = found
+        args.url = server.url
+        print(f"Using the server on {server.url} (process {server.pid}).", file=sys.stderr, flush=True)
+
+
+def _is_piped() -> bool:
+    """True if standard input is a pipe or a file. A terminal, /dev/null and a closed one are not read."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)

@@ -37,7 +37,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         own, after_dashes = self._split(arguments)
-        parsed, unknown = self.parse_known_args(translated(own, set(self._option_string_actions)))
+        # Intermixed: else MODEL, if it comes first, also decides that an optional PROMPT after the options is missing.
+        parsed, unknown = self.parse_known_intermixed_args(translated(own, set(self._option_string_actions)))
         if unknown:
             raise UsageError(self._explain_unknown(unknown[0]))
         if self.get_default("after_dashes") is not None:

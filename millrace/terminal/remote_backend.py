@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from millrace.errors import EngineUnavailable, MillraceError
 from millrace.terminal.sampling_options import AnswerStats, SamplingFields
@@ -31,8 +31,9 @@ class RemoteBackend:
         self._headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {api_key}"} if api_key else {}
         )
-        self.model_name = model or self._first_model()
         self.last = AnswerStats()
+        self._stream_options = {"include_usage": True}
+        self.model_name = self._choose(model)
 
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], fields: SamplingFields) -> Generator[str]:
         yield from self._stream("/v1/chat/completions", {"messages": list(messages), **fields})
@@ -56,20 +57,41 @@ class RemoteBackend:
     def close(self) -> None:
         pass
 
-    def _first_model(self) -> str:
-        connection, response = self._request("GET", "/v1/models", None)
+    def _choose(self, model: str) -> str:
+        """The server's first model, or this one if the server knows it: by a name in its list, or by an alias."""
         try:
-            names = [entry["id"] for entry in json.loads(response.read())["data"]]
-        except (ValueError, KeyError, TypeError) as error:
+            entries = self._get("/v1/models")["data"]
+            names = [str(entry["id"]) for entry in entries]
+        except (KeyError, TypeError, RemoteError) as error:
+            if model:
+                return model
+            if isinstance(error, RemoteError):
+                raise
             raise RemoteError(f"{self._address()} did not return a list of models. Name one as MODEL.") from error
-        finally:
-            connection.close()
+        if any(entry.get("owned_by") == "millrace" for entry in entries):
+            # An answer that is stopped then has its counts too. Other servers may refuse what they do not know.
+            self._stream_options["continuous_usage_stats"] = True
         if not names:
             raise RemoteError(f"{self._address()} lists no models.")
-        return str(names[0])
+        if model and model not in names:
+            try:
+                self._get(f"/v1/models/{quote(model)}")
+            except RemoteError as error:
+                raise RemoteError(f"{self._address()} has no model '{model}'. It has: {', '.join(names)}.") from error
+        return model or names[0]
+
+    def _get(self, path: str) -> Any:
+        connection, response = self._request("GET", path, None)
+        try:
+            return json.loads(response.read())
+        except ValueError:
+            return None
+        finally:
+            connection.close()
 
     def _stream(self, path: str, fields: dict[str, object]) -> Generator[str]:
-        body = {"model": self.model_name, "stream": True, "stream_options": {"include_usage": True}, **fields}
+        body = {"model": self.model_name, "stream": True, "stream_options": self._stream_options, **fields}
+        self.last = AnswerStats()
         started = time.monotonic()
         connection, response = self._request("POST", path, body)
         first_s, pieces, reason = 0.0, 0, ""
@@ -91,7 +113,7 @@ class RemoteBackend:
         finally:
             connection.close()
             self.last = AnswerStats(
-                prompt_tokens=usage.get("prompt_tokens", 0),
+                prompt_tokens=usage.get("prompt_tokens"),
                 cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
                 output_tokens=usage.get("completion_tokens", pieces),
                 first_token_s=first_s,

@@ -15,6 +15,7 @@ from millrace.errors import NotFound
 from millrace.model_settings import settings_of_models
 from millrace.settings_changes import ServerSettings
 from millrace.sources.default_name import default_name
+from millrace.sources.names import expand_alias
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,27 @@ def running_servers() -> list[RunningServer]:
         else:
             path.unlink(missing_ok=True)
     return found
+
+
+def server_of(source: str, *, has_key: bool) -> tuple[RunningServer, str] | None:
+    """A server that runs this model, and its name there. Not one that wants a key, unless there is one, and not one
+    with a certificate, which a client would have to be told."""
+    for server in running_servers():
+        wants_key = bool(server.settings["server"].get("keys_file"))
+        if server.url.startswith("https:") or (wants_key and not has_key):
+            continue
+        for name, settings in server.models.items():
+            if _is_same_model(source, name, str(settings["model"]["source"])):
+                return server, name
+    return None
+
+
+def _is_same_model(source: str, name: str, served: str) -> bool:
+    """`name`: of the model in the API of its server, which may have another current directory."""
+    path, served_path = Path(expand_alias(source)).expanduser(), Path(expand_alias(served)).expanduser()
+    if path.exists():
+        return served_path.is_absolute() and served_path.exists() and served_path.samefile(path)
+    return source == name or default_name(source) == default_name(served)
 
 
 def choose_server(which: str) -> RunningServer:

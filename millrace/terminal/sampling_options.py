@@ -50,7 +50,8 @@ def check_fields(fields: SamplingFields) -> None:
 class AnswerStats:
     """Tokens and times of one answer."""
 
-    prompt_tokens: int = 0
+    prompt_tokens: int | None = 0
+    """None: the server did not say, as at an answer that was stopped."""
     cached_tokens: int = 0
     output_tokens: int = 0
     first_token_s: float = 0.0
@@ -64,9 +65,10 @@ class AnswerStats:
         return (self.output_tokens - 1) / decoding_s if self.output_tokens > 1 and decoding_s > 0 else 0.0
 
     def summary(self) -> str:
+        prompt = "unknown number of" if self.prompt_tokens is None else self.prompt_tokens
         cached = f" ({self.cached_tokens} cached)" if self.cached_tokens else ""
         speed = f", then {self.tokens_per_s:.1f} tokens/s" if self.tokens_per_s else ""
         return (
-            f"{self.prompt_tokens} prompt tokens{cached}, {self.output_tokens} output tokens;"
+            f"{prompt} prompt tokens{cached}, {self.output_tokens} output tokens;"
             f" first token after {self.first_token_s:.2f} s{speed}; finish reason: {self.finish_reason or 'unknown'}"
         )

@@ -37,6 +37,20 @@ def test_save_as_text_and_save_errors(tmp_path: Path) -> None:
     assert "Usage: /save FILE" in run_slash("/save", conversation, {}, "m", "").text
 
 
+def test_save_overwrites_only_when_told_to(tmp_path: Path) -> None:
+    conversation, path = Conversation(), tmp_path / "talk.md"
+    path.write_text("precious")
+    conversation.add_user_message("q")
+    assert f"To overwrite it: /save! {path}" in run_slash(f"/save {path}", conversation, {}, "m", "").text
+    assert path.read_text() == "precious"
+    assert "Saved 1 messages" in run_slash(f"/save! {path}", conversation, {}, "m", "").text
+    assert "precious" not in path.read_text()
+
+
+def test_the_list_of_chat_commands_fits_80_columns() -> None:
+    assert max(map(len, run_slash("/help", Conversation(), {}, "m", "").text.splitlines())) < 80
+
+
 def test_system_prompt_is_shown_set_and_removed() -> None:
     conversation = Conversation()
     assert run_slash("/system", conversation, {}, "m", "").text == "No system prompt is set."
@@ -66,6 +80,40 @@ def test_chat_reads_questions_from_a_pipe(monkeypatch: pytest.MonkeyPatch, capsy
     sent = server.requests[0]
     assert (sent["temperature"], sent["top_k"], sent["stop"]) == (0.0, 3, ["x"])
     assert "min_p" not in sent
+
+
+@pytest.mark.live
+def test_a_piped_chat_with_an_error_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The chat goes on after the error, which is on standard error, apart from the answers."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n/model nosuch\n/stats\n"))
+    with running(FakeServer(answer=("A", "B"), fail_after=0)) as server:
+        assert main(["chat", "--url", server.url]) == 1
+    shown = capsys.readouterr()
+    assert "worn out" in shown.err
+    assert f"{server.url} has no model 'nosuch'. It has: fake." in shown.err
+    assert "worn out" not in shown.out
+    assert "nosuch" not in shown.out
+    assert "No answer yet." in shown.out
+
+
+@pytest.mark.live
+def test_a_server_is_asked_whether_it_has_the_model() -> None:
+    with running(FakeServer()) as server:
+        with pytest.raises(MillraceError, match="has no model 'nosuch'. It has: fake"):
+            RemoteBackend(server.url, "nosuch")
+        assert RemoteBackend(server.url, "fake").model_name == "fake"
+
+
+@pytest.mark.live
+def test_stats_of_a_stopped_answer() -> None:
+    """A server that counts only at the end is not quoted with zeros; Millrace's own are asked to count meanwhile."""
+    with running(FakeServer(answer=tuple("abcdef"))) as server:
+        backend = RemoteBackend(server.url)
+        stream = backend.stream_chat([{"role": "user", "content": "hi"}], {})
+        next(stream)
+        stream.close()
+        assert backend.last.summary().startswith("unknown number of prompt tokens, 1 output tokens")
+        assert server.requests[-1]["stream_options"] == {"include_usage": True}
 
 
 @pytest.mark.parametrize(

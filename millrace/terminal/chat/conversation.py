@@ -27,11 +27,12 @@ HELP = '''\
 /clear               clear the conversation (keeps the system prompt)
 /system [TEXT]       show or set the system prompt; "/system -" removes it
 /set [NAME VALUE]    show or set sampling: temperature, top_p, top_k, min_p,
-                     repetition_penalty, seed, max_tokens; "-" = the model's choice
+                     repetition_penalty, seed, max_tokens; "-" lets the model
+                     choose
 /model [NAME]        show the model, or go on with another one
 /retry               answer the last message again (also /regenerate)
 /save FILE           save the conversation, as JSON if FILE ends in .json,
-                     else as text
+                     else as text; "/save! FILE" overwrites a file
 /load FILE           continue a conversation that was saved as JSON
 /image FILE          attach an image to the next message, for models that see
 /stats               show tokens and times of the last answer
@@ -90,13 +91,16 @@ class Conversation:
         self.turns.pop()
         return True
 
-    def save(self, path: Path) -> str:
+    def save(self, path: Path, *, overwrite: bool = False) -> str:
         if path.suffix == ".json":
             text = json.dumps(self.messages, ensure_ascii=False, indent=2) + "\n"
         else:
             text = "\n".join(f"## {m['role']}\n\n{_text_of(m['content'])}\n" for m in self.messages)
         try:
-            path.write_text(text, encoding="utf-8")
+            with path.open("w" if overwrite else "x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError:
+            return f"{path} exists already. To overwrite it: /save! {path}"
         except OSError as error:
             return f"Cannot write {path}: {error.strerror}."
         return f"Saved {len(self.turns)} messages to {path}."
@@ -166,7 +170,8 @@ def run_slash(line: str, conversation: Conversation, fields: dict[str, object], 
         "/retry": lambda: _regenerate(conversation),
         "/regenerate": lambda: _regenerate(conversation),
         "/load": lambda: Reply(conversation.load(Path(argument).expanduser()) if argument else "Usage: /load FILE"),
-        "/save": lambda: Reply(conversation.save(Path(argument).expanduser()) if argument else "Usage: /save FILE"),
+        "/save": lambda: _save(conversation, argument, overwrite=False),
+        "/save!": lambda: _save(conversation, argument, overwrite=True),
         "/image": lambda: Reply(image=argument) if argument else Reply("Usage: /image FILE"),
         "/stats": lambda: Reply(stats or "No answer yet."),
         "/exit": lambda: Reply(leave=True),
@@ -183,6 +188,12 @@ def _clear(conversation: Conversation) -> Reply:
     conversation.turns.clear()
     conversation.images.clear()
     return Reply("Conversation cleared.")
+
+
+def _save(conversation: Conversation, argument: str, *, overwrite: bool) -> Reply:
+    if not argument:
+        return Reply("Usage: /save FILE")
+    return Reply(conversation.save(Path(argument).expanduser(), overwrite=overwrite))
 
 
 def _system(conversation: Conversation, argument: str) -> Reply:

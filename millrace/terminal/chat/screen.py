@@ -34,16 +34,19 @@ class ChatScreen:
         self._conversation = conversation
         self._fields = dict(fields)
         self._open_backend = open_backend
-        self._on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-        self._renders = self._on_terminal and not plain
+        self.is_on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        self._has_failed = False
+        self._renders = self.is_on_terminal and not plain
 
-    def loop(self) -> None:
+    def loop(self) -> bool:
+        """Chat until the end of the input. True if an answer or a change of the model failed."""
         self._say(f"Chatting with {self.backend.model_name}. Type /help for commands, Ctrl-D to exit.")
-        reader = TurnReader(on_terminal=self._on_terminal)
+        reader = TurnReader(on_terminal=self.is_on_terminal)
         try:
             self._loop(reader)
         finally:
             reader.close()
+        return self._has_failed
 
     def _loop(self, reader: TurnReader) -> None:
         interrupted = False
@@ -89,7 +92,7 @@ class ChatScreen:
         if self.backend.takes_images():
             self._say(self._conversation.attach(path))
         else:
-            self._say(f"{self.backend.model_name} takes no images, so {path.name} is not attached.", colour=RED)
+            self._fail(f"{self.backend.model_name} takes no images, so {path.name} is not attached.")
 
     def _switch(self, reply: Reply) -> None:
         """Open another model; the conversation goes on with it. If that fails, the present one stays."""
@@ -97,7 +100,7 @@ class ChatScreen:
         try:
             self.backend = self._open_backend(reply.model)
         except MillraceError as error:
-            self._say(error.message, colour=RED)
+            self._fail(error.message)
             return
         before.close()
         self._say(f"Now chatting with {self.backend.model_name}. /clear starts a new conversation.")
@@ -107,13 +110,13 @@ class ChatScreen:
         pieces: list[str] = []
         stream = self.backend.stream_chat(self._conversation.messages, self._fields)
         try:
-            with without_echo(on_terminal=self._on_terminal), contextlib.closing(stream) as parts:
+            with without_echo(on_terminal=self.is_on_terminal), contextlib.closing(stream) as parts:
                 self._show(parts, pieces)
             self._say_speed(self.backend.last)
         except KeyboardInterrupt:
             self._say("\n(stopped)")
         except MillraceError as error:
-            self._say(f"\n{error.message}" if pieces else error.message, colour=RED)
+            self._fail(f"\n{error.message}" if pieces else error.message)
         self._conversation.add_answer("".join(pieces))
 
     def _show(self, parts: Iterator[str], pieces: list[str]) -> None:
@@ -130,13 +133,21 @@ class ChatScreen:
         output.finish()
 
     def _say_speed(self, stats: AnswerStats) -> None:
-        if self._on_terminal and stats.output_tokens:
+        if self.is_on_terminal and stats.output_tokens:
             speed = f", {stats.tokens_per_s:.1f} tokens/s" if stats.tokens_per_s else ""
             self._say(f"[{stats.output_tokens} tokens{speed}, first after {stats.first_token_s:.2f} s]")
 
+    def _fail(self, text: str) -> None:
+        """Without a terminal errors go to standard error, apart from the answers."""
+        self._has_failed = True
+        if self.is_on_terminal:
+            self._say(text, colour=RED)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
     def _say(self, text: str, colour: str = DIM) -> None:
         """Our own messages, set apart from the model's text."""
-        print(coloured(text, colour, sys.stdout) if self._on_terminal else text, flush=True)
+        print(coloured(text, colour, sys.stdout) if self.is_on_terminal else text, flush=True)
 
 
 def _write_now(text: str) -> None:
