@@ -81,7 +81,7 @@ examples:
   millrace bench --url http://127.0.0.1:8000      measure a running server
   millrace config --port 8123                     show every setting and where its value came from
 
-`millrace COMMAND --help` shows the options of a command. --debug shows the traceback of an error.
+`millrace help COMMAND` shows the options of a command. --debug shows the traceback of an error.
 exit codes: 0 done, 1 failed, 2 wrong use or setting, 130 interrupted, 141 output closed (as in `millrace ls | head -1`)
 """
 
@@ -114,6 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
+    if arguments[:1] == ["help"] and arguments[1:]:
+        arguments = [*arguments[1:], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(folded(top_help()), end="")
         return 0 if arguments else EXIT_USAGE
@@ -170,7 +172,7 @@ def command_parsers() -> dict[str, CommandParser]:
 
 
 def top_help() -> str:
-    return HELP.format(commands="\n".join(f"  {name:<13} {summary}" for name, summary in COMMANDS.items()))
+    return HELP.format(commands="\n".join(f"  {name:<14} {summary}" for name, summary in COMMANDS.items()))
 
 
 def _split(arguments: list[str]) -> tuple[str, list[str]]:

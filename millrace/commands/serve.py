@@ -22,7 +22,7 @@ from millrace.config import Config, LoadedConfig, ModelConfig, num_fronts, repla
 from millrace.errors import ConfigError, EngineUnavailable, MillraceError
 from millrace.settings_changes import ServerSettings
 from millrace.terminal.running_servers import Announcement, announced, read_settings
-from millrace.terminal.settings_options import add_models, add_settings, given_settings, load_settings
+from millrace.terminal.settings_options import SERVER_SETTINGS, add_models, add_settings, given_settings, load_settings
 from millrace.terminal.startup_message import reachable_url
 from millrace.terminal.status_line import StatusLine
 
@@ -46,13 +46,12 @@ examples:
   millrace serve org/name --config my.toml             a Hugging Face id, with settings from a file
   millrace serve qwen2.5-0.5b gemma-3-270m             several models, each loaded when a request names it
   millrace serve random:config.json                    random weights of this shape, for benchmarks
-  millrace serve --keys-file keys.toml                 require API keys (millrace keys creates them)
-  millrace serve --tls-cert cert.pem --tls-key key.pem serve HTTPS"""
+  millrace serve --keys-file keys.toml                 require API keys (millrace keys creates them)"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_models(parser)
-    add_settings(parser)
+    add_settings(parser, shown=SERVER_SETTINGS)
     parser.add_argument(
         "--enable-auto-tool-choice",
         action="store_true",

@@ -6,8 +6,9 @@ import argparse
 import difflib
 import re
 import shutil
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from millrace.errors import ConfigError
 from millrace.terminal.folding import folded
@@ -114,6 +115,9 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
         width = min(shutil.get_terminal_size().columns, 110)
         super().__init__(prog, max_help_position=30, width=width)
+
+    def _format_usage(self, usage: str | None, *rest: Any) -> str:
+        return textwrap.fill(super()._format_usage(usage, *rest), self._width, subsequent_indent=" " * 7) + "\n\n"
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return folded(super()._fill_text(text, width, indent), width)

@@ -19,12 +19,18 @@ _SECTIONS = {
     "run": "execution",
     "observe": "logging",
 }
+_COMMON = "common settings"
 _FURTHER_NAMES = {
     "model.source": ("--model",),
     "model.tool_format": ("--tool-call-parser",),
     "model.reasoning_format": ("--reasoning-parser",),
 }
 """Other names of options, some of them vLLM's."""
+SERVER_SETTINGS = (
+    *("server.port", "server.host", "model.max_context", "model.quantization", "memory.kv_gib", "run.device"),
+    *("plan.max_running", "server.keys_file", "model.keep_alive_s", "observe.log_level"),
+)
+"""What `--help` shows of `serve`."""
 LOCAL_MODEL_SETTINGS = (
     *("model.source", "model.dtype", "model.quantization", "model.max_context", "model.chat_template"),
     *("memory.kv_gib", "run.device", "run.threads"),
@@ -52,17 +58,20 @@ def add_settings(
     """Add --config and one option per setting, of `sections` only if any are given.
 
     A short name in `taken` already means something else to this command; that setting has only its dotted option.
-    If `shown` is given, `--help` shows only these settings, and `--help-all` shows all.
+    If `shown` is given, `--help` shows only these settings, in this order, and `--help-all` shows all: these first, the
+    rest by section.
     """
     parser.add_argument("--config", metavar="FILE", type=Path, help="TOML file with settings; options override it")
     groups: dict[str, argparse._ArgumentGroup] = {}
     hidden: dict[argparse.Action, str] = {}
-    for setting in all_settings().values():
+    every = all_settings()
+    for setting in (*map(every.__getitem__, shown), *(each for each in every.values() if each.key not in shown)):
         if sections and setting.section not in sections:
             continue
-        if setting.section not in groups:
-            groups[setting.section] = parser.add_argument_group(_SECTIONS.get(setting.section, setting.section))
-        action = _add_setting(groups[setting.section], setting, with_short_name=setting.name not in taken)
+        title = _COMMON if setting.key in shown else _SECTIONS.get(setting.section, setting.section)
+        if title not in groups:
+            groups[title] = parser.add_argument_group(title)
+        action = _add_setting(groups[title], setting, with_short_name=setting.name not in taken)
         if shown and setting.key not in shown:
             hidden[action] = action.help or ""
             action.help = argparse.SUPPRESS

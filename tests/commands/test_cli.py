@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -55,6 +56,45 @@ def test_every_command_has_help_with_examples(name: str, capsys: pytest.CaptureF
     text = capsys.readouterr().out
     assert text.startswith(f"usage: millrace {name}")
     assert "examples:" in text
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS))
+def test_help_fits_80_columns(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also by `help COMMAND`. Either all meanings of a list of examples stand beside them, or all below."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["help", name])
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: millrace {name}")
+    assert [line for line in text.splitlines() if len(line) > 80] == []
+    examples = text.partition("examples:\n")[2].partition("\n\n")[0].splitlines()
+    beside = [line for line in examples if re.match(r"  \S.*\s{2,}\S", line)]
+    below = [line for line in examples if re.match(r" {6}\S", line) and not line.startswith(" " * 7)]
+    assert not beside or not below, examples
+
+
+def test_help_of_an_unknown_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "sreve"]) == 2
+    assert "Did you mean 'serve'?" in capsys.readouterr().err
+
+
+def test_help_of_serve_begins_with_ten_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    def groups(option: str) -> dict[str, list[str]]:
+        with pytest.raises(SystemExit):
+            main(["serve", option])
+        parts = re.split(r"\n\n(?=\w)", capsys.readouterr().out)
+        found = {part.partition(":\n")[0]: re.findall(r"^  (--[\w-]+)", part, re.MULTILINE) for part in parts}
+        return {name: options for name, options in found.items() if options}
+
+    common = groups("--help")
+    assert list(common) == ["options", "common settings"]
+    assert len(common["common settings"]) == 10
+    assert common["common settings"][:2] == ["--port", "--host"]
+    every = groups("--help-all")
+    assert list(every)[:2] == list(common)
+    assert every["common settings"] == common["common settings"]
+    assert "--prefix-cache" in every["scheduler"]
+    assert sum(map(len, every.values())) >= len(all_settings())
 
 
 @pytest.mark.parametrize("name", ["chat", "generate"])
