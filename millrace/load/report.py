@@ -47,6 +47,9 @@ def report_of(
     }
 
 
+_COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
+
+
 def table(summary: dict[str, Any]) -> str:
     lines = [
         f"{summary['requests']} requests in {summary['seconds']:.1f} s, {summary['failed']} failed",
@@ -54,19 +57,23 @@ def table(summary: dict[str, Any]) -> str:
         f"  goodput/s        {_with_interval(summary['goodput_per_s'])}",
         f"  input tokens/s   {_with_interval(summary['input_tokens_per_s'])}",
         f"  output tokens/s  {_with_interval(summary['output_tokens_per_s'])}",
-        f"  {'ms':<6}{'mean':>10}{'p50':>10}{'p90':>10}{'p95':>10}{'p99':>10}{'max':>10}   95% interval of p95",
+        f"  {'ms':<5}" + "".join(f"{name:>8}" for name in _COLUMNS) + "   95% interval of p95",
     ]
     for name in ("ttft", "itl", "tpot", "e2e"):
         found = summary[f"{name}_ms"]
         if found is not None:
-            cells = "".join(f"{found[key]:>10.1f}" for key in ("mean", "p50", "p90", "p95", "p99", "max"))
+            cells = "".join(f"{_ms(found[key]):>8}" for key in _COLUMNS)
             low, high = found["p95_interval"]
-            lines.append(f"  {name:<6}{cells}   {low:.1f} to {high:.1f}")
+            lines.append(f"  {name:<5}{cells}   {_ms(low)} to {_ms(high)}")
     for objective, is_met in summary["objectives"].items():
         lines.append(f"  {'met   ' if is_met else 'MISSED'} {objective}")
     for error, count in summary["errors"].items():
         lines.append(f"  {count} × {error}")
     return "\n".join(lines)
+
+
+def _ms(value: float) -> str:
+    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
 def _with_interval(rate: dict[str, Any]) -> str:

@@ -12,6 +12,8 @@ from millrace.load.svg import Line, plot
 
 MEASURED_BYTES = 1 << 27
 MEASURED_SIZE = 768
+PAUSE_S = 1.0
+"""A device that waits longer than this for the next step had nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,7 @@ def report(steps: dict[str, Any], stats: dict[str, Any], limits: MachineLimits) 
     for name, chosen in (("decode only", prefill == 0), ("with prefill", prefill > 0)):
         if chosen.any():
             lines.append(_kind(name, steps, device, chosen, limits))
-    span = max(steps["done"]) - min(steps["launched"])
-    lines.append(f"device busy {100 * min(1.0, device.sum() / span):.1f}% of {span:.2f} s")
+    lines.append(_busy(steps, device.sum()))
     parts = {name: [v for v in values if v is not None] for name, values in stats["series"]["step_ms"].items()}
     means = {name: float(np.mean(values)) for name, values in parts.items() if values}
     if means:
@@ -59,6 +60,16 @@ def report(steps: dict[str, Any], stats: dict[str, Any], limits: MachineLimits) 
     where = "measured on this machine with NumPy" if limits.is_measured else "of the device"
     lines.append(f"limits {where}: {limits.bytes_per_s / 1e9:.1f} GB/s, {limits.flops / 1e9:.0f} GFLOP/s")
     return lines
+
+
+def _busy(steps: dict[str, Any], device_s: float) -> str:
+    """How busy the device was between the first and the last step, without the pauses of a server that had no work."""
+    launched, done = np.array(steps["launched"]), np.array(steps["done"])
+    gaps = launched[1:] - np.maximum.accumulate(done)[:-1]
+    pauses_s = gaps[gaps > PAUSE_S].sum()
+    span = max(done.max() - launched.min() - pauses_s, 1e-9)
+    left_out = f", pauses of {pauses_s:.0f} s without work left out" if pauses_s else ""
+    return f"device busy {100 * min(1.0, device_s / span):.0f}% of {span:.1f} s{left_out}"
 
 
 def _kind(name: str, steps: dict[str, Any], device: Any, chosen: Any, limits: MachineLimits) -> str:

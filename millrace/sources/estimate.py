@@ -33,8 +33,8 @@ def estimate_lines(name: str, weight_bytes: int) -> Iterator[str]:
     share = entry.active / entry.parameters if entry is not None and entry.active else 1.0
     bandwidth = memory_bytes_per_s()
     yield (
-        f"Expect up to {bandwidth / (weight_bytes * share):.1f} tokens/s for one stream on this CPU"
-        f" (memory at {_rate(bandwidth)})."
+        f"One stream on this CPU gets at most about {_two_digits(bandwidth / (weight_bytes * share))} tokens/s: the"
+        f" weights are read for each token, and memory gives {_rate(bandwidth)}."
     )
 
 
@@ -43,6 +43,11 @@ def memory_of(entry: CatalogueEntry, weight_format: str) -> float:
     return (
         entry.num_bytes(weight_format) + entry.kv_bytes_per_token * min(entry.context, _SHOWN_CONTEXT) + _OVERHEAD_BYTES
     )
+
+
+def _two_digits(value: float) -> str:
+    """Two significant digits: more would be noise."""
+    return f"{float(f'{value:.2g}'):,.10g}"
 
 
 def _rate(bytes_per_s: float) -> str:

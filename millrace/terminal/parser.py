@@ -67,8 +67,11 @@ class CommandParser(argparse.ArgumentParser):
         if advice is not None:
             return f"There is no option '{flag}' here. {advice}"
         close = nearest_flag(flag, self._option_string_actions)
-        hint = f"Did you mean '{close}'?" if close else f"`{self.prog} --help` lists the options."
+        hint = f"Did you mean '{close}'?" if close else f"`{self.prog} {self._every_option()}` lists the options."
         return f"Unknown option '{flag}'. {hint}"
+
+    def _every_option(self) -> str:
+        return "--help-all" if "--help-all" in self._option_string_actions else "--help"
 
     def _see_help(self) -> str:
         return f"See `{self.prog} --help`."

@@ -157,8 +157,8 @@ def test_config_as_toml_is_a_file_that_config_accepts(tmp_path: Path, capsys: py
         (["config", "--server.prot", "1"], "Did you mean '--server.port'?"),
         (["config", "--max_running", "1"], "Did you mean '--max-running'?"),
         (["config", "--Port=1"], "Unknown option '--Port'. Did you mean '--port'?"),
-        (["serve", "--zzzzqqq"], "`millrace serve --help` lists the options."),
-        (["serve", "--host-port"], "Unknown option '--host-port'. `millrace serve --help` lists the options."),
+        (["serve", "--zzzzqqq"], "`millrace serve --help-all` lists the options."),
+        (["serve", "--host-port"], "Unknown option '--host-port'. `millrace serve --help-all` lists the options."),
         (["serve", "--lora-modules", "a=b"], "no option '--lora-modules' here. LoRA adapters are not supported yet."),
         (["serve", "--lora_modules=a=b"], "no option '--lora_modules' here. LoRA adapters are not supported yet."),
         (["run", "smollm2", "--lora", "file"], "LoRA adapters are not supported yet."),
@@ -279,6 +279,15 @@ def test_models_lists_the_default_one(capsys: pytest.CaptureFixture[str]) -> Non
     assert "smollm2-135m-instruct" in names
     assert main(["models"]) == 0
     assert "SmolLM2-135M-Instruct" in capsys.readouterr().out
+
+
+def test_show_says_what_is_only_about_right(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "llama3.1-8b"]) == 0
+    shown = capsys.readouterr().out
+    assert "about 8.03 billion" in shown
+    assert re.search(r"bytes +about [\d.]+ GB", shown)
+    assert main(["show", "llama3.1-8b", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"] == 8_030_000_000
 
 
 @pytest.mark.live

@@ -21,6 +21,7 @@ from millrace.load.client import Endpoint, probe
 from millrace.load.lengths import parse_lengths
 from millrace.load.processes import Pattern, run_load
 from millrace.load.records import Outcome, Record
+from millrace.load.report import table
 from millrace.load.server_side import bottleneck
 from millrace.load.sources import read_dataset, read_schemas, read_trace
 from millrace.load.sweep import Point, find_highest_rate
@@ -277,3 +278,20 @@ def test_goodput_wants_every_objective() -> None:
     jerky = Record(2, 0, 0.0, ttft_s=0.1, e2e_s=1.0, gaps_s=[0.2], output_tokens=2)
     assert [one.is_good(objectives) for one in (good, slow, jerky)] == [True, False, False]
     assert Outcome([good, slow, jerky], 2.0, objectives).goodput == 0.5
+
+
+def test_the_table_fits_80_columns() -> None:
+    rate = {"value": 123456.78, "interval": [123400.12, 123500.34]}
+    times = dict.fromkeys(("mean", "p50", "p90", "p95", "p99", "max"), 123456.7)
+    summary = {
+        "requests": 100000,
+        "seconds": 3600.0,
+        "failed": 0,
+        "objectives": {},
+        "errors": {},
+        **dict.fromkeys(("requests_per_s", "goodput_per_s", "input_tokens_per_s", "output_tokens_per_s"), rate),
+        **{f"{name}_ms": {**times, "p95_interval": [57.1, 123456.7]} for name in ("ttft", "itl", "tpot", "e2e")},
+    }
+    lines = table(summary).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[-1].endswith("123457   57.1 to 123457")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from millrace.cli import main
+from millrace.commands.figures.cost import report_lines, usd_text
 from millrace.link.messages import EngineStats, TenantFigures
 from millrace.observe.cost.fit import changes, fit
 from millrace.observe.cost.report import cost_report
@@ -47,6 +48,22 @@ def test_the_parts_of_step_time_are_recovered() -> None:
     low, high = costs.intervals["decode_token_s"]
     assert low <= DECODE_S * 1.001
     assert high >= DECODE_S * 0.999
+
+
+def test_without_a_price_there_are_no_dollars() -> None:
+    lines = report_lines(cost_report(samples(), None, 0.0))
+    assert any("has no price" in line for line in lines)
+    assert any("%" in line for line in lines[3:])
+    assert not any("$" in line for line in lines)
+
+
+def test_dollars_have_three_digits() -> None:
+    assert [usd_text(value) for value in (1234.5, 12.345, 0.0123456, 0.00000123456, 0.0)] == [
+        *("1234", "12.3", "0.0123", "0.00000123", "0")
+    ]
+    lines = report_lines(cost_report(samples(), None, 3.6))
+    assert any(line.startswith("at $3.6/h, $ per million") for line in lines)
+    assert max(map(len, lines[:6])) <= 80
 
 
 def test_all_money_goes_somewhere() -> None:

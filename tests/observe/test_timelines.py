@@ -54,3 +54,13 @@ def test_a_profile_names_both_kinds_of_steps_and_draws_the_roof() -> None:
     assert any(line.startswith("decode only") and "40 steps" in line for line in lines)
     assert any(line.startswith("with prefill") and "10 steps" in line for line in lines)
     assert page(found, limits).count("<circle") == 100
+    assert any(line == "device busy 40% of 49.5 s" for line in lines)
+
+
+def test_a_profile_leaves_out_the_time_in_which_the_server_had_no_work() -> None:
+    """The step log gets an old step only when the next ones come: 300 s in which nothing ran are not idle capacity."""
+    found = {**steps_of(StepLog(), 11, 11), "model": "m", "device": "d"}
+    found["launched"][0] -= 300
+    found["done"][0] -= 300
+    lines = report(found, {"series": {"step_ms": {}}}, MachineLimits(1e9, 1e11, False))
+    assert any(line == "device busy 44% of 10.0 s, pauses of 300 s without work left out" for line in lines), lines

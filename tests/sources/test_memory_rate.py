@@ -73,5 +73,7 @@ def test_the_estimate_divides_the_rate_by_the_weights(monkeypatch: pytest.Monkey
     monkeypatch.setattr(estimate, "memory_bytes_per_s", lambda: 9.3e9)
     monkeypatch.setattr(estimate, "has_gpu", lambda: False)
     lines = list(estimate.estimate_lines("somebody/unknown-model", 300_000_000))
-    assert "Expect up to 31.0 tokens/s" in lines[-1]
-    assert "(memory at 9.3 GB/s)" in lines[-1]
+    assert "at most about 31 tokens/s" in lines[-1]
+    assert "memory gives 9.3 GB/s." in lines[-1]
+    assert "at most about 9.3 tokens/s" in list(estimate.estimate_lines("somebody/unknown-model", 1_000_000_000))[-1]
+    assert "at most about 3,100 tokens/s" in list(estimate.estimate_lines("somebody/unknown-model", 3_000_000))[-1]

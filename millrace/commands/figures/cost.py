@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,36 +44,49 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report))
     else:
-        print(folded("\n".join(_lines(report))))
+        print(folded("\n".join(report_lines(report))))
     return 0
 
 
-def _lines(report: dict[str, Any]) -> list[str]:
+def report_lines(report: dict[str, Any]) -> list[str]:
     if report["usd_per_million"] is None:
         return [report["note"]]
+    price = report["price_per_hour"]
     lines = [
-        (
-            f"Over the last {report['window_s']:.0f} s at ${report['price_per_hour']:g} per hour; the device was busy"
-            f" {100 * report['utilisation']:.1f}% of the time."
-        ),
-        *(() if report["price_per_hour"] else (_NO_PRICE,)),
-        f"{'$ per million tokens':<22}{'busy':>10}{'all in':>10}   95% interval (all in)",
+        f"Over the last {report['window_s']:.0f} s the device was busy {100 * report['utilisation']:.0f}% of the time.",
+        *(_token_lines(report) if price else [_NO_PRICE]),
+        "largest items:",
+        *(_item_line(item, price) for item in report["largest_items"]),
+        "what would change:",
     ]
-    for name, usd in report["usd_per_million"].items():
-        low, high = usd["interval"]
-        lines.append(f"  {name:<20}{usd['busy']:>10.4f}{usd['all_in']:>10.4f}   {low:.4f} to {high:.4f}")
-    lines += ["largest items:", *map(_item_line, report["largest_items"]), "what would change:"]
     for change in report["what_if"]:
         ratio = f"× {change['cost_ratio']:.2f}" if change["cost_ratio"] is not None else "unknown"
         lines.append(f"  {ratio:<8} {change['change']}: {change['why']}")
-    return lines + [
-        f"  ${tenant['usd']:.6f}  {tenant['tenant'] or '(no tenant)'}, {tenant['requests']} requests"
-        for tenant in report["tenants"]
-    ]
+    for tenant in report["tenants"]:
+        cost = f"${usd_text(tenant['usd'])}  " if price else ""
+        lines.append(f"  {cost}{tenant['tenant'] or '(no tenant)'}, {tenant['requests']} requests")
+    return lines
 
 
-def _item_line(item: dict[str, Any]) -> str:
-    return f"  {item['share']:6.1%}  ${item['usd_per_hour']:.3f}/h  {item['item']}"
+def _token_lines(report: dict[str, Any]) -> list[str]:
+    head = f"at ${report['price_per_hour']:g}/h, $ per million"
+    lines = [f"{head:<26}{'busy':>8}{'all in':>10}   95% interval (all in)"]
+    for name, usd in report["usd_per_million"].items():
+        low, high = map(usd_text, usd["interval"])
+        lines.append(f"  {name:<24}{usd_text(usd['busy']):>8}{usd_text(usd['all_in']):>10}   {low} to {high}")
+    return lines
+
+
+def usd_text(value: float) -> str:
+    """Three significant digits: the figures rest on a fit."""
+    if value <= 0:
+        return "0"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
+
+
+def _item_line(item: dict[str, Any], price: float) -> str:
+    cost = f"  ${usd_text(item['usd_per_hour'])}/h" if price else ""
+    return f"  {item['share']:6.1%}{cost}  {item['item']}"
 
 
 def _bill(args: argparse.Namespace) -> int:

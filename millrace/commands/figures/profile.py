@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from millrace.errors import MillraceError
+from millrace.terminal.folding import folded
 from millrace.terminal.server_options import add_server, ask_server
 from millrace.terminal.status_line import StatusLine
 
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(steps))
         return 0
-    print("\n".join(report(steps, stats, limits)))
+    print(folded("\n".join(report(steps, stats, limits))))
     if args.out:
         print(f"Wrote {args.out}.")
     return 0

@@ -47,13 +47,22 @@ def run(args: argparse.Namespace) -> int:
     formats = facts.pop("formats", None)
     width = max(map(len, facts))
     for name, value in facts.items():
-        shown = ", ".join(f"{key} {x:g}" for key, x in value.items()) if isinstance(value, dict) else value
-        print(f"{name:<{width}}  {shown:,}" if isinstance(shown, int) else f"{name:<{width}}  {shown}")
+        print(f"{name:<{width}}  {_shown(name, value, is_exact=facts['downloaded'] == 'yes')}")
     if formats:
         print(folded("\n" + "\n".join(_format_lines(formats))))
     if facts["bytes"]:
         print(folded("\n" + "\n".join(estimate_lines(args.model, int(facts["bytes"])))))
     return 0
+
+
+def _shown(name: str, value: Any, *, is_exact: bool) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {x:g}" for key, x in value.items())
+    if name == "parameters":
+        return f"about {value / 1e9:.3g} billion"
+    if name == "bytes" and not is_exact:
+        return f"about {value / 1e9:.1f} GB"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _local_facts(source: str) -> dict[str, Any]:
@@ -138,7 +147,7 @@ def _catalogue_facts(text: str) -> dict[str, Any]:
         "supported": "yes" if entry.is_supported else "not yet",
         "bytes": catalogue_bytes(entry.name),
         "family": entry.family,
-        "parameters": int(entry.parameters * 1e9),
+        "parameters": round(entry.parameters * 1e9),
         "layers": entry.layers,
         "kv_heads": entry.kv_heads,
         "context": entry.context,
