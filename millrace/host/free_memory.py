@@ -39,6 +39,16 @@ def available_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
     return min(available, group.free) if group is not None else available
 
 
+def total_bytes(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> int:
+    """Memory that this process could take if nothing else ran; 0 = unknown."""
+    try:
+        fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text(encoding="ascii").splitlines())
+        total = int(fields["MemTotal"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):
+        return 0
+    return min((group.limit for group in _limited_groups(proc, cgroups)), default=total)
+
+
 def tightest_group(proc: Path = _PROC, cgroups: Path = _CGROUPS) -> GroupMemory | None:
     """Of the control groups that this process is in, the one with the least memory left; None without any limit."""
     return min(_limited_groups(proc, cgroups), key=lambda group: group.free, default=None)

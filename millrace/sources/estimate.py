@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Iterator
 
-from millrace.host.free_memory import available_bytes
+from millrace.host.free_memory import available_bytes, total_bytes
 from millrace.sources.catalogue import CatalogueEntry, entry_of_files, find_entry
 from millrace.sources.memory_rate import memory_bytes_per_s
 from millrace.sources.names import has_gpu
 
+GPU_QUERY_TIMEOUT_S = 10
 _SHOWN_CONTEXT = 8192
 _OVERHEAD_BYTES = 600e6
 """Libraries and buffers of the engine's process."""
@@ -43,6 +46,25 @@ def memory_of(entry: CatalogueEntry, weight_format: str) -> float:
     return (
         entry.num_bytes(weight_format) + entry.kv_bytes_per_token * min(entry.context, _SHOWN_CONTEXT) + _OVERHEAD_BYTES
     )
+
+
+def machine_memory() -> int:
+    """Bytes that a model can have here if nothing else runs: of the GPU if there is one, else of the machine. 0 =
+    unknown."""
+    return gpu_bytes() if has_gpu() else total_bytes()
+
+
+def gpu_bytes() -> int:
+    """Memory of the largest GPU; 0 = unknown."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return 0
+    command = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=GPU_QUERY_TIMEOUT_S, check=True)
+        return max(int(line) << 20 for line in found.stdout.split("\n") if line.strip())
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return 0
 
 
 def _two_digits(value: float) -> str:

@@ -8,8 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import queue
 import re
 import shutil
+import threading
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
@@ -24,7 +28,7 @@ from millrace.sources.hf_files import DRAFTER_TORCH_FILES
 from millrace.sources.names import HubName
 
 if TYPE_CHECKING:
-    from huggingface_hub.hf_api import RepoSibling
+    from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
 _WANTED = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*"),
@@ -36,6 +40,7 @@ _UNWANTED = ("consolidated*", "*/*")
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _CHUNK_BYTES = 1 << 22
 SPARE_BYTES = 256 << 20
+REACH_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,25 +105,60 @@ def parse_manifest_name(text: str) -> HubName:
     return HubName(repo, revision or "main", variant)
 
 
-def describe(name: HubName, *, is_drafter: bool = False) -> HubModel:
+def describe(name: HubName, *, is_drafter: bool = False, of_any_family: bool = False) -> HubModel:
     """What the hub has under this name: the files that would be downloaded, and their sizes. A drafter may have torch
-    files, which its loader reads as tensors only."""
-    import huggingface_hub
-
+    files, which its loader reads as tensors only. Families that cannot be loaded are refused unless `of_any_family`."""
     entry = find_entry(name.repo)
-    if entry is not None and not entry.is_supported:
+    if entry is not None and not entry.is_supported and not of_any_family:
         raise ModelError(
             f"'{name}' is a model of the family {entry.family}, which is not supported yet; nothing was downloaded."
             " `millrace models` lists those that are."
         )
 
-    try:
-        info = huggingface_hub.HfApi().model_info(name.repo, revision=name.revision, files_metadata=True, timeout=30)
-    except Exception as error:  # huggingface_hub passes on any exception of its HTTP client.
-        raise _failure(name, error) from error
+    info = model_info(name)
     siblings = list(info.siblings or ())
     files = _choose_gguf(name, siblings) if name.variant else _choose_files(name, siblings, is_drafter)
     return HubModel(str(name), str(info.sha), tuple(_file(sibling) for sibling in files))
+
+
+def model_info(name: HubName) -> ModelInfo:
+    """The hub's description of a repository, with the sizes of its files."""
+    import huggingface_hub
+
+    try:
+        return huggingface_hub.HfApi().model_info(name.repo, revision=name.revision, files_metadata=True, timeout=30)
+    except Exception as error:  # huggingface_hub passes on any exception of its HTTP client.
+        raise _failure(name, error) from error
+
+
+def why_unreachable(timeout_s: float = REACH_TIMEOUT_S) -> str:
+    """Why the hub does not answer; empty if it does. Waits no longer than `timeout_s`, also for a name server."""
+    from huggingface_hub import constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=timeout_s):
+                answers.put("")
+        except urllib.error.HTTPError:
+            answers.put("")  # It answers.
+        except (OSError, ValueError) as error:
+            answers.put(str(getattr(error, "reason", error)))
+
+    threading.Thread(target=ask, name="hub-probe", daemon=True).start()
+    try:
+        return answers.get(timeout=timeout_s)
+    except queue.Empty:
+        return f"no answer within {timeout_s:g} s"
+
+
+def hub_address() -> str:
+    from huggingface_hub import constants
+
+    return str(constants.ENDPOINT)
 
 
 def fetch(name: HubName, progress: Progress | None = None, *, is_drafter: bool = False) -> HubModel:
@@ -295,17 +335,20 @@ def _failure(name: HubName, error: Exception) -> ModelError:
     from huggingface_hub import errors
 
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    code = "not_found"
     if isinstance(error, errors.GatedRepoError):
+        code = "gated"
         advice = "The model is gated: accept its licence on its page, then log in with `hf auth login` or set HF_TOKEN."
     elif isinstance(error, errors.RevisionNotFoundError):
         advice = f"The hub has no revision '{name.revision}' of it."
     elif isinstance(error, errors.RepositoryNotFoundError):
         advice = "The hub has no such model, or it is private: check the name, or log in with `hf auth login`."
     elif isinstance(error, errors.OfflineModeIsEnabled):
-        advice = "HF_HUB_OFFLINE is set; unset it to download."
+        code, advice = "unreachable", "HF_HUB_OFFLINE is set; unset it to download."
     else:
+        code = "unreachable"
         advice = f"({type(error).__name__}: {reason[:300]}) Check the network and run again; what has arrived is kept."
-    return ModelError(f"'{name}' could not be downloaded from the hub. {advice}")
+    return ModelError(f"'{name}' could not be downloaded from the hub. {advice}", code=code)
 
 
 def _manifest_dir() -> Path:

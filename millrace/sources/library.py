@@ -11,7 +11,7 @@ from millrace.errors import ModelError
 from millrace.sources import hub
 from millrace.sources.catalogue import entries, find_entry
 from millrace.sources.known_models import KNOWN_MODELS, KnownModel, find_known
-from millrace.sources.names import expand_alias, has_gpu, parse_name
+from millrace.sources.names import expand_alias, has_gpu, parse_name, read_aliases
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,15 @@ def find_local(text: str) -> Downloaded | None:
     name = parse_name(text, has_gpu=has_gpu())
     model = hub.find_downloaded(name) if name is not None else None
     return _of_hub(model) if model is not None else None
+
+
+def aliases_by_model() -> dict[str, list[str]]:
+    """The user's aliases, by the name of the downloaded model that they stand for, or else by what they were given."""
+    found: dict[str, list[str]] = {}
+    for alias, target in read_aliases().items():
+        local = find_local(target)
+        found.setdefault(local.name if local is not None else target, []).append(alias)
+    return found
 
 
 def is_downloaded(source: str) -> bool:
@@ -73,12 +82,15 @@ def remove(text: str) -> tuple[str, int]:
 
 
 def nearest_name(text: str) -> str | None:
-    """The known or catalogue name that `text` probably means; a family's own name before a mere likeness."""
+    """The name that `text` probably means: of a model that is here before one that would have to be downloaded, and of
+    a family's own name before a mere likeness."""
     names = [name for model in KNOWN_MODELS for name in (model.name, *model.aliases)]
     names += [name for entry in entries() for name in (entry.name, *entry.aliases)]
+    here = [*read_aliases(), *(model.name for model in list_downloaded())]
+    here += [name for model in KNOWN_MODELS if is_cached(model) for name in model.aliases]
     wanted = text.strip().lower().rpartition("/")[2]
     starting = [name for name in names if name.startswith(wanted[:5]) and wanted[:5]]
-    for pool, cutoff in ((starting, 0.5), (names, 0.6)):
+    for pool, cutoff in ((here, 0.7), (starting, 0.5), (names, 0.6)):
         close = difflib.get_close_matches(wanted, pool, n=1, cutoff=cutoff)
         if close:
             return close[0]

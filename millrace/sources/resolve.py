@@ -64,6 +64,15 @@ def resolve_model(
     raise not_found(source)
 
 
+def check_source(source: str) -> None:
+    """Raise if this can be no model: neither a name, nor an existing file or directory, nor `random:…`."""
+    text = expand_alias(source.strip())
+    if text.startswith(RANDOM_PREFIX):
+        _from_random(text.removeprefix(RANDOM_PREFIX))
+    elif not Path(text).expanduser().exists():
+        check_is_name(text)
+
+
 def check_is_name(source: str) -> None:
     """Raise if this is neither a known model, nor an alias, nor a name of the form that the hub uses."""
     text = expand_alias(source.strip())

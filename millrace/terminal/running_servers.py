@@ -72,14 +72,19 @@ def running_servers() -> list[RunningServer]:
 def server_of(source: str, *, has_key: bool) -> tuple[RunningServer, str] | None:
     """A server that runs this model, and its name there. Not one that wants a key, unless there is one, and not one
     with a certificate, which a client would have to be told."""
-    for server in running_servers():
+    for server, name in servers_of(source):
         wants_key = bool(server.settings["server"].get("keys_file"))
-        if server.url.startswith("https:") or (wants_key and not has_key):
-            continue
+        if not server.url.startswith("https:") and (has_key or not wants_key):
+            return server, name
+    return None
+
+
+def servers_of(source: str) -> Iterator[tuple[RunningServer, str]]:
+    """The servers that run this model, each with its name there."""
+    for server in running_servers():
         for name, settings in server.models.items():
             if _is_same_model(source, name, str(settings["model"]["source"])):
-                return server, name
-    return None
+                yield server, name
 
 
 def _is_same_model(source: str, name: str, served: str) -> bool:

@@ -20,6 +20,8 @@ LFS_FROM = 1000
 @dataclass
 class FakeHub:
     repos: dict[str, dict[str, bytes]]
+    recorded: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Answers of the hub's API about repositories whose files are not here."""
     gated: set[str] = field(default_factory=set)
     token: str = "hf_right"
     cut_after: int = 0
@@ -31,6 +33,8 @@ class FakeHub:
     url: str = ""
 
     def info(self, repo: str) -> dict[str, Any]:
+        if repo in self.recorded:
+            return self.recorded[repo]
         return {
             "_id": "1",
             "id": repo,
@@ -70,7 +74,7 @@ def running_hub(hub: FakeHub) -> Iterator[FakeHub]:
             if match is None:
                 return self._error(404, "EntryNotFound", "no such path")
             repo, revision = match[1], match[2] or "main"
-            if repo not in hub.repos:
+            if repo not in hub.repos and repo not in hub.recorded:
                 return self._error(401, "RepoNotFound", "Repository not found")
             if repo in hub.gated and self.headers.get("Authorization") != f"Bearer {hub.token}":
                 return self._error(401, "GatedRepo", "Access to this model is restricted")

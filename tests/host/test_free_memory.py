@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from millrace.host.free_memory import GroupMemory, available_bytes, tightest_group
+from millrace.host.free_memory import GroupMemory, available_bytes, tightest_group, total_bytes
 
 GIB = 1 << 30
 
@@ -36,6 +36,13 @@ def test_a_machine_without_groups(roots: tuple[Path, Path]) -> None:
 
 def test_unknown_is_zero(tmp_path: Path) -> None:
     assert available_bytes(tmp_path, tmp_path) == 0
+    assert total_bytes(tmp_path, tmp_path) == 0
+
+
+def test_the_whole_memory_is_the_machines_or_the_containers(roots: tuple[Path, Path]) -> None:
+    assert total_bytes(*roots) == 16 * GIB
+    write_group(roots[1], 4 * GIB, 3 * GIB, 0)
+    assert total_bytes(*roots) == 4 * GIB
 
 
 def test_cached_pages_of_a_container_are_free(roots: tuple[Path, Path]) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 
-from millrace.sources.names import read_aliases, write_alias
+from millrace.sources.library import find_local, is_downloaded
+from millrace.sources.names import expand_alias, read_aliases, write_alias
+from millrace.sources.resolve import check_source
 from millrace.terminal.table import print_table
 
 USAGE = "millrace alias [NAME [MODEL]] [--remove]"
@@ -23,9 +26,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the aliases as one JSON object")
 
 
+def _absolute(source: str) -> str:
+    """A path is kept whole, since the alias will be used in other directories."""
+    path = Path(source).expanduser()
+    return str(path.resolve()) if path.exists() and find_local(source) is None else source
+
+
+def _needs_download(target: str) -> str:
+    return "" if is_downloaded(target) else f" It is not downloaded: millrace pull {target}"
+
+
 def run(args: argparse.Namespace) -> int:
     if args.name and (args.target or args.remove):
-        write_alias(args.name, "" if args.remove else args.target)
+        if args.remove:
+            write_alias(args.name, "")
+            print(f"Removed the alias {args.name}.")
+        else:
+            check_source(args.target)
+            target = _absolute(expand_alias(args.target))
+            write_alias(args.name, target)
+            print(f"{args.name} now stands for {target}." + _needs_download(target))
         return 0
     aliases = read_aliases()
     if args.name:

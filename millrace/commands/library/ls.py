@@ -6,8 +6,7 @@ import argparse
 import json
 from datetime import UTC, datetime
 
-from millrace.sources.library import list_downloaded
-from millrace.sources.names import read_aliases
+from millrace.sources.library import aliases_by_model, list_downloaded
 from millrace.terminal.table import print_table
 
 USAGE = "millrace ls [--json]"
@@ -23,9 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     models = list_downloaded()
-    names: dict[str, list[str]] = {}
-    for alias, target in read_aliases().items():
-        names.setdefault(target, []).append(alias)
+    names = aliases_by_model()
     if args.json:
         for model in models:
             record = {"name": model.name, "bytes": model.num_bytes, "path": str(model.path)}

@@ -191,7 +191,7 @@ def check_model(config: Config) -> Iterator[Finding]:
 
     source = config.model.source
     if not is_downloaded(source):
-        yield Finding("model", "warning", f"{source} is not downloaded.", f"millrace pull {source}")
+        yield _absent_model(source)
         return
     try:
         files = resolve_model(source, offline=True)
@@ -235,6 +235,43 @@ def _tool_findings(config: Config, template: ChatTemplate) -> Iterator[Finding]:
         yield Finding("tools", "ok", f"Tool calls are written and read as {spec.name}.")
 
 
+def _absent_model(source: str) -> Finding:
+    """Whether `millrace pull` could download it."""
+    from millrace.sources.hub import describe, why_unreachable
+    from millrace.sources.known_models import find_known
+    from millrace.sources.names import expand_alias, parse_name
+    from millrace.sources.resolve import check_is_name
+
+    try:
+        check_is_name(source)
+        name = None if find_known(expand_alias(source)) else parse_name(expand_alias(source), has_gpu=has_gpu())
+        if name is not None and not why_unreachable():
+            describe(name)
+    except MillraceError as error:
+        return Finding("model", "problem", error.message)
+    return Finding("model", "warning", f"{source} is not downloaded.", f"millrace pull {source}")
+
+
+def check_network(config: Config) -> Iterator[Finding]:
+    """Whether models can be downloaded."""
+    from millrace.sources.hub import hub_address, why_unreachable
+
+    address = hub_address()
+    if config.model.offline:
+        yield Finding("network", "ok", "Not checked: --offline forbids downloads.")
+        return
+    reason = why_unreachable()
+    if reason:
+        text = (
+            f"The hub at {address} cannot be reached: {reason}. Models on this machine work; no other can be fetched."
+        )
+        yield Finding(
+            "network", "warning", text, "Check network and proxy (HTTPS_PROXY), or name a mirror: HF_ENDPOINT"
+        )
+    else:
+        yield Finding("network", "ok", f"The hub at {address} answers.")
+
+
 def check_files(config: Config) -> Iterator[Finding]:
     """Files that the settings name."""
     for name, value in (
@@ -248,5 +285,5 @@ def check_files(config: Config) -> Iterator[Finding]:
 
 CHECKS: tuple[Check, ...] = (
     *(check_python, check_torch, check_compiler, check_port, check_disk, check_memory),
-    *(check_threads, check_open_files, check_files, check_model),
+    *(check_threads, check_open_files, check_files, check_network, check_model),
 )
