@@ -15,9 +15,8 @@ from millrace.text.grammar.python_types import FORMATS, grammar_of
 
 Prompt = str | Sequence[int]
 """Text or token ids."""
-Messages = str | Sequence[Mapping[str, Any]]
-"""A conversation as OpenAI writes it; a string is one user message."""
 
+_PROMPT_FORMS = "give each prompt as a string or a list of token ids"
 _SAMPLING_NAMES = tuple(
     declared.name for declared in msgspec.structs.fields(SamplingParams) if declared.name not in FORMATS
 )
@@ -84,24 +83,22 @@ def _plain(name: str, value: object) -> object:
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if prompts and all(isinstance(item, int) for item in prompts):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
+        raise BadRequest(f"A prompt is of type {type(prompts).__name__}; {_PROMPT_FORMS}.")
+    if prompts and all(_is_token(item) for item in prompts):
         return [[int(item) for item in prompts if isinstance(item, int)]]
     batch: list[Prompt] = []
     for item in prompts:
         if isinstance(item, int):
-            raise BadRequest(
-                "The prompts mix token ids and strings; give each prompt as a string or a list of token ids."
-            )
+            raise BadRequest(f"The prompts mix token ids and strings; {_PROMPT_FORMS}.")
+        if not isinstance(item, str) and not (isinstance(item, Sequence) and all(map(_is_token, item))):
+            raise BadRequest(f"A prompt is of type {type(item).__name__}; {_PROMPT_FORMS}.")
         batch.append(item)
     return batch
 
 
-def as_messages(messages: Messages) -> list[dict[str, Any]]:
-    if isinstance(messages, str):
-        return [{"role": "user", "content": messages}]
-    if isinstance(messages, Mapping):
-        raise BadRequest("The messages are one dictionary; give a list: [{'role': 'user', 'content': '…'}].")
-    return [dict(message) for message in messages]
+def _is_token(item: object) -> bool:
+    return isinstance(item, int) and not isinstance(item, bool)
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from millrace.beams import Beam, check_beams, search, step_params
 from millrace.errors import RequestFailed
@@ -17,7 +18,7 @@ from millrace.text.tokenizers.tokenizer import Tokenizer
 
 async def search_one(
     client: EngineClient, tokenizer: Tokenizer, token_ids: list[int], params: SamplingParams, beams: BeamParams
-) -> Generation:
+) -> Generation[Any]:
     """The best `params.n` beams after one prompt."""
     own = () if params.ignore_eos else tokenizer.end_token_ids
     ends = tuple(dict.fromkeys((*own, *params.stop_token_ids)))
@@ -51,7 +52,7 @@ def _error_of(finish: Finish) -> RequestFailed:
     return RequestFailed(finish.message or f"The request ended early: {finish.reason}.")
 
 
-def _choice(tokenizer: Tokenizer, index: int, beam: Beam, params: SamplingParams) -> Choice:
+def _choice(tokenizer: Tokenizer, index: int, beam: Beam, params: SamplingParams) -> Choice[Any]:
     text = TextStream(tokenizer, params)
     num_shown = len(beam.token_ids) - beam.is_stopped  # an end token is not part of the answer
     shown = list(beam.token_ids[:num_shown])

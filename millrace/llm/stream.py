@@ -8,11 +8,16 @@ import queue
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
-from millrace.errors import MillraceError
+from millrace.errors import EngineUnavailable, MillraceError
 from millrace.llm.collector import Collector, OnPart
 from millrace.llm.outputs import StreamPart
 
 Submit = Callable[[OnPart], Coroutine[Any, Any, list[Collector]]]
+
+
+def check_open(loop: asyncio.AbstractEventLoop) -> None:
+    if loop.is_closed():
+        raise EngineUnavailable("This LLM is closed: its model is no longer in memory. Make a new one.")
 
 
 class GenerationStream:
@@ -31,6 +36,7 @@ class GenerationStream:
         return "".join(part.text for part in self if part.index == 0)
 
     def __iter__(self) -> Iterator[StreamPart]:
+        check_open(self._loop)
         parts: queue.SimpleQueue[StreamPart | MillraceError] = queue.SimpleQueue()
         future = asyncio.run_coroutine_threadsafe(self._submit(parts.put), self._loop)
         try:
@@ -50,6 +56,7 @@ class GenerationStream:
             self._cancel(collectors)
 
     async def __aiter__(self) -> AsyncIterator[StreamPart]:
+        check_open(self._loop)
         parts: asyncio.Queue[StreamPart | MillraceError] = asyncio.Queue()
         caller_loop = asyncio.get_running_loop()
 

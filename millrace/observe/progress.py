@@ -12,6 +12,25 @@ def is_watched() -> bool:
     return sys.stderr.isatty() or "ipykernel" in sys.modules
 
 
+Stage = Callable[[str, int, int], None]
+"""Called with what is being done, and how much of how much of it is done; a total of 0 means unknown."""
+
+
+@contextmanager
+def stage_progress(*, enabled: bool) -> Iterator[Stage]:
+    """Show the stages of a long start, each with its share, if `enabled`. They disappear at the end."""
+    if not enabled:
+        yield lambda what, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+        yield lambda what, done, total: progress.update(task, description=what, completed=done, total=total or None)
+
+
 @contextmanager
 def count_progress(what: str, total: int, *, enabled: bool) -> Iterator[Callable[[], None]]:
     """Show a bar over `total` items if `enabled`. Yields the function to call after each item."""

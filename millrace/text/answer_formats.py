@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from millrace.text.chat.template import ChatTemplate
 from millrace.text.reasoning import formats as reasoning_formats
 from millrace.text.reasoning.formats import ReasoningFormat
 from millrace.text.template_calls import format_of_template
+from millrace.text.tokenizers.tokenizer import Tokenizer
 from millrace.text.tools import formats as tool_formats
 from millrace.text.tools.formats import ToolFormat
 
 AUTO = "auto"
+
+
+class ChatText(Protocol):
+    """What rendering a conversation and reading its answer need of a model."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def template(self) -> ChatTemplate: ...
+
+    @property
+    def formats(self) -> AnswerFormats: ...
+
+    def special_id(self, text: str) -> int | None:
+        """Id of a special token; None if the text is ordinary."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from millrace.text.answer_events import AnswerEvent, ReasoningSaid, TextSaid
 from millrace.text.harmony import HarmonyParser
 from millrace.text.reasoning.formats import ReasoningFormat
 from millrace.text.reasoning.splitter import ReasoningSplitter
+from millrace.text.tokenizers.tokenizer import Tokenizer
 from millrace.text.tools.formats import HARMONY_MARKERS, Function, ToolFormat
 from millrace.text.tools.parser import ToolParser
 
@@ -42,6 +43,12 @@ class AnswerForm:
         """True if the answer consists of messages on channels, as in Harmony."""
         tool, reasoning = self.tool_format, self.reasoning
         return (tool is not None and tool.body == "harmony") or (reasoning is not None and reasoning.name == "harmony")
+
+
+def marker_ids(tokenizer: Tokenizer, form: AnswerForm | None) -> dict[int, str]:
+    """Special tokens that begin or end reasoning and tool calls, with their text."""
+    ids = {} if form is None else {tokenizer.token_id(marker): marker for marker in form.markers if marker}
+    return {token_id: marker for token_id, marker in ids.items() if token_id is not None}
 
 
 class AnswerReading(Protocol):

@@ -33,9 +33,8 @@ from millrace.serve.generate.generation import Generation, Prompt
 from millrace.serve.generate.writer import Writer
 from millrace.serve.http.event_stream import EventStream
 from millrace.serve.state import FrontState, JobSummary
-from millrace.text.answer_parser import AnswerForm
+from millrace.text.answer_parser import marker_ids
 from millrace.text.text_stream import TextStream
-from millrace.text.tokenizers.tokenizer import Tokenizer
 
 DEADLINE_SLACK_S = 2.0
 """The engine ends a request at its deadline; the front waits this much longer for the engine to report it."""
@@ -65,7 +64,7 @@ class Job:
         self._num_open = 0
         self._aborted: set[int] = set()
         """Indices of choices that the engine was told to abort."""
-        self._markers = _markers(state.tokenizer, generation.form)
+        self._markers = marker_ids(state.tokenizer, generation.form)
         self.choices: list[Choice] = []
         self._make_choices()
 
@@ -264,12 +263,6 @@ class Job:
         if any(choice.finish is None for choice in self.choices):
             return "abort"
         return self.choices[0].finish_reason
-
-
-def _markers(tokenizer: Tokenizer, form: AnswerForm | None) -> dict[int, str]:
-    """Special tokens that begin or end reasoning and tool calls, with their text."""
-    ids = {} if form is None else {tokenizer.token_id(marker): marker for marker in form.markers if marker}
-    return {token_id: marker for token_id, marker in ids.items() if token_id is not None}
 
 
 def _params_of(params: SamplingParams, number: int) -> SamplingParams:

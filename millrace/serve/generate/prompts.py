@@ -11,6 +11,7 @@ from millrace.errors import BadRequest, ContextOverflow
 from millrace.serve.generate.generation import Prompt
 from millrace.serve.generate.messages import Conversation, Message
 from millrace.serve.state import FrontState
+from millrace.text.answer_formats import ChatText
 from millrace.text.fill_in_middle import fill_in_tokens
 from millrace.text.reasoning.formats import is_opened_by
 from millrace.text.tools.prompt import plain_messages, shorten_ids
@@ -97,7 +98,7 @@ async def chat_prompt(
     return with_reasoning(state, prompt, tail)
 
 
-def with_reasoning(state: FrontState, prompt: Prompt, text: str) -> Prompt:
+def with_reasoning(state: ChatText, prompt: Prompt, text: str) -> Prompt:
     """Notes whether the end of the prompt's text opens or closes the model's reasoning."""
     reasoning = state.formats.reasoning
     if reasoning is None:
@@ -109,7 +110,7 @@ def with_reasoning(state: FrontState, prompt: Prompt, text: str) -> Prompt:
 
 
 def template_input(
-    state: FrontState, conversation: Conversation
+    state: ChatText, conversation: Conversation
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """Messages and tools as the model's chat template reads them. A template without tools sees them as text."""
     spec, template = state.formats.tools, state.template

@@ -48,6 +48,23 @@ def grammar_of(**given: object) -> Grammar | None:
     raise BadRequest(f"{name} is of type {type(value).__name__}; give {_TYPES[name]}.", param=name)
 
 
+def parse_as(described: object, text: str) -> Any:
+    """An answer in this schema as an object: of the type, or as plain values if the schema is a dictionary or text.
+    Raises `ValueError`."""
+    if isinstance(described, str | Mapping):
+        return json.loads(text)
+    pydantic = sys.modules.get("pydantic")
+    if pydantic is not None and isinstance(described, pydantic.TypeAdapter):
+        return described.validate_json(text)
+    try:
+        msgspec.json.schema(described)
+    except (TypeError, RuntimeError):
+        if pydantic is None:
+            raise
+        return pydantic.TypeAdapter(described).validate_json(text)
+    return msgspec.json.decode(text, type=described)
+
+
 def _schema_text(schema: object) -> str:
     if isinstance(schema, str):
         return schema

@@ -15,6 +15,7 @@ from millrace.serve.generate.generation import Prompt
 from millrace.serve.generate.messages import Conversation
 from millrace.serve.generate.prompts import chat_prompt
 from millrace.serve.state import FrontState
+from millrace.text.answer_formats import ChatText
 from millrace.text.answer_parser import AnswerForm
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.reasoning.preamble import preamble
@@ -49,7 +50,7 @@ async def open_chat(
 
 
 def open_prompt(
-    state: FrontState,
+    state: ChatText,
     prompt: Prompt,
     params: SamplingParams,
     *,
@@ -68,7 +69,7 @@ def open_prompt(
     return Chat(prompt, params, _form(state, use, prompt), field)
 
 
-def _grammar(state: FrontState, use: ToolUse, given: Grammar | None, field: str) -> tuple[Grammar | None, str]:
+def _grammar(state: ChatText, use: ToolUse, given: Grammar | None, field: str) -> tuple[Grammar | None, str]:
     """The grammar of the answer, and the field that set it: of calls that are required or strict, of the format that
     the request asks for, or of either."""
     if not use.shown:
@@ -98,7 +99,7 @@ def _grammar(state: FrontState, use: ToolUse, given: Grammar | None, field: str)
         raise BadRequest(error.message, param="tools" if error.param == "grammar" else error.param) from None
 
 
-def _before(state: FrontState, prompt: Prompt, *, has_head: bool) -> str:
+def _before(state: ChatText, prompt: Prompt, *, has_head: bool) -> str:
     """What may stand before the part of the answer that its grammar governs. `has_head`: the grammar itself has the
     head that the model's format begins an answer with."""
     head = "" if has_head else answer_head(state.formats.tools, state.tokenizer.marker_id)
@@ -109,7 +110,7 @@ def _before(state: FrontState, prompt: Prompt, *, has_head: bool) -> str:
     return preamble(reasoning, state.tokenizer.marker_id, is_open=is_open, head=head)
 
 
-def _form(state: FrontState, use: ToolUse, prompt: Prompt) -> AnswerForm | None:
+def _form(state: ChatText, use: ToolUse, prompt: Prompt) -> AnswerForm | None:
     formats = state.formats
     reasoning = None if prompt.closes_reasoning else formats.reasoning
     if not use.shown and reasoning is None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from millrace.errors import BadRequest
 from millrace.params import ThinkingLimit
 from millrace.serve.generate.generation import Prompt
-from millrace.serve.state import FrontState
+from millrace.text.answer_formats import ChatText
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
@@ -48,7 +48,7 @@ class ReasoningWish:
 NO_WISH = ReasoningWish()
 
 
-def check_wish(state: FrontState, wish: ReasoningWish) -> None:
+def check_wish(state: ChatText, wish: ReasoningWish) -> None:
     if wish.max_tokens is not None and wish.max_tokens < 0:
         raise BadRequest(f"'{wish.field}' is {wish.max_tokens}; it must not be negative.", param=wish.field)
     if wish.wants_reasoning and state.formats.reasoning is None:
@@ -60,7 +60,7 @@ def check_wish(state: FrontState, wish: ReasoningWish) -> None:
         )
 
 
-def effort_effect(state: FrontState, wish: ReasoningWish, limit: ThinkingLimit | None) -> str:
+def effort_effect(state: ChatText, wish: ReasoningWish, limit: ThinkingLimit | None) -> str:
     """What became of an effort that is a hint; empty if the chat template was told of it."""
     if wish.effort is None or "reasoning_effort" in state.template.variables:
         return ""
@@ -70,7 +70,7 @@ def effort_effect(state: FrontState, wish: ReasoningWish, limit: ThinkingLimit |
     return f"the effort {wish.effort!r} had no effect: this model {why}"
 
 
-def thinking_limit(state: FrontState, wish: ReasoningWish, prompt: Prompt) -> ThinkingLimit | None:
+def thinking_limit(state: ChatText, wish: ReasoningWish, prompt: Prompt) -> ThinkingLimit | None:
     reasoning = state.formats.reasoning
     max_tokens = wish.max_tokens
     if max_tokens is None and "reasoning_effort" not in state.template.variables:
