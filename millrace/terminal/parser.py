@@ -6,6 +6,7 @@ import argparse
 import difflib
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -35,6 +36,10 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{_sentence(message)} {self._see_help()}")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        sys.stdout.flush()  # Help into a closed pipe fails here, where that is handled.
+        super().exit(status, message)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         own, after_dashes = self._split(arguments)

@@ -54,6 +54,8 @@ CASES = [
     Case("alias"),
     Case("config"),
     Case("version"),
+    Case("doctor --offline --port 0"),
+    Case("help run", has_json=False),
     Case("completion bash", has_json=False, is_wide=True),
     Case("keys list {keys}"),
     Case("keys list /no/such/file", code=2, has_json=False),

@@ -61,15 +61,17 @@ def run(args: argparse.Namespace) -> int:
     header = ("name", "size", "memory", "here", "from")
     cells = [
         (
-            row.name,
+            row.name + (" *" if row.gated else ""),
             f"{row.num_bytes / 1e9:.1f} GB",
             f"{row.memory_bytes / 1e9:.1f} GB",
             "yes" if row.downloaded else "too large" if memory and row.memory_bytes > memory else "",
-            row.source + (" (gated)" if row.gated else ""),
+            row.source,
         )
         for row in rows
     ]
     print_table([header, *cells], right=(1, 2))
+    if any(row.gated for row in rows):
+        print(folded("\n* gated: the hub wants a login and an accepted licence (see millrace help pull)."))
     if any(cell[3] == "too large" for cell in cells):
         print(folded(f"\ntoo large: needs more than the {memory / 1e9:.0f} GB of this machine."))
     print(folded("\n" + _check_line(rows, last)))
