@@ -12,6 +12,7 @@ from millrace.errors import EngineUnavailable
 from millrace.link.messages import EngineReady
 from millrace.link.vectors import Float32s
 from millrace.llm.arguments import Prompt
+from millrace.llm.calls import ChatOptions
 from millrace.llm.conversation import Messages, ToolChoice, as_messages
 from millrace.llm.llm import LLM
 from millrace.llm.outputs import Generation, ToolCall
@@ -64,7 +65,7 @@ class AsyncLLM:
         **sampling: object,
     ) -> list[Generation]:
         """As `LLM.generate`."""
-        return await self.llm.run(self.llm.generating(prompts, params, schema, progress, beams, sampling))
+        return await self.llm.run(self.llm.calls.generate(prompts, params, schema, progress, beams, sampling))
 
     @overload
     async def chat(
@@ -108,32 +109,29 @@ class AsyncLLM:
     ) -> Generation[Any]:
         """As `LLM.chat`. Tools may be async functions; those of one answer then run at the same time."""
         llm, toolbox, history = self.llm, Toolbox(tools), as_messages(messages)
+        options = ChatOptions("chat", params, schema, toolbox, chat_template_kwargs, sampling)
         for _ in range(tool_rounds):
-            found = await llm.run(
-                llm.chatting(history, params, schema, toolbox, tool_choice, chat_template_kwargs, sampling)
-            )
+            found = await llm.run(llm.calls.chat(history, options, tool_choice))
             if not toolbox.runs(found.tool_calls):
                 return found
             results = await asyncio.gather(*(_result(toolbox, call) for call in found.tool_calls))
             history = [*found.messages, *results]
             tool_choice = None  # A required call was made; the model may now answer.
-        return await llm.run(
-            llm.chatting(history, params, schema, toolbox, tool_choice, chat_template_kwargs, sampling)
-        )
+        return await llm.run(llm.calls.chat(history, options, tool_choice))
 
     async def embed(
         self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling = "last", dimensions: int | None = None
     ) -> list[Float32s]:
         """As `LLM.embed`."""
-        return await self.llm.run(self.llm.embedding(prompts, pooling, dimensions))
+        return await self.llm.run(self.llm.calls.embed(prompts, pooling, dimensions))
 
     async def score(self, prompt: Prompt, texts: str | Sequence[str]) -> list[Score]:
         """As `LLM.score`."""
-        return await self.llm.run(self.llm.scoring(prompt, texts))
+        return await self.llm.run(self.llm.calls.score(prompt, texts))
 
     async def rerank(self, query: str, documents: Sequence[str], *, by: RankingMethod | None = None) -> list[Ranked]:
         """As `LLM.rerank`."""
-        return await self.llm.run(self.llm.ranking(query, documents, by))
+        return await self.llm.run(self.llm.calls.rerank(query, documents, by))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **sampling: object) -> GenerationStream:
         """As `LLM.stream`: `async for part in llm.stream(…)`."""

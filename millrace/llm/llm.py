@@ -11,50 +11,25 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
-import msgspec
-
-from millrace.config import DEFAULT_MAX_RUNNING
-from millrace.errors import BadRequest, MillraceError
+from millrace.errors import MillraceError
 from millrace.link.client import EngineClient
 from millrace.link.messages import EngineLoading, EngineReady
-from millrace.link.vectors import Embedding, Float32s, VectorRequest, shortened
-from millrace.llm.arguments import Prompt, as_batch, read_config, read_params
-from millrace.llm.beams import search_one
-from millrace.llm.collector import Collector, OnPart
-from millrace.llm.conversation import (
-    ChatModel,
-    Messages,
-    ToolChoice,
-    as_messages,
-    open_conversation,
-    read_conversation,
-)
-from millrace.llm.outputs import Generation, answer_message
-from millrace.llm.ranking import (
-    QUESTION,
-    Ranked,
-    RankingMethod,
-    Score,
-    by_answers,
-    by_embedding,
-    check_ranking,
-    score_of,
-)
+from millrace.link.vectors import Float32s
+from millrace.llm.arguments import Prompt, read_config
+from millrace.llm.calls import Calls, ChatOptions
+from millrace.llm.conversation import Messages, ToolChoice, as_messages, open_conversation, read_conversation
+from millrace.llm.outputs import Generation
+from millrace.llm.ranking import Ranked, RankingMethod, Score
 from millrace.llm.stream import GenerationStream, check_open
 from millrace.llm.tools import Tool, Toolbox, result_message
-from millrace.observe.progress import count_progress, is_watched, stage_progress
-from millrace.params import NEUTRAL_DEFAULTS, BeamParams, Pooling, SamplingParams, check_drafter
+from millrace.observe.progress import is_watched, stage_progress
+from millrace.params import BeamParams, Pooling, SamplingDefaults, SamplingParams
 from millrace.sources.resolve import resolve_model
 from millrace.sources.sampling_defaults import sampling_defaults
 from millrace.supervise.engine_process import EngineThread
-from millrace.text.answer_formats import choose_formats
-from millrace.text.answer_parser import AnswerForm
-from millrace.text.bad_words import with_bad_word_ids
-from millrace.text.breakers import with_breaker_ids
 from millrace.text.chat.template import ChatTemplate, load_chat_template
 from millrace.text.tokenizers.load import load_tokenizer
 from millrace.text.tokenizers.tokenizer import Tokenizer
@@ -91,11 +66,12 @@ class LLM:
                 self.chat_template: ChatTemplate = load_chat_template(
                     files, self.tokenizer, self.config.model.chat_template
                 )
-                self.sampling_defaults = sampling_defaults(files, self.config.model.generation_defaults)
-                """Sampling of calls that leave it out."""
+                defaults = sampling_defaults(files, self.config.model.generation_defaults)
                 self._client: EngineClient = self._call(
                     self._connect(on_loading or (lambda stage: show(stage.what, stage.done, stage.total)))
                 )
+                self.calls = Calls(self.config, self._client, self.tokenizer, self.chat_template, defaults)
+                """The methods below as coroutines, for `run`."""
             except BaseException:
                 self._stop()
                 raise
@@ -128,10 +104,13 @@ class LLM:
         return self.ready.kv_tokens
 
     @property
-    def _chat_model(self) -> ChatModel:
-        model = self.config.model
-        formats = choose_formats(self.chat_template, model.tool_format, model.reasoning_format)
-        return ChatModel(self.tokenizer, self.chat_template, formats)
+    def sampling_defaults(self) -> SamplingDefaults:
+        """Sampling of calls that leave it out."""
+        return self.calls.sampling_defaults
+
+    @sampling_defaults.setter
+    def sampling_defaults(self, defaults: SamplingDefaults) -> None:
+        self.calls.sampling_defaults = defaults
 
     @property
     def ready(self) -> EngineReady:
@@ -158,32 +137,7 @@ class LLM:
         is then an object of it. With `beams` the choices are the best `n` beams, best first. `progress` shows a bar; by
         default in a terminal or notebook, for several prompts.
         """
-        return self._call(self.generating(prompts, params, schema, progress, beams, sampling))
-
-    def generating(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        schema: Any,
-        progress: bool | None,
-        beams: BeamParams | None,
-        sampling: Mapping[str, object],
-    ) -> Coroutine[Any, Any, list[Generation]]:
-        """`generate`, checked and ready to run on the private loop."""
-        batch = as_batch(prompts)
-        sampling = {**sampling, "schema": schema}
-        defaults = self.sampling_defaults if beams is None else NEUTRAL_DEFAULTS
-        if params is None or isinstance(params, SamplingParams):
-            per_prompt = [read_params("generate", params, sampling, defaults)] * len(batch)
-        else:
-            per_prompt = [read_params("generate", item, sampling, defaults) for item in params]
-        if len(per_prompt) != len(batch):
-            raise BadRequest(
-                f"{len(batch)} prompts came with {len(per_prompt)} SamplingParams; give one for all prompts or one for"
-                " each."
-            )
-        shows_bar = progress if progress is not None else len(batch) > 1 and is_watched()
-        return self._generate_all(batch, per_prompt, shows_bar, beams, schema)
+        return self._call(self.calls.generate(prompts, params, schema, progress, beams, sampling))
 
     @overload
     def chat(
@@ -233,47 +187,28 @@ class LLM:
         answers with text. `messages` of the generation continue the conversation.
         """
         toolbox, history = Toolbox(tools), as_messages(messages)
+        options = ChatOptions("chat", params, schema, toolbox, chat_template_kwargs, sampling)
         for _ in range(tool_rounds):
-            found = self._call(
-                self.chatting(history, params, schema, toolbox, tool_choice, chat_template_kwargs, sampling)
-            )
+            found = self._call(self.calls.chat(history, options, tool_choice))
             if not toolbox.runs(found.tool_calls):
                 return found
             history = [*found.messages, *(result_message(call, toolbox.run(call)) for call in found.tool_calls)]
             tool_choice = None  # A required call was made; the model may now answer.
-        return self._call(self.chatting(history, params, schema, toolbox, tool_choice, chat_template_kwargs, sampling))
-
-    async def chatting(
-        self,
-        messages: list[dict[str, Any]],
-        params: SamplingParams | None,
-        schema: Any,
-        toolbox: Toolbox,
-        tool_choice: ToolChoice | None,
-        template_kwargs: Mapping[str, Any] | None,
-        sampling: Mapping[str, object],
-    ) -> Generation[Any]:
-        """One answer, on the private loop."""
-        chosen = read_params("chat", params, {**sampling, "schema": schema}, self.sampling_defaults)
-        conversation, use = read_conversation(messages, toolbox.specs, tool_choice, template_kwargs)
-        opened = open_conversation(self._chat_model, conversation, use, chosen)
-        found = await self._generate_one(opened.prompt.token_ids, opened.params, opened.form, schema)
-        found.messages = [*messages, answer_message(found.choices[0])]
-        return found
+        return self._call(self.calls.chat(history, options, tool_choice))
 
     def embed(
         self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling = "last", dimensions: int | None = None
     ) -> list[Float32s]:
         """A vector of length 1 for each prompt: the hidden state of its last token after the final norm, or the mean
         over its tokens. `dimensions` keeps the first ones."""
-        return self._call(self.embedding(prompts, pooling, dimensions))
+        return self._call(self.calls.embed(prompts, pooling, dimensions))
 
     def score(self, prompt: Prompt, texts: str | Sequence[str]) -> list[Score]:
         """How likely the model finds each text as the continuation of the prompt, in log-probabilities.
 
         The prompt and each text are tokenised apart, so begin a text with a space where a word begins.
         """
-        return self._call(self.scoring(prompt, texts))
+        return self._call(self.calls.score(prompt, texts))
 
     def rerank(self, query: str, documents: Sequence[str], *, by: RankingMethod | None = None) -> list[Ranked]:
         """The documents, those that fit the query best first.
@@ -282,18 +217,16 @@ class LLM:
         model's embeddings (`embed`), "yes_no" asks the model about each document and compares how likely it finds "Yes"
         and "No". Neither is what a trained reranker gives.
         """
-        return self._call(self.ranking(query, documents, by))
+        return self._call(self.calls.rerank(query, documents, by))
 
     def encode_chat(self, messages: Messages, **template_options: Any) -> list[int]:
         """The tokens of a conversation, rendered with the model's chat template."""
         conversation, use = read_conversation(as_messages(messages), (), None, template_options)
-        return open_conversation(self._chat_model, conversation, use, SamplingParams()).prompt.token_ids
+        return open_conversation(self.calls.chat_model, conversation, use, SamplingParams()).prompt.token_ids
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **sampling: object) -> GenerationStream:
         """Text as it is generated: `for part in llm.stream(…)` or `async for part in llm.stream(…)`."""
-        (prompt,) = as_batch(prompt)
-        chosen = read_params("stream", params, sampling, self.sampling_defaults)
-        return GenerationStream(self._loop, partial(self._submit, self._encode(prompt), chosen))
+        return GenerationStream(self._loop, self.calls.stream(prompt, params, sampling))
 
     def stream_chat(
         self,
@@ -308,12 +241,8 @@ class LLM:
     ) -> GenerationStream:
         """`stream` for a conversation, with `schema` and `tools` as in `chat`. Tool calls come with the last part, in
         its `choice`; the reasoning of models that reason comes apart from the text."""
-        chosen = read_params("stream_chat", params, {**sampling, "schema": schema}, self.sampling_defaults)
-        specs = Toolbox(tools).specs
-        conversation, use = read_conversation(as_messages(messages), specs, tool_choice, chat_template_kwargs)
-        opened = open_conversation(self._chat_model, conversation, use, chosen)
-        submit = partial(self._submit, opened.prompt.token_ids, opened.params, form=opened.form, schema=schema)
-        return GenerationStream(self._loop, submit)
+        options = ChatOptions("stream_chat", params, schema, Toolbox(tools), chat_template_kwargs, sampling)
+        return GenerationStream(self._loop, self.calls.stream_chat(as_messages(messages), options, tool_choice))
 
     def close(self) -> None:
         """Stop the engine and free its memory."""
@@ -335,120 +264,6 @@ class LLM:
         client = EngineClient(self._engine.channel(), on_loading=on_loading)
         await client.wait_ready()
         return client
-
-    async def _generate_all(
-        self,
-        prompts: list[Prompt],
-        params: list[SamplingParams],
-        progress: bool,
-        beams: BeamParams | None,
-        schema: Any = None,
-    ) -> list[Generation]:
-        # Enough submitted requests to fill every row, and a bound on memory for long lists of prompts.
-        window = asyncio.Semaphore(4 * (self.config.plan.max_running or DEFAULT_MAX_RUNNING))
-        with count_progress("generating", len(prompts), enabled=progress) as advance:
-
-            async def one(prompt: Prompt, chosen: SamplingParams) -> Generation:
-                async with window:
-                    token_ids = self._encode(prompt)
-                    if beams is None:
-                        generation = await self._generate_one(token_ids, chosen, schema=schema)
-                    else:
-                        generation = await search_one(self._client, self.tokenizer, token_ids, chosen, beams)
-                    advance()
-                    return generation
-
-            tasks = [asyncio.ensure_future(one(p, c)) for p, c in zip(prompts, params, strict=True)]
-            try:
-                return list(await asyncio.gather(*tasks))
-            finally:
-                for task in tasks:
-                    task.cancel()
-
-    async def embedding(
-        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling, dimensions: int | None
-    ) -> list[Float32s]:
-        found = await self._embed_all([self._encode(prompt) for prompt in as_batch(prompts)], pooling)
-        return [shortened(one.vector, dimensions) for one in found]
-
-    async def scoring(self, prompt: Prompt, texts: str | Sequence[str]) -> list[Score]:
-        given = [texts] if isinstance(texts, str) else list(texts)
-        (before,) = as_batch(prompt)
-        start = self._encode(before)
-        if not start:
-            raise BadRequest("The prompt has no tokens, so nothing can be scored after it.", param="prompt")
-        ends = [self.tokenizer.encode(text, add_special=False) for text in given]
-        if any(not end for end in ends):
-            raise BadRequest("A text to score has no tokens.", param="texts")
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        found = await asyncio.gather(*(self._generate_one(start + end, params) for end in ends))
-        return [
-            score_of(text, end, one.prompt_logprobs or ()) for text, end, one in zip(given, ends, found, strict=True)
-        ]
-
-    async def ranking(self, query: str, documents: Sequence[str], by: RankingMethod | None) -> list[Ranked]:
-        check_ranking(by, documents)
-        if by == "embedding":
-            first, *others = await self.embedding([query, *documents], "last", None)
-            return by_embedding(first, documents, others)
-
-        async def ask(document: str) -> tuple[Score, Score]:
-            question = self.encode_chat(QUESTION.format(document=document, query=query))
-            yes, no = await self.scoring(question, ["Yes", "No"])
-            return yes, no
-
-        return by_answers(documents, await asyncio.gather(*map(ask, documents)))
-
-    async def _embed_all(self, batch: list[list[int]], pooling: Pooling) -> list[Embedding]:
-        requests: list[VectorRequest] = []
-        try:
-            requests.extend(VectorRequest(self._client, token_ids, pooling) for token_ids in batch)
-            return [await request.done for request in requests]
-        finally:
-            for request in requests:
-                request.cancel()
-
-    async def _generate_one(
-        self, token_ids: list[int], params: SamplingParams, form: AnswerForm | None = None, schema: Any = None
-    ) -> Generation[Any]:
-        collectors = await self._submit(token_ids, params, None, form=form, schema=schema)
-        try:
-            choices = [await collector.done for collector in collectors]
-        finally:
-            for collector in collectors:
-                collector.cancel()
-        first = collectors[0]
-        return Generation(token_ids, choices, first.prompt_logprobs, first.cached_tokens)
-
-    async def _submit(
-        self,
-        token_ids: list[int],
-        params: SamplingParams,
-        on_part: OnPart | None,
-        *,
-        form: AnswerForm | None = None,
-        schema: Any = None,
-    ) -> list[Collector]:
-        collectors: list[Collector] = []
-        params = with_bad_word_ids(with_breaker_ids(params, self.tokenizer), self.tokenizer)
-        check_drafter(params, self.ready.drafters)
-        for index in range(params.n):
-            choice_params = params
-            if index > 0:
-                seed = None if params.seed is None else (params.seed + index) % 2**64
-                choice_params = msgspec.structs.replace(params, seed=seed, prompt_logprobs=None)
-            collector = Collector(self._client, self.tokenizer, choice_params, index, on_part, form, schema)
-            collectors.append(collector)
-            try:
-                collector.submit(token_ids)
-            except MillraceError:
-                for other in collectors:
-                    other.cancel()
-                raise
-        return collectors
-
-    def _encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Wait on the caller's loop for what runs on the private one. Giving up cancels it."""

@@ -1,0 +1,255 @@
+"""What `LLM` and `AsyncLLM` do, as coroutines for the private loop. Arguments are checked before one is made."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, TypeVar
+
+import msgspec
+
+from millrace.config import DEFAULT_MAX_RUNNING, Config
+from millrace.errors import BadRequest, MillraceError
+from millrace.link.client import EngineClient
+from millrace.link.vectors import Float32s, VectorRequest, shortened
+from millrace.llm.arguments import Prompt, as_batch, read_params
+from millrace.llm.beams import search_one
+from millrace.llm.collector import Collector, OnPart
+from millrace.llm.conversation import ChatModel, ToolChoice, open_conversation, read_conversation
+from millrace.llm.outputs import Generation, answer_message
+from millrace.llm.ranking import (
+    QUESTION,
+    Ranked,
+    RankingMethod,
+    Score,
+    by_answers,
+    by_embedding,
+    check_ranking,
+    score_of,
+)
+from millrace.llm.stream import Submit
+from millrace.llm.tools import Toolbox
+from millrace.observe.progress import count_progress, is_watched
+from millrace.params import NEUTRAL_DEFAULTS, BeamParams, Pooling, SamplingDefaults, SamplingParams, check_drafter
+from millrace.serve.generate.chat.open_chat import Chat
+from millrace.text.answer_formats import choose_formats
+from millrace.text.answer_parser import AnswerForm
+from millrace.text.bad_words import with_bad_word_ids
+from millrace.text.breakers import with_breaker_ids
+from millrace.text.chat.template import ChatTemplate
+from millrace.text.tokenizers.tokenizer import Tokenizer
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What a call of `chat` asks for besides the conversation."""
+
+    method: str
+    """For errors."""
+    params: SamplingParams | None
+    schema: Any
+    toolbox: Toolbox
+    template_kwargs: Mapping[str, Any] | None
+    sampling: Mapping[str, object]
+
+
+@dataclass
+class Calls:
+    config: Config
+    client: EngineClient
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    sampling_defaults: SamplingDefaults
+
+    @cached_property
+    def chat_model(self) -> ChatModel:
+        model = self.config.model
+        formats = choose_formats(self.template, model.tool_format, model.reasoning_format)
+        return ChatModel(self.tokenizer, self.template, formats)
+
+    # -- texts -----------------------------------------------------------------------------------------------------
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        schema: Any,
+        progress: bool | None,
+        beams: BeamParams | None,
+        sampling: Mapping[str, object],
+    ) -> Coroutine[Any, Any, list[Generation]]:
+        batch = as_batch(prompts)
+        sampling = {**sampling, "schema": schema}
+        defaults = self.sampling_defaults if beams is None else NEUTRAL_DEFAULTS
+        if params is None or isinstance(params, SamplingParams):
+            per_prompt = [read_params("generate", params, sampling, defaults)] * len(batch)
+        else:
+            per_prompt = [read_params("generate", item, sampling, defaults) for item in params]
+        if len(per_prompt) != len(batch):
+            raise BadRequest(
+                f"{len(batch)} prompts came with {len(per_prompt)} SamplingParams; give one for all prompts or one for"
+                " each."
+            )
+        shows_bar = progress if progress is not None else len(batch) > 1 and is_watched()
+        return self._generate_all(batch, per_prompt, shows_bar, beams, schema)
+
+    async def _generate_all(
+        self, prompts: list[Prompt], params: list[SamplingParams], progress: bool, beams: BeamParams | None, schema: Any
+    ) -> list[Generation]:
+        with count_progress("generating", len(prompts), enabled=progress) as advance:
+
+            async def one(asked: tuple[Prompt, SamplingParams]) -> Generation:
+                token_ids, chosen = self._encode(asked[0]), asked[1]
+                if beams is None:
+                    generation = await self._generate_one(token_ids, chosen, schema=schema)
+                else:
+                    generation = await search_one(self.client, self.tokenizer, token_ids, chosen, beams)
+                advance()
+                return generation
+
+            return await self._each(one, list(zip(prompts, params, strict=True)))
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None, sampling: Mapping[str, object]) -> Submit:
+        (one,) = as_batch(prompt)
+        return partial(self._submit, self._encode(one), read_params("stream", params, sampling, self.sampling_defaults))
+
+    # -- conversations ---------------------------------------------------------------------------------------------
+    def open_chat(
+        self, messages: Sequence[Mapping[str, Any]], options: ChatOptions, tool_choice: ToolChoice | None
+    ) -> Chat:
+        sampling = {**options.sampling, "schema": options.schema}
+        params = read_params(options.method, options.params, sampling, self.sampling_defaults)
+        conversation, use = read_conversation(messages, options.toolbox.specs, tool_choice, options.template_kwargs)
+        return open_conversation(self.chat_model, conversation, use, params)
+
+    def chat(
+        self, messages: list[dict[str, Any]], options: ChatOptions, tool_choice: ToolChoice | None
+    ) -> Coroutine[Any, Any, Generation[Any]]:
+        """One answer, without running its calls."""
+        opened = self.open_chat(messages, options, tool_choice)
+
+        async def answer() -> Generation[Any]:
+            found = await self._generate_one(opened.prompt.token_ids, opened.params, opened.form, options.schema)
+            found.messages = [*messages, answer_message(found.choices[0])]
+            return found
+
+        return answer()
+
+    def stream_chat(
+        self, messages: list[dict[str, Any]], options: ChatOptions, tool_choice: ToolChoice | None
+    ) -> Submit:
+        opened = self.open_chat(messages, options, tool_choice)
+        return partial(self._submit, opened.prompt.token_ids, opened.params, form=opened.form, schema=options.schema)
+
+    # -- vectors and scores ----------------------------------------------------------------------------------------
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling, dimensions: int | None
+    ) -> Coroutine[Any, Any, list[Float32s]]:
+        return self._embed_all([self._encode(prompt) for prompt in as_batch(prompts)], pooling, dimensions)
+
+    async def _embed_all(self, batch: list[list[int]], pooling: Pooling, dimensions: int | None) -> list[Float32s]:
+        requests: list[VectorRequest] = []
+        try:
+            requests.extend(VectorRequest(self.client, token_ids, pooling) for token_ids in batch)
+            return [shortened((await request.done).vector, dimensions) for request in requests]
+        finally:
+            for request in requests:
+                request.cancel()
+
+    def score(self, prompt: Prompt, texts: str | Sequence[str]) -> Coroutine[Any, Any, list[Score]]:
+        given = [texts] if isinstance(texts, str) else list(texts)
+        (before,) = as_batch(prompt)
+        start = self._encode(before)
+        if not start:
+            raise BadRequest("The prompt has no tokens, so nothing can be scored after it.", param="prompt")
+        ends = [self.tokenizer.encode(text, add_special=False) for text in given]
+        if any(not end for end in ends):
+            raise BadRequest("A text to score has no tokens.", param="texts")
+        return self._each(partial(self._score_one, start), list(zip(given, ends, strict=True)))
+
+    async def _score_one(self, start: list[int], end: tuple[str, list[int]]) -> Score:
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        found = await self._generate_one(start + end[1], params)
+        return score_of(*end, found.prompt_logprobs or ())
+
+    def rerank(
+        self, query: str, documents: Sequence[str], by: RankingMethod | None
+    ) -> Coroutine[Any, Any, list[Ranked]]:
+        check_ranking(by, documents)
+        return self._by_embedding(query, documents) if by == "embedding" else self._by_answers(query, documents)
+
+    async def _by_embedding(self, query: str, documents: Sequence[str]) -> list[Ranked]:
+        first, *others = await self.embed([query, *documents], "last", None)
+        return by_embedding(first, documents, others)
+
+    async def _by_answers(self, query: str, documents: Sequence[str]) -> list[Ranked]:
+        questions = [self.encode_chat(QUESTION.format(document=document, query=query)) for document in documents]
+        answers = [await self.score(question, ["Yes", "No"]) for question in questions]
+        return by_answers(documents, [(yes, no) for yes, no in answers])
+
+    # -- requests --------------------------------------------------------------------------------------------------
+    def encode_chat(self, text: str) -> list[int]:
+        """The tokens of a conversation that consists of one user message."""
+        conversation, use = read_conversation([{"role": "user", "content": text}], (), None, None)
+        return open_conversation(self.chat_model, conversation, use, SamplingParams()).prompt.token_ids
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    async def _each(self, work: Callable[[S], Awaitable[T]], items: Sequence[S]) -> list[T]:
+        """The results in order. Runs enough at once to fill every row, with a bound on memory for long lists."""
+        window = asyncio.Semaphore(4 * (self.config.plan.max_running or DEFAULT_MAX_RUNNING))
+
+        async def one(item: S) -> T:
+            async with window:
+                return await work(item)
+
+        tasks = [asyncio.ensure_future(one(item)) for item in items]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _generate_one(
+        self, token_ids: list[int], params: SamplingParams, form: AnswerForm | None = None, schema: Any = None
+    ) -> Generation[Any]:
+        collectors = await self._submit(token_ids, params, None, form=form, schema=schema)
+        try:
+            choices = [await collector.done for collector in collectors]
+        finally:
+            for collector in collectors:
+                collector.cancel()
+        first = collectors[0]
+        return Generation(token_ids, choices, first.prompt_logprobs, first.cached_tokens)
+
+    async def _submit(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        on_part: OnPart | None,
+        *,
+        form: AnswerForm | None = None,
+        schema: Any = None,
+    ) -> list[Collector]:
+        collectors: list[Collector] = []
+        params = with_bad_word_ids(with_breaker_ids(params, self.tokenizer), self.tokenizer)
+        check_drafter(params, self.client.ready.drafters if self.client.ready is not None else ())
+        for index in range(params.n):
+            choice_params = params
+            if index > 0:
+                seed = None if params.seed is None else (params.seed + index) % 2**64
+                choice_params = msgspec.structs.replace(params, seed=seed, prompt_logprobs=None)
+            collector = Collector(self.client, self.tokenizer, choice_params, index, on_part, form, schema)
+            collectors.append(collector)
+            try:
+                collector.submit(token_ids)
+            except MillraceError:
+                for other in collectors:
+                    other.cancel()
+                raise
+        return collectors
