@@ -41,10 +41,6 @@ class ChatModel:
     template: ChatTemplate
     formats: AnswerFormats
 
-    def special_id(self, text: str) -> int | None:
-        token_id = self.tokenizer.token_id(text)
-        return token_id if token_id in self.tokenizer.special_ids else None
-
 
 def as_messages(messages: Messages) -> list[dict[str, Any]]:
     if isinstance(messages, str):

@@ -28,9 +28,6 @@ class ChatText(Protocol):
     @property
     def formats(self) -> AnswerFormats: ...
 
-    def special_id(self, text: str) -> int | None:
-        """Id of a special token; None if the text is ordinary."""
-
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormats:

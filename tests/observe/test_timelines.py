@@ -59,7 +59,7 @@ def test_a_profile_names_both_kinds_of_steps_and_draws_the_roof() -> None:
 
 def test_a_profile_leaves_out_the_time_in_which_the_server_had_no_work() -> None:
     """The step log gets an old step only when the next ones come: 300 s in which nothing ran are not idle capacity."""
-    found = {**steps_of(StepLog(), 11, 11), "model": "m", "device": "d"}
+    found = {**steps_of(StepHistory(), 11, 11), "model": "m", "device": "d"}
     found["launched"][0] -= 300
     found["done"][0] -= 300
     lines = report(found, {"series": {"step_ms": {}}}, MachineLimits(1e9, 1e11, False))

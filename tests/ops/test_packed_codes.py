@@ -8,7 +8,8 @@ import torch
 from helpers.gpu_compiler import output_of
 from helpers.triton_mode import device, interpreted
 
-from millrace.ops.linear.grouped import GroupedTriton, GroupedWeight
+from millrace.ops.linear.grouped import GroupedTriton
+from millrace.ops.linear.grouped_weight import GroupedWeight
 from millrace.ops.linear.packed_codes import PackedCodesLinear, can_pack, make_packed, packed
 from millrace.ops.triton.grouped.layout import dequantise
 

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 from millrace.ops.base.version import Version
 from millrace.ops.linear.dense import Head
-from millrace.ops.linear.grouped import GroupedTriton, GroupedWeight, by_parts
+from millrace.ops.linear.grouped import GroupedTriton, by_parts
+from millrace.ops.linear.grouped_weight import GroupedWeight
 from millrace.ops.triton import gluon_missing, triton_missing
 
 if TYPE_CHECKING:
