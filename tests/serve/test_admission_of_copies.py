@@ -13,8 +13,8 @@ from millrace.engine.rates import MeasuredRates
 from millrace.errors import Overloaded
 from millrace.link.messages import EngineStats
 from millrace.plan.request import STANDARD, Request
-from millrace.plan.scheduler import Scheduler
-from millrace.serve.tenancy.admission import Admission
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
+from millrace.serve.tenancy.admission import AdmissionControl
 
 SPEED = 145.0
 """Prompt tokens per second."""
@@ -28,8 +28,8 @@ class SlowServer:
     """A CPU that computes a chunk of 256 tokens in two seconds."""
 
     def __init__(self) -> None:
-        self._admission = Admission(replace(Config(), server__ttft_standard_s=LIMIT_S))
-        self._scheduler = Scheduler(num_blocks=8192, block_size=16, max_running=16, token_budget=256)
+        self._admission = AdmissionControl(replace(Config(), server__ttft_standard_s=LIMIT_S))
+        self._scheduler = Scheduler(SchedulerSettings(num_blocks=8192, block_size=16, max_running=16, token_budget=256))
         self._rates, self._stats = MeasuredRates(), EngineStats(*[0] * 13)
         self._num_requests = 0
         self.now = 0.0
