@@ -110,10 +110,7 @@ def make_memory_plan(
     max_running = _max_running(config, defaults)
     token_budget, mixed_budget = _budgets(config, spec, defaults, max_running, step_flops)
     max_context = _max_context(config, spec)
-    activation_bytes = _worst_step_bytes(spec, max_running, token_budget, dtype, defaults)
-    if drafter.spec is not None:
-        activation_bytes += _worst_step_bytes(drafter.spec, max_running, token_budget, dtype, defaults)
-    activation_bytes += _read_states_bytes(drafter, config, defaults, max_running, token_budget, dtype)
+    activation_bytes = _activation_bytes(spec, config, defaults, max_running, token_budget, dtype, drafter)
     groups, block_size = KvGroups(spec.kv_groups.windows), config.plan.block_size
     block_bytes = (bytes_per_token(spec, dtype, kv_dtype) + drafter.block_token_bytes) * block_size
     batch_bytes, host_slots = 0, _host_slots(config, block_bytes)
@@ -133,12 +130,7 @@ def make_memory_plan(
     if defaults.max_kv_tokens is not None and not config.memory.fraction:
         most_useful = min(most_useful, groups.blocks_for(max(defaults.max_kv_tokens, max_context), block_size))
     num_blocks = _num_blocks(config, defaults, free_bytes - fixed, block_bytes, groups, most_useful)
-    if fixed + num_blocks * block_bytes > free_bytes:
-        fits = (free_bytes - fixed) / GIB
-        raise MemoryPlanError(
-            f"The KV pool needs {num_blocks * block_bytes / GIB:.2f} GiB, but only {fits:.2f} GiB are free beside"
-            f" weights and activations ({fixed / GIB:.2f} GiB). Set --kv-gib {fits * 0.9:.2f} or less."
-        )
+    _check_pool(num_blocks * block_bytes, fixed, free_bytes)
     kv_tokens = groups.tokens_in(num_blocks, block_size, most=max_running * max_context)
     fitting_context = _fitting_context(config, max_context, kv_tokens)
     return MemoryPlan(
@@ -160,6 +152,15 @@ def make_memory_plan(
         history_bytes=history_bytes,
         notes=tuple(_notes(config, defaults, kv_tokens, num_blocks * block_bytes, max_context, fitting_context)),
     )
+
+
+def _check_pool(pool_bytes: int, fixed_bytes: int, free_bytes: int) -> None:
+    if fixed_bytes + pool_bytes > free_bytes:
+        fits = (free_bytes - fixed_bytes) / GIB
+        raise MemoryPlanError(
+            f"The KV pool needs {pool_bytes / GIB:.2f} GiB, but only {fits:.2f} GiB are free beside weights and"
+            f" activations ({fixed_bytes / GIB:.2f} GiB). Set --kv-gib {fits * 0.9:.2f} or less."
+        )
 
 
 def _is_pool_automatic(config: Config) -> bool:
@@ -250,34 +251,38 @@ def _num_blocks(
     return max(1, min(int(left * fraction) // block_bytes, most_useful))
 
 
-def _worst_step_bytes(
-    spec: ModelSpec, max_running: int, token_budget: int, dtype: torch.dtype, defaults: DeviceDefaults
-) -> int:
-    """Upper bound on a step's memory beside weights and KV pool: live activations and float32 logits."""
-    widest_mlp = max(spec.inner_size, spec.moe.inner_size * spec.moe.top_k if spec.moe is not None else 0)
-    qkv = spec.q_size + 2 * spec.kv_size
-    per_token = 4 * spec.hidden_size + 2 * qkv + 3 * widest_mlp
-    logits = max_running * spec.vocab_size * 4
-    max_tokens = token_budget + max_running
-    # Sampling holds scaled logits, their softmax and a float64 cumulative sum at once; penalties hold a count and a
-    # mark per vocabulary token and row.
-    worst = max_tokens * per_token * max(dtype.itemsize, 4) + 5 * logits + 5 * logits // 4
-    return defaults.num_activations * worst + defaults.graphs_bytes
-
-
-def _read_states_bytes(
-    drafter: DrafterMemory,
+def _activation_bytes(
+    spec: ModelSpec,
     config: Config,
     defaults: DeviceDefaults,
     max_running: int,
     token_budget: int,
     dtype: torch.dtype,
+    drafter: DrafterMemory,
 ) -> int:
-    """The target's states that a drafter reads: those inside the target, of all tokens of a step, and the last ones of
-    each row."""
-    tapped = defaults.num_activations * (token_budget + max_running) * drafter.tap_width
+    """Upper bound on a step's memory beside weights and KV pool, the states that a drafter reads included: those inside
+    the target, of all tokens of a step, and the last ones of each row."""
+    max_tokens = token_budget + max_running
+    worst = _worst_step_bytes(spec, max_running, max_tokens, dtype)
+    graphs = defaults.graphs_bytes
+    if drafter.spec is not None:
+        worst += _worst_step_bytes(drafter.spec, max_running, max_tokens, dtype)
+        graphs *= 2
+    worst += max_tokens * drafter.tap_width * dtype.itemsize
     places = config.plan.block_size + 1 if defaults.kept_places is None else defaults.kept_places
-    return (tapped + (max_running + defaults.padding_rows) * places * drafter.kept_width) * dtype.itemsize
+    kept = (max_running + defaults.padding_rows) * places * drafter.kept_width * dtype.itemsize
+    return defaults.num_activations * worst + graphs + kept
+
+
+def _worst_step_bytes(spec: ModelSpec, max_running: int, max_tokens: int, dtype: torch.dtype) -> int:
+    """Live activations and float32 logits."""
+    widest_mlp = max(spec.inner_size, spec.moe.inner_size * spec.moe.top_k if spec.moe is not None else 0)
+    qkv = spec.q_size + 2 * spec.kv_size
+    per_token = 4 * spec.hidden_size + 2 * qkv + 3 * widest_mlp
+    logits = max_running * spec.vocab_size * 4
+    # Sampling holds scaled logits, their softmax and a float64 cumulative sum at once; penalties hold a count and a
+    # mark per vocabulary token and row.
+    return max_tokens * per_token * max(dtype.itemsize, 4) + 5 * logits + 5 * logits // 4
 
 
 def _history_bytes(config: Config, max_running: int, max_context: int, defaults: DeviceDefaults) -> int:
