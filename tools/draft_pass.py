@@ -26,9 +26,10 @@ from millrace.run.cpu.native_step import NativeStep
 from millrace.run.device.device import open_device
 from millrace.run.device.processor_limits import processor_limits
 from millrace.run.drafting.chain import DraftInputs, DraftPass
-from millrace.run.drafting.models import allocate_drafter_kv
+from millrace.run.drafting.models import allocate_pools
 from millrace.run.drafting.passes import DraftTable, EaglePass
 from millrace.run.sampling.sampler import Sampler
+from millrace.run.settings import RunnerSettings
 from millrace.run.table.request_table import RequestTable
 from millrace.sources.resolve import resolve_model
 
@@ -88,14 +89,10 @@ def passes(drafter: EagleDrafter, decoder, device, rows: int) -> dict[str, Draft
     plan = StepPlan(0, every, counts, counts, np.ones(rows, np.bool_), *places, exact_shape(counts), admitted=admitted)
     table.update(plan)
     sampler.update(plan)
-    kv = allocate_drafter_kv(
-        drafter,
-        num_blocks=rows * per_row + 1,
-        block_size=BLOCK,
-        dtype=torch.float32,
-        device=device.torch_device,
-        kv_dtype="float16",
+    settings = RunnerSettings(
+        num_blocks=rows * per_row + 1, block_size=BLOCK, max_rows=rows, max_context=CONTEXT + 9, kv_dtype="float16"
     )
+    _, kv = allocate_pools(decoder, device.torch_device, settings, drafter)
     made: dict[str, DraftPass] = {
         "op by op": EaglePass(drafter, kv, DraftTable(table, device, BLOCK), sampler, torch.float32)
     }
