@@ -64,16 +64,21 @@ class GroupedWeight:
         codes = self.codes[rows]
         if self.bits == 4:
             codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
-        levels = codes.float() if self.levels is None else self.levels[codes.int()]
-        if self.zeros is not None:
-            levels -= self._by_input(self.zeros[rows].float())
-        elif self.zero:
-            levels -= self.zero
-        levels *= self._by_input(self.scale_rows(rows))
+        if self.levels is None:
+            levels = codes.float()
+        else:  # index_select takes a sixth of the time of an index
+            levels = self.levels.index_select(0, codes.flatten().int()).view(codes.shape)
+        scales = self.scale_rows(rows)
         if self.output_scales is not None:
-            levels *= self.output_scales[rows, None]
-        if self.offsets is not None:
-            levels += self._by_input(self.offsets[rows].float())
+            scales = scales * self.output_scales[rows, None]
+        for part, groups in self._groups(levels):
+            if self.zeros is not None:
+                part -= self.zeros[rows, groups, None]
+            elif self.zero:
+                part -= self.zero
+            part *= scales[:, groups, None]
+            if self.offsets is not None:
+                part += self.offsets[rows, groups, None].float()
         if self.order is None:
             return levels
         return torch.empty_like(levels).index_copy_(1, self.order, levels)
@@ -85,8 +90,13 @@ class GroupedWeight:
         owners = torch.arange(self.shape[0], device=self.scales.device)[rows] // self.rows_per_scale
         return self.scales.float()[owners]
 
-    def _by_input(self, by_group: Tensor) -> Tensor:
-        return by_group.repeat_interleave(self.group, dim=1)[:, : self.in_features]
+    def _groups(self, levels: Tensor) -> list[tuple[Tensor, slice]]:
+        """Views of whole groups [rows, groups, inputs] and of a shorter last one, each with its groups."""
+        rows, size = levels.shape[0], min(self.group, self.in_features)
+        num_whole = self.in_features // size
+        whole = levels[:, : num_whole * size].unflatten(1, (num_whole, size))
+        rest = levels[:, num_whole * size :].view(rows, 1, -1)
+        return [(whole, slice(num_whole)), (rest, slice(num_whole, None))][: 1 + (rest.shape[2] > 0)]
 
 
 def join(weights: Sequence[GroupedWeight]) -> GroupedWeight | tuple[GroupedWeight, ...]:
