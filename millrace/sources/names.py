@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from millrace.config import settings_dir
 from millrace.errors import ModelError
-from millrace.sources.catalogue import find_entry
+from millrace.sources.catalogue import CatalogueEntry, find_entry
 from millrace.sources.known_models import find_known
 
 _HUB_NAME = re.compile(
@@ -17,6 +17,8 @@ _HUB_NAME = re.compile(
 )
 _ALIAS = re.compile(r"[A-Za-z0-9][\w.:-]*")
 DEFAULT_QUANTISATION = "Q4_K_M"
+CHECKPOINT_FORMATS = ("fp8", "awq", "gptq")
+"""Quantisations that are safetensors checkpoints, not GGUF files."""
 _ALIASES_FILE = "aliases.toml"
 
 
@@ -42,12 +44,21 @@ def parse_name(text: str, *, has_gpu: bool) -> HubName | None:
         base, _, variant = text.rpartition(":")
         entry = find_entry(base)
     if entry is not None and "/" not in text:
+        if variant.lower() in CHECKPOINT_FORMATS:
+            return HubName(_checkpoint_of(entry, variant.lower()))
         variant = variant or ("" if has_gpu else DEFAULT_QUANTISATION)
         return HubName(entry.gguf if variant else entry.hub, "main", variant)
     match = _HUB_NAME.fullmatch(text)
     if match is None or text.startswith(("./", "../", "~")):
         return None
     return HubName(match["repo"], match["revision"] or "main", match["variant"] or "")
+
+
+def _checkpoint_of(entry: CatalogueEntry, variant: str) -> str:
+    if variant not in entry.quantised:
+        known = ", ".join(f"{entry.name}:{name}" for name in (*entry.quantised, DEFAULT_QUANTISATION.lower()))
+        raise ModelError(f"The catalogue has no {variant} checkpoint of {entry.name}. Use {known}, or a hub name.")
+    return entry.quantised[variant]
 
 
 def has_gpu() -> bool:

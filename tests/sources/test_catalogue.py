@@ -7,8 +7,9 @@ import re
 import gguf
 import pytest
 
-from millrace.sources.catalogue import BYTES_PER_WEIGHT, CatalogueEntry, entries
+from millrace.sources.catalogue import BYTES_PER_WEIGHT, CatalogueEntry, entries, entry_of_files
 from millrace.sources.known_models import KNOWN_MODELS
+from millrace.sources.names import CHECKPOINT_FORMATS
 
 SIZE = re.compile(r"(?<![a-z0-9.])e?(\d+(?:\.\d+)?)([bm])(?![a-z0-9])")
 PER_EXPERT = re.compile(r"(\d+)x(\d+(?:\.\d+)?)b")
@@ -44,6 +45,11 @@ def test_quantised_files_are_of_the_same_model(entry: CatalogueEntry) -> None:
     model, quantised = (re.sub(r"^(meta-|google_|mistralai_|qwen_|microsoft_|deepseek-ai_)", "", one) for one in plain)
     assert sizes_in(entry.hub)[:1] == sizes_in(entry.gguf)[:1]
     assert model.split("-")[0] == quantised.split("-")[0], (model, quantised)
+    for kind, repo in entry.quantised.items():
+        assert kind in CHECKPOINT_FORMATS
+        assert kind in repo.lower()
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+", repo)
+        assert entry_of_files(repo) == entry_of_files(entry.hub) == entry
 
 
 def test_no_name_means_two_models() -> None:

@@ -206,6 +206,9 @@ def test_describe_gives_commit_and_sizes(fake: FakeHub) -> None:
         ("llama3.1-8b", False, HubName("bartowski/Meta-Llama-3.1-8B-Instruct-GGUF", variant="Q4_K_M")),
         ("qwen3:0.6b", False, HubName("Qwen/Qwen3-0.6B-GGUF", variant="Q4_K_M")),
         ("qwen3-0.6b:q8_0", True, HubName("Qwen/Qwen3-0.6B-GGUF", variant="q8_0")),
+        ("qwen3:8b:fp8", False, HubName("Qwen/Qwen3-8B-FP8")),
+        ("qwen3-8b:AWQ", True, HubName("Qwen/Qwen3-8B-AWQ")),
+        ("qwen2.5-7b:gptq", False, HubName("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4")),
         ("Qwen/Qwen3-0.6B", False, HubName("Qwen/Qwen3-0.6B")),
         ("a/b@refs/pr/1:Q4_0", True, HubName("a/b", "refs/pr/1", "Q4_0")),
         ("nothing-known", True, None),
@@ -213,6 +216,11 @@ def test_describe_gives_commit_and_sizes(fake: FakeHub) -> None:
 )
 def test_names(text: str, gpu: bool, expected: HubName | None) -> None:
     assert parse_name(text, has_gpu=gpu) == expected
+
+
+def test_a_checkpoint_that_the_catalogue_does_not_have_is_refused_with_those_that_it_has() -> None:
+    with pytest.raises(ModelError, match=r"no awq checkpoint of qwen3-0.6b.*qwen3-0.6b:fp8.*qwen3-0.6b:q4_k_m"):
+        parse_name("qwen3-0.6b:awq", has_gpu=True)
 
 
 def test_aliases(fake: FakeHub) -> None:

@@ -94,7 +94,7 @@ class GroupedWeight:
         """Views of whole groups [rows, groups, inputs] and of a shorter last one, each with its groups."""
         rows, size = levels.shape[0], min(self.group, self.in_features)
         num_whole = self.in_features // size
-        whole = levels[:, : num_whole * size].unflatten(1, (num_whole, size))
+        whole = levels[:, : num_whole * size].view(rows, num_whole, size)
         rest = levels[:, num_whole * size :].view(rows, 1, -1)
         return [(whole, slice(num_whole)), (rest, slice(num_whole, None))][: 1 + (rest.shape[2] > 0)]
 

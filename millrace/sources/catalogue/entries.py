@@ -14,7 +14,7 @@ BYTES_PER_WEIGHT = {"bf16": 2.0, "f16": 2.0, "fp8": 1.05, "q8_0": 1.07, "q6_k": 
 """Bytes per parameter of a format, with scales and the parts that stay at higher precision."""
 UNSUPPORTED_FAMILIES = frozenset({"gpt_oss", "olmo2", "phi3"})
 """Families of the catalogue that `models` cannot load yet; a test compares. They are refused before a download."""
-_FORMAT_SUFFIX = re.compile(r"[-._](?:i?q\d\w*|bf16|f16|f32|fp8|gguf)$")
+_FORMAT_SUFFIX = re.compile(r"[-._](?:i?q\d\w*|bf16|f16|f32|fp8|awq|gptq|int[48]|gguf)$")
 _VARIANT_SUFFIX = re.compile(r"[-._](?:instruct|chat|it)$")
 
 
@@ -34,6 +34,8 @@ class CatalogueEntry:
     head_dim: int
     context: int
     aliases: tuple[str, ...] = ()
+    quantised: Mapping[str, str] = field(default_factory=dict)
+    """Repositories of quantised checkpoints by format: fp8, awq, gptq."""
     active: float = 0.0
     """Parameters that one token uses, in a mixture of experts; 0 = all."""
     gated: bool = False
@@ -75,7 +77,8 @@ def entry_of_files(name: str) -> CatalogueEntry | None:
     shortened = _FORMAT_SUFFIX.sub("", _FORMAT_SUFFIX.sub("", base))
     candidates = {base, shortened}
     for entry in entries():
-        names = {entry.name, *entry.aliases, entry.hub.rpartition("/")[2].lower()}
+        repositories = (entry.hub, *entry.quantised.values())
+        names = {entry.name, *entry.aliases, *(repo.rpartition("/")[2].lower() for repo in repositories)}
         if candidates & names or _VARIANT_SUFFIX.sub("", shortened) in (entry.name,):
             return entry
     return None
