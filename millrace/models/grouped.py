@@ -47,13 +47,26 @@ class GroupedMatrices:
         quantised = source.matrices()
         found = [parts for parts in _linear_parts(layout) if any(part.name in quantised for part in parts)]
         self._parts = {parts for parts in found if stored is None or not stored.holds(parts)}
-        experts = set(_expert_parts(layout)) & self._parts
-        if experts and device.type != "cpu":
-            # The kernels for experts on a GPU read plain weights.
-            self._parts -= experts
-            log.warning("the quantised experts are dequantised at load: GPUs have no kernel for them yet")
+        # The kernels for experts on a GPU read plain weights.
+        self._widened = set() if device.type == "cpu" else set(_expert_parts(layout)) & self._parts
+        self._parts -= self._widened
         self._has_kernels = device.type == "cpu" and dtype in DTYPES and not native_missing(device)
         self._has_fp8 = dtype == torch.bfloat16 and not fp8_missing(device)
+
+    def warn(self) -> None:
+        """Log what is wider than stored, and what is slow."""
+        if self._widened:
+            log.warning("the quantised experts are dequantised at load: GPUs have no kernel for them yet")
+        slow = [parts for parts in self._parts if self._device.type == "cpu" and not self.has_blocks(parts)]
+        matrices = self._source.matrices()
+        labels = sorted({matrices[part.name].label for parts in slow for part in parts if part.name in matrices})
+        if labels:
+            log.warning(
+                "no CPU kernel reads %s: %d matrices are dequantised in every product, which is slow;"
+                " a GGUF file or a checkpoint of 4- or 8-bit integers is faster",
+                "; ".join(labels),
+                len(slow),
+            )
 
     def holds(self, parts: tuple[TensorSpec, ...]) -> bool:
         return parts in self._parts

@@ -220,6 +220,8 @@ def build_decoder(
         )
     stored = stored_matrices(source, layout, device, dtype, quantization)
     builder = DecoderBuilder(spec, layout, source, stored, device, dtype, deterministic, quantization, progress)
+    if builder.grouped is not None:
+        builder.grouped.warn()
     with nullcontext() if stored is None else closing(stored):
         return builder.build()
 

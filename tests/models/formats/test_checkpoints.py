@@ -25,6 +25,7 @@ from helpers.quantised_files import (
 from helpers.tiny_models import VOCAB, StateDictSource
 
 from millrace.errors import ConfigError, ModelError
+from millrace.models import grouped as grouped_module
 from millrace.models import load as load_module
 from millrace.models.decoder import Decoder
 from millrace.models.grouped import GroupedMatrices
@@ -192,6 +193,34 @@ def test_cpu_kernels_read_inputs_in_another_order_and_parts_of_which_some_are_pl
         assert rounded.choices["qkv_linear"].version.name == "blocks_int8"
         assert error(logits(exact), expected) < EXACT, name
         assert error(logits(rounded), expected) < 0.05, name
+
+
+def test_a_format_without_cpu_kernels_is_named_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, expected in (("fp8_block", "no CPU kernel reads FP8, blocks of 128 × 128: 8 matrices"), ("gptq", "")):
+        caplog.clear()
+        written(tmp_path / name, name)
+        load(tmp_path / name)
+        warnings = [record.getMessage() for record in caplog.records if "no CPU kernel" in record.getMessage()]
+        assert len(warnings) == bool(expected)
+        assert all(expected in warning for warning in warnings)
+
+
+@pytest.mark.parametrize("case", ["fp8_tensor", "fp8_static"])
+def test_devices_with_fp8_multiply_the_stored_numbers(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference of fp8_linear stands in for a GPU."""
+    monkeypatch.setattr(grouped_module, "fp8_missing", lambda _: "")
+    source = written(tmp_path / "m", case)
+    decoder = load(tmp_path / "m", torch.bfloat16)
+    assert {decoder.choices[f"{key}_linear"].version.op for key in ("qkv", "out", "gate_up", "down")} == {"fp8_linear"}
+    found, expected = logits(decoder), logits(plain(source, tmp_path / "m", torch.bfloat16))
+    assert error(found, expected) < 0.2, "activations are rounded to FP8"
+    assert decoder.num_bytes == weight_bytes(resolve_model(str(tmp_path / "m")), torch.bfloat16, device=CPU)
+    qkv: Any = decoder._weights.layers[0].qkv
+    assert qkv.weight.values.dtype == torch.float8_e4m3fn
+    names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
+    torch.testing.assert_close(qkv.weight.widen(), torch.cat([source.tensors[name] for name in names]))
 
 
 def test_mixed_bits_by_rule(tmp_path: Path) -> None:
