@@ -232,6 +232,12 @@ def test_errors(front: Front, fields: dict[str, Any], status: int, param: str) -
     assert reply.error["param"] == param
 
 
+def test_a_count_names_the_field_that_is_wrong(front: Front) -> None:
+    only_reasoning = [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "a"}]}]
+    for path in (RESPONSES, f"{RESPONSES}/input_tokens"):
+        assert post(front.port, path, {"input": only_reasoning}).error["param"] == "input"
+
+
 def test_retrieve_refuses_unsupported_queries(front: Front) -> None:
     response_id = post(front.port, RESPONSES, {"model": MODEL, "input": "hi"}).json["id"]
     assert get(front.port, f"{RESPONSES}/{response_id}?stream=true").error["param"] == "stream"

@@ -138,7 +138,7 @@ class Stream(asyncio.Protocol):
         frames = data.count(FRAME)
         self._frames += frames
         within = self._from <= now < self._to
-        if not frames and (data.startswith(HEAD) or COMMENT in data):
+        if not frames and not data.endswith(END) and (data.startswith(HEAD) or COMMENT in data):
             return  # The stream waits: its head, or a comment.
         if not self._arrived_at:
             self._on_first(data, now, within)

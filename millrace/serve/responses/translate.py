@@ -395,4 +395,7 @@ async def count_input_tokens(state: FrontState, data: bytes, owner: str) -> int:
     wish = _wish(body)
     check_wish(state, wish)
     counted = Conversation(messages, tools=tools_of(body).use.shown, template_kwargs=wish.template_kwargs())
-    return len(await encode_chat(state, counted))
+    try:
+        return len(await encode_chat(state, counted))
+    except BadRequest as error:
+        raise name_fields(error, LIMIT_NAMES) from None
