@@ -105,6 +105,10 @@ async def _exchange(address: Address, data: bytes, began: float, result: ClassRe
             result.failed += 1
             return
         await reader.readuntil(b"data: ")  # Comments may come before.
+        first = await reader.readuntil(b"\n")
+        if first.startswith(b'{"error"'):
+            result.failed += 1
+            return
         result.ttft_s.append(time.monotonic() - began)
         tail = b""
         while piece := await reader.read(65536):

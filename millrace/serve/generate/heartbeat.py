@@ -27,7 +27,8 @@ PING_EVERY_S = 5.0
 """Nothing sent since the last look, so long ago, means a ping: no gap is longer than twice this."""
 FLUSH_GRACE_S = 30.0
 """How long a client may take to read the rest of a finished stream."""
-WAITING = "The request waits for its first token"
+WAITING = "The answer follows"
+"""True in the queue, during prefill, and in the middle of an answer that is held back."""
 
 WriteError = Callable[[MillraceError], bytes]
 """Frames that end a stream with an error, in the shape of a dialect."""
