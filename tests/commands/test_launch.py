@@ -149,6 +149,12 @@ def test_a_key_reaches_the_agent_in_its_environment_alone(name: str) -> None:
     assert "mr-secret" not in "".join(start.arguments)
 
 
+@pytest.mark.parametrize("name", AGENTS)
+def test_every_agent_waits_an_hour_for_a_prompt_on_a_slow_machine(name: str) -> None:
+    start = AGENTS[name].start(HERE)
+    assert "3600000" in " ".join((*start.variables.values(), *start.arguments))
+
+
 @pytest.mark.parametrize("context", [4096, 32768, 131072])
 def test_an_answer_leaves_most_of_the_context_to_the_conversation(context: int) -> None:
     assert 0 < Endpoint(HERE.url, HERE.model, context).max_output <= min(context // 4, 8192)

@@ -97,6 +97,9 @@ def _qwen(endpoint: Endpoint) -> Start:
             "OPENAI_MODEL": endpoint.model,
             "QWEN_CODE_MAX_OUTPUT_TOKENS": str(endpoint.max_output),
             "QWEN_CODE_API_TIMEOUT_MS": str(TIMEOUT_MS),
+            # By default it gives up after four minutes without a chunk, and comments are none.
+            "QWEN_STREAM_IDLE_TIMEOUT_MS": str(TIMEOUT_MS),
+            "QWEN_STREAM_MAX_LIFETIME_MS": str(TIMEOUT_MS),
         },
         ("--auth-type", "openai", "--openai-base-url", f"{endpoint.url}/v1", "--model", endpoint.model),
     )
