@@ -141,4 +141,4 @@ def _print_table(found: list[ServingFigures]) -> None:
             f"{one.running:.0f}/{one.waiting:.0f}",
             " ".join(f"{value:.2f}" for value in (*cores, one.cores["clients"])),
         )
-    Console(stderr=True, width=200).print(table)
+    Console(stderr=True, width=None if sys.stderr.isatty() else 200).print(table)

@@ -19,6 +19,8 @@ class FakeServer:
     models: tuple[str, ...] = ("fake",)
     ignore_eos: bool = True
     usage: bool = True
+    owner: str = ""
+    """`owned_by` of its models. Millrace's own servers send the usage with each event, if they are asked to."""
     completions: bool = True
     chat: bool = True
     tokenize: bool = True
@@ -81,7 +83,10 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._allowed():
             return
         if self.path == "/v1/models":
-            self._json(200, {"object": "list", "data": [{"id": name} for name in self.fake.models]})
+            self._json(
+                200,
+                {"object": "list", "data": [{"id": name, "owned_by": self.fake.owner} for name in self.fake.models]},
+            )
         else:
             self._error(404, "there is no such page")
 
@@ -154,10 +159,12 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             # Closed before the client sees the end: it may send its next request before this thread runs again.
             with self.fake.one_open():
-                for word in words:
+                is_counted = (body.get("stream_options") or {}).get("continuous_usage_stats")
+                for number, word in enumerate(words, start=1):
                     time.sleep(self.fake.token_delay_s)
                     choice = {"delta": {"content": word}} if chat else {"text": word}
-                    self._event({"choices": [{"index": 0, **choice}]})
+                    usage = {"usage": self._usage(body, number)} if is_counted else {}
+                    self._event({"choices": [{"index": 0, **choice}], **usage})
             if body.get("stream_options"):
                 self._event({"choices": [], "usage": self._usage(body, len(words))})
             self._chunk(b"data: [DONE]\n\n")

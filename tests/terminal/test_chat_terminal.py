@@ -185,7 +185,10 @@ def test_typing_during_an_answer_does_not_mix_in() -> None:
 
 
 def test_set_model_and_retry() -> None:
-    with running(FakeServer(answer=("One",))) as server, on_terminal(["chat", "--url", server.url]) as t:
+    with (
+        running(FakeServer(models=("fake", "other"), answer=("One",))) as server,
+        on_terminal(["chat", "--url", server.url]) as t,
+    ):
         t.expect(PROMPT)
         t.type("/set temperature 0.5\r")
         t.expect("temperature is 0.5")

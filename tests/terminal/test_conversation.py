@@ -114,6 +114,12 @@ def test_stats_of_a_stopped_answer() -> None:
         stream.close()
         assert backend.last.summary().startswith("unknown number of prompt tokens, 1 output tokens")
         assert server.requests[-1]["stream_options"] == {"include_usage": True}
+    with running(FakeServer(answer=tuple("abcdef"), owner="millrace")) as server:
+        backend = RemoteBackend(server.url)
+        stream = backend.stream_chat([{"role": "user", "content": "hi there"}], {})
+        next(stream), next(stream)
+        stream.close()
+        assert backend.last.summary().startswith("2 prompt tokens, 2 output tokens")
 
 
 @pytest.mark.parametrize(
