@@ -92,6 +92,11 @@ def test_the_list_shows_the_last_check_and_what_is_unchecked(hub: FakeHub, capsy
     assert len(records["smollm2-1.7b"]["problems"]) == 3
     assert records["qwen3-4b"]["checked"] is None
     assert records["qwen3-4b"]["licence"] is None
+    assert main(["show", "smollm2-360m", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["checked"], shown["licence"]) == (f"on {last.date} against {hub.url}", "apache-2.0")
+    assert main(["show", "qwen3-4b", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["checked"] == "unchecked"
 
 
 def test_a_hub_out_of_reach_changes_nothing(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.errors import MillraceError
 from millrace.sources.catalogue import find_entry
+from millrace.sources.catalogue.check import last_check
 from millrace.sources.estimate import estimate_lines
 from millrace.sources.library import catalogue_bytes, is_downloaded
 from millrace.sources.names import expand_alias, has_gpu, parse_name
@@ -152,4 +153,9 @@ def _catalogue_facts(text: str) -> dict[str, Any]:
         "kv_heads": entry.kv_heads,
         "context": entry.context,
     }
+    last = last_check()
+    check = last.models.get(entry.name) if last is not None else None
+    facts["checked"] = f"on {last.date} against {last.hub}" if last is not None and check is not None else "unchecked"
+    if check is not None:
+        facts |= {"licence": check.licence or "unknown", "problems": "; ".join(check.problems) or "none"}
     return facts | ({"sampling": dict(entry.sampling)} if entry.sampling else {})
