@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key", default="", help="API key for the server (default: MILLRACE_API_KEY)")
     parser.add_argument("--system", default="", metavar="TEXT", help="system prompt")
     parser.add_argument("--plain", action="store_true", help="show answers as they come, without rendering Markdown")
+    parser.set_defaults(finds_server=False)
     add_sampling(parser, max_tokens=None)
     add_settings(
         parser, sections=("model", "memory", "run", "plan", "observe"), taken=("seed",), shown=LOCAL_MODEL_SETTINGS
@@ -50,9 +51,9 @@ def run(args: argparse.Namespace) -> int:
         named = LoadedConfig(
             replace(loaded.config, model__source=name), {**loaded.sources, "model.source": "command line"}
         )
-        return open_backend(named, args.url, api_key)
+        return open_backend(named, args.url, api_key, finds_server=args.finds_server)
 
-    backend = open_backend(loaded, args.url, api_key)
+    backend = open_backend(loaded, args.url, api_key, finds_server=args.finds_server)
     screen = ChatScreen(backend, Conversation(args.system), fields, open_backend=open_model, plain=args.plain)
     try:
         has_failed = screen.loop()

@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of the text")
     parser.add_argument("--url", default="", help="use this OpenAI-compatible server instead of loading a model")
     parser.add_argument("--api-key", default="", help="API key for the server (default: MILLRACE_API_KEY)")
+    parser.set_defaults(finds_server=False)
     add_sampling(parser, max_tokens=256)
     add_settings(
         parser, sections=("model", "memory", "run", "plan", "observe"), taken=("seed",), shown=LOCAL_MODEL_SETTINGS
@@ -52,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt:
         raise UsageError("The prompt is empty.")
-    backend = open_backend(loaded, args.url, args.api_key or client_api_key())
+    api_key = args.api_key or client_api_key()
+    backend = open_backend(loaded, args.url, api_key, finds_server=args.finds_server)
     try:
         return _generate(backend, prompt, fields, args)
     finally:

@@ -29,28 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    _use_running_server(args)
+    # Options that say how to load the model are for an engine of this command.
+    args.finds_server = not args.config and not given_settings(args).keys() - {"model.source"}
     if args.prompt != "-" and _is_piped():
         args.prompt = "\n\n".join(part for part in (sys.stdin.read().strip(), args.prompt) if part) or None
     if args.prompt is None:
         return chat.run(args)
     args.chat, args.raw = True, False
     return generate.run(args)
-
-
-def _use_running_server(args: argparse.Namespace) -> None:
-    """Ask a server of this machine that has loaded the model, rather than load it once more. Not if options say how."""
-    if args.url or args.config or given_settings(args).keys() - {"model.source"}:
-        return
-    from millrace.config import client_api_key
-    from millrace.terminal.running_servers import server_of
-    from millrace.terminal.settings_options import load_settings
-
-    found = server_of(load_settings(args).config.model.source, has_key=bool(args.api_key or client_api_key()))
-    if found is not None:
-        server, args.model = found
-        args.url = server.url
-        print(f"Using the server on {server.url} (process {server.pid}).", file=sys.stderr, flush=True)
 
 
 def _is_piped() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -26,12 +27,21 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
-def open_backend(loaded: LoadedConfig, url: str, api_key: str) -> Backend:
-    """The server at `url`, or without one the configured model, loaded into this process."""
+def open_backend(loaded: LoadedConfig, url: str, api_key: str, *, finds_server: bool = False) -> Backend:
+    """The server at `url`, or without one the configured model, loaded into this process. `finds_server`: rather ask a
+    server of this machine that has loaded the model."""
+    model = loaded.config.model.source if loaded.sources["model.source"] != "default" else ""
+    if finds_server and not url:
+        from millrace.terminal.running_servers import server_of
+
+        found = server_of(loaded.config.model.source, has_key=bool(api_key))
+        if found is not None:
+            server, model = found
+            url = server.url
+            print(f"Using the server on {url} (process {server.pid}).", file=sys.stderr, flush=True)
     if url:
         from millrace.terminal.remote_backend import RemoteBackend
 
-        model = loaded.config.model.source if loaded.sources["model.source"] != "default" else ""
         return RemoteBackend(url, model, api_key)
     from millrace.terminal.local_backend import LocalBackend
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from helpers.fake_openai import FakeServer, running
 
 from millrace.cli import main
 from millrace.config import Config, replace
+from millrace.errors import ModelError
 from millrace.terminal.running_servers import announced, server_of
 
 pytestmark = pytest.mark.live
@@ -82,6 +84,23 @@ def test_run_asks_a_server_that_has_the_model(
     assert shown.out == "AB\n"
     assert shown.err == f"Using the server on {listed.url} (process {os.getpid()}).\n"
     assert listed.requests[-1]["model"] == "smollm2-135m-instruct"
+
+
+def test_model_in_a_chat_leaves_the_server_for_another_model(
+    listed: FakeServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The server was found for the first model; another one is looked for anew."""
+    opened: list[str] = []
+
+    def open_local(config: Config) -> None:
+        opened.append(config.model.source)
+        raise ModelError("not in this test")
+
+    monkeypatch.setattr("millrace.terminal.local_backend.LocalBackend", open_local)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hi\n/model gemma-3-270m\n"))
+    assert main(["run", "smollm2"]) == 1
+    assert opened == ["gemma-3-270m"]
+    assert "AB" in capsys.readouterr().out
 
 
 def test_a_server_is_found_by_any_name_of_its_model(listed: FakeServer, tmp_path: Path) -> None:
