@@ -105,5 +105,5 @@ def test_a_hub_out_of_reach_changes_nothing(
     before = check_entries([entry_named("smollm2-360m")])
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert main(["models", "--check"]) == 1
-    assert "Check the network" in capsys.readouterr().err
+    assert "The hub at http://127.0.0.1:9 cannot be reached" in capsys.readouterr().err
     assert last_check() == before

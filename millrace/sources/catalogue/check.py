@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from millrace.config import cache_dir
 from millrace.errors import ModelError
 from millrace.sources.catalogue.entries import CatalogueEntry
-from millrace.sources.hub import describe, model_info
+from millrace.sources.hub import describe, hub_address, model_info, why_unreachable
 from millrace.sources.names import DEFAULT_QUANTISATION, HubName
 
 if TYPE_CHECKING:
@@ -49,15 +49,17 @@ def check_entries(
 ) -> CatalogueCheck:
     """Ask the hub about these entries and remember what it says, beside earlier answers about others. Raises if the hub
     cannot be reached."""
-    from huggingface_hub import constants
-
+    hub = hub_address()
+    reason = why_unreachable()
+    if reason:
+        raise ModelError(f"The hub at {hub} cannot be reached: {reason}. Nothing was compared.")
     found: dict[str, EntryCheck] = {}
     for done, entry in enumerate(chosen):
         on_entry(entry.name, done, len(chosen))
         found[entry.name] = _check(entry)
     before = last_check()
-    kept = before.models if before is not None and before.hub == constants.ENDPOINT else {}
-    check = CatalogueCheck(datetime.now(UTC).strftime("%Y-%m-%d"), constants.ENDPOINT, {**kept, **found})
+    kept = before.models if before is not None and before.hub == hub else {}
+    check = CatalogueCheck(datetime.now(UTC).strftime("%Y-%m-%d"), hub, {**kept, **found})
     path = _path()
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
