@@ -342,8 +342,11 @@ def test_library_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "is not downloaded" in capsys.readouterr().err
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     assert main(["alias", "quick", "smollm2"]) == 0
+    assert "quick now stands for smollm2. It is not downloaded: millrace pull smollm2" in capsys.readouterr().out
     assert main(["alias", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"quick": "smollm2"}
+    assert main(["alias", "other", "smollm2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"quick": "smollm2", "other": "smollm2"}
 
 
 def test_a_server_is_listed_while_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the aliases as one JSON object")
 
 
+def _change(name: str, target: str) -> str:
+    """Set an alias, or remove it if there is no target. Returns what to say."""
+    if not target:
+        write_alias(name, "")
+        return f"Removed the alias {name}."
+    check_source(target)
+    target = _absolute(expand_alias(target))
+    write_alias(name, target)
+    return f"{name} now stands for {target}." + _needs_download(target)
+
+
 def _absolute(source: str) -> str:
     """A path is kept whole, since the alias will be used in other directories."""
     path = Path(source).expanduser()
@@ -38,14 +49,8 @@ def _needs_download(target: str) -> str:
 
 def run(args: argparse.Namespace) -> int:
     if args.name and (args.target or args.remove):
-        if args.remove:
-            write_alias(args.name, "")
-            print(f"Removed the alias {args.name}.")
-        else:
-            check_source(args.target)
-            target = _absolute(expand_alias(args.target))
-            write_alias(args.name, target)
-            print(f"{args.name} now stands for {target}." + _needs_download(target))
+        said = _change(args.name, "" if args.remove else args.target)
+        print(json.dumps(read_aliases()) if args.json else said)
         return 0
     aliases = read_aliases()
     if args.name:
