@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1] / "millrace"
-ONCE = {"StepCosts"}
+ONCE = {"StepCosts", "StepWork", "StepLog", "DraftedRows", "DraftStates", "HeadShape", "Admission"}
 """Beside the data types of a step."""
 
 

@@ -20,7 +20,7 @@ from millrace.link.frames import HEADER
 from millrace.link.messages import Finish, NewRequest, Resumption, decode_to_engine, encode_frame, pack_tokens
 from millrace.params import Grammar, SamplingParams, ThinkingLimit
 from millrace.plan.request import Request, end_of
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.text.grammar.environment import GrammarEnvironment
 from millrace.text.tokenizers.stand_in import build_stand_in
 
@@ -39,11 +39,12 @@ def request(params: SamplingParams, so_far: list[int] | None = None, ends: tuple
 
 def answer(message: NewRequest) -> tuple[list[int], Finish]:
     """Of an engine that is new to the request."""
-    scheduler = Scheduler(num_blocks=256, block_size=4, max_running=4, token_budget=16)
+    scheduler = Scheduler(SchedulerSettings(num_blocks=256, block_size=4, max_running=4, token_budget=16))
     tokenizer = build_stand_in({"vocab_size": VOCAB, "eos_token_id": END})
     constrained = ConstrainedRequests(Grammars(lambda: GrammarEnvironment(tokenizer, VOCAB, 1)))
     channel = FakeChannel([message])
-    run_engine(Engine(scheduler, FakeRunner(VOCAB), FakeDevice(), channel, constrained=constrained))
+    runner = FakeRunner(VOCAB)
+    run_engine(Engine(scheduler, runner, FakeDevice(), channel, facts=runner.facts, constrained=constrained))
     [finish] = [finish for _, sent in channel.sent for finish in sent.finished]
     return channel.tokens.get(1, []), finish
 
@@ -76,7 +77,7 @@ def test_output_that_its_grammar_forbids_ends_the_request_with_a_sentence() -> N
 
 
 def test_found_blocks_of_output_are_no_cached_prompt() -> None:
-    scheduler = Scheduler(num_blocks=64, block_size=4, max_running=4, token_budget=64)
+    scheduler = Scheduler(SchedulerSettings(num_blocks=64, block_size=4, max_running=4, token_budget=64))
     tokens = np.arange(24, dtype=np.int32)
     scheduler.submit(Request(0, tokens, 1))
     first = scheduler.plan(0.0)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
 
 BLOCK = 16
 _ids = itertools.count()
@@ -20,7 +20,7 @@ def request(tokens: list[int], priority: int = 1, **more: bool) -> Request:
 
 
 def scheduler(**more: int) -> Scheduler:
-    return Scheduler(num_blocks=1024, block_size=BLOCK, max_running=8, token_budget=32, **more)
+    return Scheduler(SchedulerSettings(num_blocks=1024, block_size=BLOCK, max_running=8, token_budget=32, **more))
 
 
 def test_copies_of_a_running_prompt_count_only_what_they_compute_themselves() -> None:
