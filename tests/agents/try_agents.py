@@ -110,7 +110,8 @@ async def run_agent(name: str, url: str, programs: Path, repository: Path, timeo
 
 async def try_agent(name: str, url: str, programs: Path, logs: Path, timeout_s: float) -> bool:
     """Prints the verdict; True if the protocol held."""
-    with tempfile.TemporaryDirectory(prefix="millrace-agent-") as directory:
+    # Not in /tmp: Codex makes no sandbox for a home directory there.
+    with tempfile.TemporaryDirectory(prefix="try-", dir=logs.parent.resolve()) as directory:
         repository = make_repository(Path(directory))
         async with WireLog(url, ShortAnswers()) as log:
             code, output = await run_agent(name, log.url, programs, repository, timeout_s)
