@@ -40,6 +40,7 @@ from millrace.plan.shapes.choice import make_shape_choice
 from millrace.plan.step import StepPlan
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import CpuDevice, open_device
+from millrace.run.drafting.models import DrafterModel
 from millrace.run.facts import RunnerFacts
 from millrace.run.runner import Runner
 from millrace.run.settings import RunnerSettings
@@ -149,7 +150,12 @@ def text(tokens: list[int]) -> str:
 
 
 def both(
-    asked: list[SamplingParams], speculate: str, drafts: DraftSettings, *, runs_fast: bool = True, **options: Any
+    asked: list[SamplingParams],
+    speculate: str,
+    drafts: DraftSettings,
+    *,
+    runs_fast: bool = True,
+    drafter: DrafterModel | None = None,
 ) -> tuple[Answers, Answers]:
     """Without drafts on the plain runner, and with drafts."""
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
@@ -160,12 +166,8 @@ def both(
     runner = CudaRunner(
         decoder_for(place, paged=True, **MODEL),
         device,
-        RunnerSettings(
-            token_budget=32,
-            speculate=speculate,
-            **SIZES,
-            **options,
-        ),
+        RunnerSettings(token_budget=32, speculate=speculate, **SIZES),
+        drafter=drafter,
     )
     fast = Answers(runner, drafts)
     plain.run(asked)

@@ -117,9 +117,9 @@ def test_products_equal_the_dequantised_weight(outputs: int, inputs: int, group:
     for rows in (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 100, 256, 300, 1100):
         x = torch.randn(rows, inputs, device=device).to(dtype)
         wanted = x.double() @ dense.T + bias.double()
-        for got, limit in ((linear.wide(x), 1e-3), (linear(x), 4e-3)):
+        for got in (linear.wide(x), linear(x)):  # some kernels round the weight to the model's dtype, some do not
             error = ((got.double() - wanted).norm() / wanted.norm()).item()
-            assert error < limit, f"{rows} rows: {error}"
+            assert error < 4e-3, f"{rows} rows: {error}"
     assert not linear._counters.any()  # zero between launches, or the next split product is wrong
 
 

@@ -24,7 +24,7 @@ TOLERANCE = 2e-3 if interpreted else 1e-2
 
 def weight_of(kind: str, rows: int = 40, columns: int = 160) -> GroupedWeight:
     torch.manual_seed(len(kind))
-    group = {"channel": columns, "nvfp4": 16, "odd_group": 80}.get(kind, 32)
+    group = {"channel": columns, "nvfp4": 16, "odd_group": 96}.get(kind, 32)
     num_groups = -(-columns // group)
     scales = (torch.rand(rows, num_groups) + 0.1) * 0.02
     codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8)

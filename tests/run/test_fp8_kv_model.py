@@ -37,6 +37,7 @@ from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.defaults import CUDA_DEFAULTS
 from millrace.run.device.device import CpuDevice, open_device
 from millrace.run.device.kv_pool import KvFormat, allocate_kv, bytes_per_token, resolve_kv_dtype
+from millrace.run.graphs.device_state import make_device_state
 from millrace.run.settings import RunnerSettings
 
 CPU = torch.device("cpu")
@@ -103,8 +104,9 @@ def test_requests_with_a_shared_prefix_give_the_same_tokens(
     decoder = with_paged_attention(decoder_of("llama", place))
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     sizes = {"num_blocks": 40, "block_size": 4, "max_rows": 3, "max_context": 32}
-    runner = CudaRunner(decoder, device, RunnerSettings(token_budget=24, kv_dtype="fp8", **sizes))
-    assert {kv.dtype for kv in runner._kv} == {torch.uint8}
+    settings = RunnerSettings(token_budget=24, kv_dtype="fp8", **sizes)
+    assert {kv.dtype for kv in make_device_state(decoder, device, settings, None).kv} == {torch.uint8}
+    runner = CudaRunner(decoder, device, settings)
     prompt = np.random.default_rng(6).integers(0, VOCAB, 13).astype(np.int32)
     shapes = make_shape_choice(runner.shapes)
     scheduler = Scheduler(

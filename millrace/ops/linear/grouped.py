@@ -81,10 +81,12 @@ class GroupedTriton(Head):
             is_four_bits=weight.bits == 4,
         )
         self._tile_k = kernel.tile_inputs(weight.group, weight.in_features)
-        if not self._tile_k:
+        # Even and odd inputs of 4-bit codes are multiplied apart, and a matrix instruction takes 16 inputs.
+        smallest = 32 if weight.bits == 4 else 16
+        if self._tile_k < smallest:
             raise ModelError(
-                f"The checkpoint has groups of {weight.group} inputs; GPU kernels need groups of a multiple of 16."
-                " Run it with --device cpu."
+                f"The checkpoint has groups of {weight.group} inputs; GPU kernels for {weight.bits}-bit codes need"
+                f" groups of a multiple of {smallest}. Run it with --device cpu."
             )
         self._programs = 2 * _processors(weight.codes.device)
         self._product, self._choose, self._fixed = kernel.grouped_product, kernel.choose_tiles, kernel.fixed_tiles
