@@ -99,7 +99,8 @@ def test_any_number_of_rows(rows: int) -> None:
 @pytest.mark.parametrize("split", [1, 2, 3])
 def test_split_sums(split: int) -> None:
     weight = weight_of("plain", columns=224)
-    x = torch.randn(5, weight.in_features).to(device, DTYPE)
+    wide = torch.full((5, 320), torch.nan, dtype=DTYPE, device=device)
+    x = wide[:, :224].copy_(torch.randn(5, 224))  # what lies behind a row must not be read
     operand = GroupedTriton(weight)._operand
     bias = torch.randn(weight.shape[0]).to(device, DTYPE)
     check(grouped_product(x, operand, GroupedTiles(16, 32, 32, split, 4, 2), bias), weight, x, bias)

@@ -156,7 +156,7 @@ def grouped_product(
         SPLIT=tiles.split,
         FOUR_BITS=weight.is_four_bits,
         EXPONENTS=weight.scales.dtype == torch.uint8,
-        WHOLE=weight.inputs % tiles.k == 0,
+        WHOLE=steps * tiles.split * tiles.k == weight.inputs,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **pdl_options(x.device),

@@ -28,6 +28,7 @@ from millrace.ops.triton.grouped.instructions import (
     UNPACK_UNSCALED_F16,
 )
 from millrace.ops.triton.grouped.layout import INPUTS, OUTPUTS, PackedCodes
+from millrace.ops.triton.kernel_keys import settle_keys
 
 MAX_ROWS = 32
 _COLUMNS = 8
@@ -224,3 +225,6 @@ def multiply(
         HALF=x.dtype == torch.float16, num_warps=tiles.warps, **pdl_options(x.device),
     )  # fmt: skip
     return out
+
+
+settle_keys(globals())

@@ -39,6 +39,7 @@ from millrace.ops.triton.grouped.instructions import (
     UNPACK_IN_ORDER_REGISTERS,
 )
 from millrace.ops.triton.grouped.layout import INPUTS, OUTPUTS, WORDS, PackedCodes
+from millrace.ops.triton.kernel_keys import settle_keys
 
 BLOCK_PAIR = 2 * INPUTS
 
@@ -222,3 +223,6 @@ def multiply(
         FETCHING_REGISTERS=FETCHING_REGISTERS, num_warps=tiles.outputs // 16,
     )  # fmt: skip
     return out
+
+
+settle_keys(globals())
