@@ -269,10 +269,12 @@ def test_cost_without_a_price_says_how_to_give_one(server: RealServer, capsys: p
 
     def is_known() -> bool:
         post(server.port, CHAT, chat())  # Costs are read from steps with and without prompts.
-        return "per million tokens" in printed()
+        return "largest items" in printed()
 
     eventually(is_known)
     assert "--price-per-hour" in printed()
+    assert "$" not in printed(), "no dollars without a price"
+    assert "$ per million" in printed("--price", "2")
     assert "--price-per-hour" not in printed("--price", "2")
 
 
