@@ -55,7 +55,7 @@ def make_answers(options: TrainOptions, open_llm: Callable[[], LLM], report: Rep
         report.advance(len(done))
         with path.open("a", encoding="utf-8") as file:
             for first in range(len(done), len(jobs), CHUNK):
-                answers = _answer(llm, jobs[first : first + CHUNK], options)
+                answers = _answer(llm, jobs[first : first + CHUNK], options, first)
                 for answer in answers:
                     row = [answer.workload, int(answer.is_held_out), answer.num_prompt, list(answer.token_ids)]
                     file.write(json.dumps(row, separators=(",", ":")) + "\n")
@@ -124,9 +124,11 @@ def _own_prompts(llm: LLM, options: TrainOptions, report: Reporter) -> list[Trai
     found: dict[str, None] = {}
     for first in range(0, options.self_prompts, CHUNK):
         count = min(CHUNK, options.self_prompts - first)
-        for generation in llm.generate(
-            [start] * count, max_tokens=160, temperature=1.0, top_p=1.0, top_k=0, progress=False
-        ):
+        params = [
+            SamplingParams(max_tokens=160, temperature=1.0, top_p=1.0, top_k=0, seed=options.seed + first + index)
+            for index in range(count)
+        ]
+        for generation in llm.generate([start] * count, params, progress=False):
             text = generation.text.strip()
             if generation.choices[0].finish_reason == "stop" and len(text) > 8:
                 found[text] = None
@@ -140,9 +142,13 @@ def _jobs(prompts: Sequence[TrainingPrompt], options: TrainOptions) -> list[tupl
     return [(prompt, 0.0) for prompt in prompts] + again * (options.answers_per_prompt - 1)
 
 
-def _answer(llm: LLM, jobs: Sequence[tuple[TrainingPrompt, float]], options: TrainOptions) -> list[Answer]:
+def _answer(llm: LLM, jobs: Sequence[tuple[TrainingPrompt, float]], options: TrainOptions, first: int) -> list[Answer]:
+    """`first`: index of the first job among all; a job's draws depend on its index and the seed alone."""
     encoded = [_encode(llm, prompt) for prompt, _ in jobs]
-    params = [SamplingParams(max_tokens=options.max_tokens, temperature=temperature) for _, temperature in jobs]
+    params = [
+        SamplingParams(max_tokens=options.max_tokens, temperature=temperature, seed=options.seed + first + index)
+        for index, (_, temperature) in enumerate(jobs)
+    ]
     found = []
     for (prompt, _), ids, generation in zip(jobs, encoded, llm.generate(encoded, params, progress=False), strict=True):
         choice = generation.choices[0]

@@ -108,7 +108,7 @@ def test_every_kind_learns_and_is_written_as_the_loader_reads(
     folder = copy_answers(answered, tmp_path / kind)
     report = train(options_for(kind, folder), model)
     curves = report.curves
-    assert min(curves.losses[-2:]) < 0.8 * curves.losses[0]
+    assert min(curves.losses[-2:]) < 0.9 * curves.losses[0]
     assert set(report.acceptance) == {"chat", "code"}
     for own in report.acceptance.values():
         assert own.reached[0] >= own.accepted[0] >= own.accepted[1]
