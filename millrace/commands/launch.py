@@ -133,8 +133,12 @@ def _run_agent(agent: CodingAgent, start: Start, more: Sequence[str]) -> int:
     """The agent's exit code. Ctrl-C is the agent's, and SIGTERM is passed on: this process waits for it to end."""
     signal.signal(signal.SIGINT, lambda *_: None)  # Unlike SIG_IGN, not inherited by the agent.
     command = [agent.program, *start.arguments, *more]
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))  # Until there is somebody to tell.
     with subprocess.Popen(command, env=child_environment(**start.variables)) as child:
         signal.signal(signal.SIGTERM, lambda *_: child.terminate())
+        if told:
+            child.terminate()
         code = child.wait()
     return code if code >= 0 else 128 - code
 

@@ -442,7 +442,7 @@ def test_a_stream_calls_the_model_as_the_client_did(
     ask(front, "POST", f"/v1/models/{OTHER}/unload")
     model = front.state.models.find(OTHER)
     monkeypatch.setattr(heartbeat, "HEAD_AFTER_S", 0.02)
-    monkeypatch.setattr(front.state, "loading_wait_s", 0.1)
+    monkeypatch.setattr(model.state, "loading_wait_s", 0.1)
     monkeypatch.setattr(model.client, "on_wanted", lambda: None)  # It stays unloaded.
     steps = ask(front, "GET", "/v1/steps?model=alias")[1]
     assert steps["error"]["message"] == "The model 'alias' is unloaded, so it runs no steps."
