@@ -40,6 +40,7 @@ COMMANDS = {
     "pull": "download a model",
     "ls": "list the downloaded models",
     "show": "print what a model is and what it needs",
+    "kv": "compute the KV cache of a model: bytes per token and request, and what fits where",
     "rm": "delete a downloaded model",
     "alias": "give a model a short name of your own",
     "ps": "list the running servers on this machine",
@@ -58,7 +59,7 @@ _UNTIL_CTRL_C = frozenset({"chat", "run", "serve", "top"})
 """Commands that SIGINT stops, even if they were started with it ignored, as the background jobs of a script are."""
 
 _FIGURES = frozenset({"cost", "explain", "load", "profile", "slo", "top", "trace"})
-_LIBRARY = ("models", "pull", "ls", "show", "rm", "alias", "ps", "stop", "reload")
+_LIBRARY = ("models", "pull", "ls", "show", "kv", "rm", "alias", "ps", "stop", "reload")
 """Commands whose modules are in `millrace/commands/library`."""
 
 _SETUP = ("doctor", "completion")
