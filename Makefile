@@ -21,7 +21,7 @@ SIZE ?= 100
 SEED := $(or $(SEED),$(shell date +%s))
 FUZZED := tests/contract tests/plan tests/engine/test_cycle_properties.py tests/text tests/sources
 
-.PHONY: help serve chat test test-agents test-clients test-gpu test-models fuzz lint format bench bench-peers setup setup-dev fetch clean
+.PHONY: help serve chat docs test test-agents test-clients test-gpu test-models fuzz lint format bench bench-peers setup setup-dev fetch clean
 
 help: ## Show this list
 	@echo "Millrace: an LLM serving engine. Each command does all the set-up it needs."
@@ -86,6 +86,10 @@ format: setup-dev ## Rewrite the sources in the house style
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+docs: setup-dev ## Build the documentation as a site that needs no network: site/index.html
+	@test -e $(VENV)/.requirements-docs || { echo "mkdocs could not be installed; see above."; exit 1; }
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict && echo "Open site/index.html."
+
 bench: setup ## Measure this machine: startup, TTFT, TPOT, throughput, prefix reuse, memory
 	@$(BIN)/millrace bench $(ARGS)
 
@@ -96,13 +100,13 @@ fetch: setup ## Fetch the default model into the user's cache
 	@$(BIN)/millrace fetch
 
 clean: ## Remove .venv and everything built (fetched models stay in the user's cache)
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find millrace tests -name __pycache__ -type d -prune -exec rm -rf {} +
 	@echo "Clean. Next: make serve"
 
 # ── set-up ────────────────────────────────────────────────────────────────────────────────────────────────────────
 setup: $(VENV)/.kernels
-setup-dev: $(VENV)/.kernels $(VENV)/.requirements-dev
+setup-dev: $(VENV)/.kernels $(VENV)/.requirements-dev docs-tools
 
 $(VENV)/.python:
 	@python=$$($(CURDIR)/tools/find_python) || exit 1; \
@@ -130,3 +134,10 @@ $(VENV)/.kernels: $(VENV)/.millrace $(wildcard millrace/ops/cpp/*.[ch]* millrace
 $(VENV)/.requirements-dev: $(VENV)/.requirements requirements-dev.txt
 	@echo "── set-up: the pinned requirements of the checks"
 	@$(PIP) -r requirements-dev.txt && touch $@
+
+# Checks go on without mkdocs: only the test that builds the site is skipped then.
+.PHONY: docs-tools
+docs-tools: $(VENV)/.requirements-dev
+	@test $(VENV)/.requirements-docs -nt requirements-docs.txt || { \
+	 echo "── set-up: the pinned requirements of the documentation"; \
+	 $(PIP) -r requirements-docs.txt && touch $(VENV)/.requirements-docs || echo "The documentation cannot be built here."; }

@@ -120,7 +120,7 @@ class DrawParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Who proposes drafts: "off", "auto" (as the engine is set) or a drafter that the engine offers. It never changes
     the answer."""
 
-    # What follows is defined, with the order in which it applies, in docs/samplers.md.
+    # What follows is defined, with the order in which it applies, in docs/api/samplers.md.
     typical_p: float = 1.0
     top_a: float = 0.0
     xtc_probability: float = 0.0
@@ -167,7 +167,7 @@ class DrawParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def has_further_cuts(self) -> bool:
-        """True with an option of docs/samplers.md from temperature on, beyond top-k, min-p and top-p."""
+        """True with an option of docs/api/samplers.md from temperature on, beyond top-k, min-p and top-p."""
         return (
             self.typical_p < 1
             or self.top_a > 0
@@ -255,7 +255,7 @@ class SamplingParams(DrawParams, frozen=True, omit_defaults=True):
                 )
 
     def _check_shape(self) -> None:
-        """The options of docs/samplers.md."""
+        """The options of docs/api/samplers.md."""
         for name, (low, high) in _SHAPE_RANGES.items():
             _in_range(name, getattr(self, name), low, high)
         if self.typical_p == 0.0:

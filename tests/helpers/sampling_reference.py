@@ -1,4 +1,4 @@
-"""What docs/samplers.md says, on one row of logits: plain loops over Python numbers, nothing shared with the engine."""
+"""docs/api/samplers.md on one row of logits: plain loops over Python numbers, nothing shared with the engine."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Sequences = tuple[tuple[int, ...], ...]
 def limited(
     logits: np.ndarray, output: Sequence[int], words: Sequences, ends: Sequence[int], allowed: Sequence[int] | None
 ) -> np.ndarray:
-    """The definition of docs/samplers.md, token by token."""
+    """The definition of docs/api/samplers.md, token by token."""
     before = logits.copy()
     if allowed is not None:
         before[[token for token in range(len(before)) if token not in allowed]] = -np.inf

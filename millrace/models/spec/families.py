@@ -1,6 +1,6 @@
 """The model families: for each, how its config becomes a ModelSpec, and the names of its weights.
 
-To add a family, see docs/adding-a-model-family.md.
+To add a family, see docs/contributing/model-family.md.
 """
 
 from __future__ import annotations

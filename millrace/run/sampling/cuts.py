@@ -1,7 +1,7 @@
 """Cuts of a distribution, batched over rows, in torch ops that never wait for the device.
 
 Logits are float32 [rows, vocab], changed in place; a cut token's logit is -inf. Every option is a column [rows, 1], and
-its neutral value keeps every token, so a row's result does not depend on its neighbours. Meaning: docs/samplers.md.
+its neutral value keeps every token, so a row's result does not depend on its neighbours. Meaning: docs/api/samplers.md.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """What depends on a row's earlier tokens: penalties over the last tokens, and DRY. Torch ops that never wait for the
-device, on one row of logits. Meaning: docs/samplers.md."""
+device, on one row of logits. Meaning: docs/api/samplers.md."""
 
 from __future__ import annotations
 

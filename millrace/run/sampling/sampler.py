@@ -2,8 +2,8 @@
 
 Order, per row: grammar mask, logit bias, minimum length, penalties, then temperature, top-k, min-p, top-p, and one draw
 by inverting the cumulative distribution at a uniform number keyed by (seed, position). Greedy rows skip everything from
-temperature on. Rows with further options (docs/samplers.md) are drawn by `shaped_rows.py`. Log-probabilities are those
-of the raw logits.
+temperature on. Rows with further options (docs/api/samplers.md) are drawn by `shaped_rows.py`. Log-probabilities are
+those of the raw logits.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 One implementation for both devices: torch ops that never wait for the device. Logits come with mask, bias and minimum
 length applied. Order: penalties, DRY, logits processors, allowed tokens, bad words, temperature, top-k, min-p, top-p,
-typical-p, top-a, XTC, dynamic temperature, mirostat, draw (docs/samplers.md). A draw depends on the row's tokens, its
-seed and its position, and with mirostat on `mu`, which is kept by position and survives preemption.
+typical-p, top-a, XTC, dynamic temperature, mirostat, draw (docs/api/samplers.md). A draw depends on the row's tokens,
+its seed and its position, and with mirostat on `mu`, which is kept by position and survives preemption.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Which tokens a row may draw, by `bad_words` and `allowed_token_ids`. Torch ops that never wait for the device, on one
-row of logits. Meaning: docs/samplers.md."""
+row of logits. Meaning: docs/api/samplers.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sampler options of docs/samplers.md as fields of a body, for every dialect that takes them."""
+"""The sampler options of docs/api/samplers.md as fields of a body, for every dialect that takes them."""
 
 from __future__ import annotations
 
