@@ -88,7 +88,7 @@ format: setup-dev ## Rewrite the sources in the house style
 
 docs: setup-dev ## Build the documentation as a site that needs no network: site/index.html
 	@test -e $(VENV)/.requirements-docs || { echo "mkdocs could not be installed; see above."; exit 1; }
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict && echo "Open site/index.html."
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict && echo "Open site/index.html; for its search: $(BIN)/python -m http.server -d site"
 
 bench: setup ## Measure this machine: startup, TTFT, TPOT, throughput, prefix reuse, memory
 	@$(BIN)/millrace bench $(ARGS)
