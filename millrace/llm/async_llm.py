@@ -38,6 +38,7 @@ class AsyncLLM:
         return f"Async{self._opened!r}" if self._opened is not None else f"AsyncLLM({self._model!r}, not loaded)"
 
     async def load(self) -> AsyncLLM:
+        """Load the model, unless it is loaded."""
         if self._opened is None:
             self._opened = await asyncio.to_thread(LLM, self._model, **self._settings)
         return self
