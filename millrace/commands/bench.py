@@ -40,7 +40,7 @@ examples:
   millrace bench                                         start the default model here and measure everything
   millrace bench --model ./my-model --dtype bfloat16     another model, with settings as for serve
   millrace bench --url http://127.0.0.1:8080             any OpenAI-compatible server, the same workloads
-  millrace bench --url … --workloads single,mixed --json one JSON line per figure
+  millrace bench --url … --workloads single --json       one JSON line per figure
   millrace bench counting                                what counting figures costs per step
   millrace bench plan                                    host time of the scheduler: decode steps, first tokens,
                                                          and of a step's bytes

@@ -22,9 +22,13 @@ def name_of(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+def without_blocks(text: str) -> str:
+    return _FENCE.sub("", text)
+
+
 def prose(text: str) -> str:
     """`text` without blocks and spans of code."""
-    return re.sub(r"`[^`\n]*`", "", _FENCE.sub("", text))
+    return re.sub(r"`[^`\n]*`", "", without_blocks(text))
 
 
 def links(text: str) -> list[str]:
