@@ -374,6 +374,7 @@ class Engine:
             host_blocks_lost=pool.num_lost,
             grammars=self._constrained.stats if self._constrained is not None else GrammarStats(),
             histograms=ledger.histograms.tobytes(),
+            latencies=ledger.histograms.take_sketch(),
             launch_seconds=times.launch_s,
             device_seconds=times.device_s,
             apply_seconds=times.apply_s,

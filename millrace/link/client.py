@@ -50,6 +50,7 @@ from millrace.link.messages import (
     unpack_tokens,
 )
 from millrace.link.open_requests import TOKEN_BYTES, OpenRequests, RequestSink
+from millrace.observe.sketch import Sketch
 from millrace.params import FinishReason, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,8 @@ class EngineClient:
         """`resume_s`: how long requests of an engine that died wait for the next one; 0: they end with it."""
         self.ready: EngineReady | None = None
         self.stats: EngineStats | None = None
+        self.latencies = Sketch()
+        """What engines measured since it was last taken."""
         self.failure: str | None = None
         self.lacks_memory = False
         """True if the failure is that the model does not fit in the free memory."""
@@ -440,6 +443,7 @@ class EngineClient:
                 self.requests.end(finish)
         if step.stats is not None:
             self.stats = step.stats
+            self.latencies.merge(Sketch(step.stats.latencies))
             self.num_unreported = 0
 
     def _dispatch_with_logprobs(

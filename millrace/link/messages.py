@@ -245,6 +245,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     grammars: GrammarStats = GrammarStats()
     histograms: bytes = b""
     """float64 counts and sums of latencies and lengths, as `observe.histograms` lays them out."""
+    latencies: bytes = b""
+    """Values of these histograms since the report before, as an `observe.sketch.Sketch`."""
     launch_seconds: float = 0.0
     """Sum over all steps of the time to launch them on the device."""
     device_seconds: float = 0.0

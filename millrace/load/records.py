@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from millrace.observe.sketch import quantile
 from millrace.observe.slo.objective import Objective
 
 Floats = npt.NDArray[np.float64]
@@ -113,13 +114,17 @@ def percentiles(values: Floats) -> dict[str, Any] | None:
     """In milliseconds, each with a 95% interval; None without values."""
     if not len(values):
         return None
-    found: dict[str, Any] = {"mean": round(1e3 * float(values.mean()), 3), "max": round(1e3 * float(values.max()), 3)}
     ordered = np.sort(values)
+    found: dict[str, Any] = {"n": len(values), "mean": _ms(values.mean()), "max": _ms(ordered[-1])}
     for percent in PERCENTILES:
         low, high = _interval(ordered, percent / 100)
-        found[f"p{percent}"] = round(1e3 * float(np.quantile(ordered, percent / 100)), 3)
-        found[f"p{percent}_interval"] = [round(1e3 * low, 3), round(1e3 * high, 3)]
+        found[f"p{percent}"] = _ms(quantile(ordered, None, percent / 100) or 0.0)
+        found[f"p{percent}_interval"] = [_ms(low), _ms(high)]
     return found
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * float(seconds), 3)
 
 
 def _interval(ordered: Floats, share: float) -> tuple[float, float]:
@@ -146,4 +151,4 @@ def _rate(amounts: list[float] | list[int], seconds: float) -> dict[str, Any]:
 def _late(records: list[Record]) -> float | None:
     """99th percentile of how late this client sent; large values mean that the client is the bottleneck."""
     late = [record.sent_s - record.intended_s for record in records]
-    return round(1e3 * float(np.quantile(late, 0.99)), 3) if late else None
+    return _ms(quantile(np.sort(late), None, 0.99) or 0.0) if late else None

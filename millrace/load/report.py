@@ -13,6 +13,7 @@ from millrace.errors import ConfigError
 from millrace.load.records import Outcome
 from millrace.load.svg import Line, plot
 from millrace.load.sweep import Sweep
+from millrace.observe.sketch import quantile
 
 VERSION = 1
 _STYLE = (
@@ -57,12 +58,12 @@ def table(summary: dict[str, Any]) -> str:
         f"  goodput/s        {_with_interval(summary['goodput_per_s'])}",
         f"  input tokens/s   {_with_interval(summary['input_tokens_per_s'])}",
         f"  output tokens/s  {_with_interval(summary['output_tokens_per_s'])}",
-        f"  {'ms':<5}" + "".join(f"{name:>8}" for name in _COLUMNS) + "   95% interval of p95",
+        f"  {'ms':<5}{'n':>7}" + "".join(f"{name:>7}" for name in _COLUMNS) + "   95% of p95",
     ]
     for name in ("ttft", "itl", "tpot", "e2e"):
         found = summary[f"{name}_ms"]
         if found is not None:
-            cells = "".join(f"{_ms(found[key]):>8}" for key in _COLUMNS)
+            cells = f"{found.get('n', ''):>7}" + "".join(f"{_ms(found[key]):>7}" for key in _COLUMNS)
             low, high = found["p95_interval"]
             lines.append(f"  {name:<5}{cells}   {_ms(low)} to {_ms(high)}")
     for objective, is_met in summary["objectives"].items():
@@ -141,7 +142,8 @@ def _sweep_plot(sweep: Sweep) -> str:
 
 def _quantile(outcome: Outcome, percent: float) -> float:
     values = outcome.values("ttft")
-    return float(np.percentile(values, percent)) if len(values) else float("nan")
+    found = quantile(np.sort(values), None, percent / 100)
+    return found if found is not None else float("nan")
 
 
 def _sweep_table(sweep: Sweep | None) -> str:

@@ -16,6 +16,7 @@ from prometheus_client.core import (
 
 from millrace.link.messages import EngineReady, EngineStats
 from millrace.observe.histograms import SPECS, Floats, Histograms, HistogramSpec
+from millrace.observe.sketch import Sketch
 from millrace.params import CLASS_NAMES
 from millrace.version import __version__
 
@@ -35,6 +36,7 @@ class EngineView(Protocol):
 
     ready: EngineReady | None
     stats: EngineStats | None
+    latencies: Sketch
     num_engine_starts: int
     is_unloaded: bool
     is_wanted: bool

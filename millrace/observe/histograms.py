@@ -1,6 +1,7 @@
 """Histograms of a request's times and lengths, by priority class: one array that the engine fills and sends whole.
 
-The engine adds to it in columns; fronts export it as Prometheus histograms and read percentiles from differences.
+The engine adds to it in columns; fronts export it as Prometheus histograms. Percentiles come from the sketch beside it,
+which holds the values since the last report.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace.link.messages import Finish
+from millrace.observe.sketch import Sketch
 from millrace.params import CLASS_NAMES
 
 Floats = npt.NDArray[np.float64]
@@ -72,6 +74,8 @@ class Histograms:
         """Kind, class and value, one after the other, of what `observe` was given since `values` was last read."""
         self._ended = array("d")
         """The same for `observe_finish`: class, tokens of prompt and output, and the times of the finish."""
+        self._sketch = Sketch()
+        """Values since the last report, by line: `NUM_CLASSES` lines per histogram."""
 
     @property
     def values(self) -> Floats:
@@ -94,6 +98,7 @@ class Histograms:
         values = np.concatenate([own for _, own, _ in parts])
         lines = np.concatenate([NUM_CLASSES * kind + priorities for kind, _, priorities in parts])
         places = np.concatenate([_EDGES[kind].searchsorted(own) for kind, own, _ in parts]) + WIDTH * lines
+        self._sketch.add(lines, values, nums)
         by_line = self._values.reshape(-1, WIDTH)
         by_line += np.bincount(places, nums, by_line.size).reshape(by_line.shape)
         by_line[:, -1] += np.bincount(lines, values if nums is None else values * nums, len(by_line))
@@ -116,6 +121,11 @@ class Histograms:
 
     def tobytes(self) -> bytes:
         return self.values.tobytes()
+
+    def take_sketch(self) -> bytes:
+        """The values that were counted since the last time."""
+        self.values  # noqa: B018  Counts what was observed one by one.
+        return self._sketch.take().tobytes()
 
 
 def _parts_of_ended(
@@ -140,18 +150,9 @@ def _parts_of_ended(
     ]
 
 
-def percentile(spec: HistogramSpec, counts: Floats, share: float) -> float | None:
-    """Interpolated within its bucket, as Prometheus does; None without values. The unbounded bucket gives its edge."""
-    total = counts.sum()
-    if total <= 0:
-        return None
-    rank = share * total
-    index = int(counts.cumsum().searchsorted(rank))
-    if index >= len(spec.edges):
-        return spec.edges[-1]
-    lower = spec.edges[index - 1] if index else 0.0
-    before = counts[:index].sum()
-    return float(lower + (spec.edges[index] - lower) * (rank - before) / counts[index])
+def values_of(sketch: Sketch, kind: int) -> tuple[Floats, Floats]:
+    """Values of a histogram and their counts, over all classes, in ascending order."""
+    return sketch.of(NUM_CLASSES * kind, NUM_CLASSES * (kind + 1) - 1)
 
 
 def share_within(spec: HistogramSpec, counts: Floats, limit: float) -> float:

@@ -7,22 +7,29 @@ at its two ends, so no sample is ever averaged away.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from millrace.link.messages import EngineStats
 from millrace.observe import histograms
-from millrace.observe.histograms import SPECS, Floats
+from millrace.observe.histograms import Floats, Integers, values_of
+from millrace.observe.sketch import Sketch, quantile
 from millrace.params import CLASS_NAMES
 
 SAMPLE_EVERY_S = 1.0
 MAX_WINDOW_S = 900
 MAX_POINTS = 900
 PERCENTILES = (("p50", 0.5), ("p95", 0.95), ("p99", 0.99))
+SPREAD = ("n", *(label for label, _ in PERCENTILES))
+MAX_POINTS_SHOWN = 60
+"""Up to this many values of a window are given one by one."""
+MAX_INTERVALS = 1024
+"""Remembered points of series."""
 _TIMES = {
     "ttft_s": histograms.TTFT,
     "itl_s": histograms.ITL,
@@ -52,11 +59,21 @@ class Sample:
     """Unix seconds."""
     stats: EngineStats | None
     front: FrontCounts
+    latencies: Sketch = field(default_factory=Sketch)
+    """Of requests and tokens since the sample before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    sketch: Sketch
+    spreads: dict[str, dict[str, float | None]]
+    """By metric: number and percentiles."""
 
 
 class History:
     def __init__(self) -> None:
         self._samples: deque[Sample] = deque(maxlen=int(MAX_WINDOW_S / SAMPLE_EVERY_S) + 8)
+        self._intervals: dict[tuple[float, float], Interval] = {}
 
     def add(self, sample: Sample) -> None:
         self._samples.append(sample)
@@ -71,6 +88,26 @@ class History:
         places = [bisect.bisect_right(taken, time) - 1 for time in times]
         return [samples[place] if place >= 0 else None for place in places]
 
+    def between(self, first: float, last: float) -> list[Sample]:
+        """Samples taken after `first`, up to `last`."""
+        samples = self._samples
+        low, high = (bisect.bisect_right(samples, time, key=lambda sample: sample.time) for time in (first, last))
+        return list(itertools.islice(samples, low, high))
+
+    def interval(self, first: float, last: float) -> Interval:
+        """Latencies after `first`, up to `last`. Intervals that are over are remembered."""
+        found = self._intervals.get((first, last))
+        if found is None:
+            sketch = Sketch()
+            for sample in self.between(first, last):
+                sketch.merge(sample.latencies)
+            found = Interval(sketch, {name: _spread(*values_of(sketch, kind)) for name, kind in _TIMES.items()})
+            if self._samples and self._samples[-1].time > last:
+                self._intervals[first, last] = found
+                if len(self._intervals) > MAX_INTERVALS:
+                    del self._intervals[next(iter(self._intervals))]
+        return found
+
 
 def grid(now: float, window_s: int, step_s: int) -> list[float]:
     """Ends of the points, on multiples of the step, preceded by the beginning of the first point."""
@@ -78,12 +115,44 @@ def grid(now: float, window_s: int, step_s: int) -> list[float]:
     return [float(end - back * step_s) for back in range(window_s // step_s, -1, -1)]
 
 
+def latency_series(history: History, ends: list[float]) -> dict[str, dict[str, Points]]:
+    """Percentiles and number of the values between each two ends."""
+    found = [history.interval(first, last).spreads for first, last in zip(ends, ends[1:], strict=False)]
+    return {name: {key: [point[name][key] for point in found] for key in SPREAD} for name in _TIMES}
+
+
+def window_latency(history: History, ends: list[float], now: float) -> dict[str, dict[str, Any]]:
+    """By metric: number, percentiles and maximum of all values from the first end until now. If there are few, also
+    each of them with its time, so that no percentile has to stand for them."""
+    merged = Sketch()
+    for first, last in zip(ends, [*ends[1:], now], strict=True):
+        merged.merge(history.interval(first, last).sketch)
+    found: dict[str, dict[str, Any]] = {}
+    for name, kind in _TIMES.items():
+        values, counts = values_of(merged, kind)
+        found[name] = {**_spread(values, counts), "max": float(values[-1]) if len(values) else None}
+        if counts.sum() <= MAX_POINTS_SHOWN:
+            found[name]["points"] = [
+                [round(sample.time, 3), value]
+                for sample in history.between(ends[0], now)
+                for value in np.repeat(*_whole(values_of(sample.latencies, kind))).tolist()
+            ]
+    return found
+
+
+def _whole(column: tuple[Floats, Floats]) -> tuple[Floats, Integers]:
+    return column[0], column[1].astype(np.int64)
+
+
+def _spread(values: Floats, counts: Floats) -> dict[str, float | None]:
+    return {"n": float(counts.sum()), **{label: quantile(values, counts, share) for label, share in PERCENTILES}}
+
+
 def engine_series(samples: list[Sample | None], step_s: int) -> dict[str, Any]:
     """`samples`: at the ends of the points, and one before the first."""
     ends = [sample.stats if sample is not None else None for sample in samples]
     pairs = [_pair(before, after) for before, after in zip(ends, ends[1:], strict=False)]
     return {
-        **_percentiles(pairs),
         **_rates(pairs, step_s),
         **_gauges([after for _, after in pairs]),
         **_per_step(pairs),
@@ -199,34 +268,3 @@ def _per_step(pairs: list[_Pair]) -> dict[str, Any]:
         "prefix_hit_rate": ratio(lambda stats: stats.prefix_hit_tokens, lambda stats: stats.prefix_query_tokens),
         "draft_acceptance": ratio(lambda stats: stats.accepted_tokens, lambda stats: stats.drafted_tokens),
     }
-
-
-def _percentiles(pairs: list[_Pair]) -> dict[str, dict[str, Points]]:
-    counts = np.zeros((len(pairs), len(SPECS), histograms.NUM_EDGES + 1))
-    for index, (before, after) in enumerate(pairs):
-        if before is not None and after is not None and before.histograms and before.histograms != after.histograms:
-            counts[index] = _bucket_counts(after) - _bucket_counts(before)
-    return {
-        name: {label: _column_percentiles(counts[:, kind], SPECS[kind].edges, share) for label, share in PERCENTILES}
-        for name, kind in _TIMES.items()
-    }
-
-
-def _bucket_counts(stats: EngineStats) -> Floats:
-    """Of all classes together."""
-    counts: Floats = np.frombuffer(stats.histograms, np.float64).reshape(histograms.SHAPE)[:, :, :-1].sum(axis=1)
-    return counts
-
-
-def _column_percentiles(counts: Floats, edges: tuple[float, ...], share: float) -> Points:
-    """`histograms.percentile` for all points at once."""
-    bounds = np.array([0.0, *edges, edges[-1]])
-    cumulated = counts.cumsum(axis=1)
-    totals = cumulated[:, -1]
-    ranks = share * totals
-    places = np.minimum((cumulated < ranks[:, None]).sum(axis=1), len(edges))
-    points = np.arange(len(counts))
-    inside = counts[points, places]
-    into = (ranks - (cumulated[points, places] - inside)) / np.maximum(inside, 1e-300)
-    values = bounds[places] + (bounds[places + 1] - bounds[places]) * into
-    return [float(value) if total > 0 else None for value, total in zip(values.tolist(), totals.tolist(), strict=True)]

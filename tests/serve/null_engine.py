@@ -265,4 +265,5 @@ class NullEngine:
             step_seconds=0.5,
             plan_seconds=0.1,
             histograms=self.histograms.tobytes(),
+            latencies=self.histograms.take_sketch(),
         )

@@ -62,11 +62,12 @@ def table(stats: dict[str, Any], running: list[dict[str, Any]]) -> list[str]:
         f"KV blocks  {device['used']} used, {device['cached']} cached, {device['free']} free of {device['total']}",
         "steps      " + _steps(series),
         "errors/s   " + f"{_last(series['errors_per_s']):.2f} errors, {_last(series['refused_per_s']):.2f} refused",
-        f"{'ms':<10}{'p50':>10}{'p95':>10}{'p99':>10}",
+        f"last {stats['window_s']} s".ljust(10) + f"{'n':>8}{'p50 ms':>10}{'p95 ms':>10}{'p99 ms':>10}",
     ]
     for name in ("ttft", "itl", "tpot", "queue", "e2e"):
-        cells = "".join(_milliseconds(series[f"{name}_s"][percent]) for percent in ("p50", "p95", "p99"))
-        lines.append(f"{name:<10}{cells}")
+        found = stats["latency"][f"{name}_s"]
+        cells = "".join(_milliseconds(found[percent]) for percent in ("p50", "p95", "p99"))
+        lines.append(f"{name:<10}{found['n']:>8.0f}{cells}")
     for one in stats["slos"]:
         lines.append(f"{'met' if one['is_met'] else 'MISSED'}  {one['slo']}, budget left {one['budget_left']:.0%}")
     lines += [
@@ -86,6 +87,5 @@ def _last(values: list[float | None]) -> float:
     return next((value for value in reversed(values[-6:]) if value is not None), 0.0)
 
 
-def _milliseconds(values: list[float | None]) -> str:
-    known = next((value for value in reversed(values) if value is not None), None)
-    return f"{1e3 * known:>10.1f}" if known is not None else f"{'-':>10}"
+def _milliseconds(value: float | None) -> str:
+    return f"{1e3 * value:>10.1f}" if value is not None else f"{'-':>10}"

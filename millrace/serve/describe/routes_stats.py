@@ -17,7 +17,9 @@ from millrace.observe.history import (
     engine_series,
     front_series,
     grid,
+    latency_series,
     merge_front_series,
+    window_latency,
 )
 from millrace.params import CLASS_NAMES
 from millrace.serve.describe.asked_model import asked_model, figures_of
@@ -51,7 +53,8 @@ async def stats(request: web.Request) -> web.Response:
     end = _whole(request, "end", int(time.time()), 1 << 40)
     model = asked_model(request)
     figures = figures_of(request, model)
-    samples = figures.history.at(grid(end, window_s, step_s))
+    ends = grid(end, window_s, step_s)
+    samples = figures.history.at(ends)
     own = FrontPart(
         len(state.jobs),
         sum(job.is_streamed for job in state.jobs),
@@ -76,10 +79,12 @@ async def stats(request: web.Request) -> web.Response:
             "now": _now(request, model, parts),
             "totals": _totals(engine, parts),
             "series": {
-                "time": grid(end, window_s, step_s)[1:],
+                "time": ends[1:],
+                **latency_series(figures.history, ends),
                 **engine_series(samples, step_s),
                 **merge_front_series([part.series for part in parts]),
             },
+            "latency": window_latency(figures.history, ends, end + 1),
             "limits": _limits(model.client.ready),
             "price_per_hour": state.config.observe.price_per_hour,
             "tenants": _tenants(request, engine),

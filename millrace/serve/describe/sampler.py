@@ -58,5 +58,5 @@ def take_sample(state: FrontState, loop_lag_s: float) -> None:
     front = FrontCounts(counts.requests, counts.errors, counts.client_errors, counts.refused, loop_lag_s)
     now = time.time()
     for figures in state.metrics.models.values():
-        figures.history.add(Sample(now, figures.engine.stats, front))
+        figures.history.add(Sample(now, figures.engine.stats, front, figures.engine.latencies.take()))
         figures.slos.sample(now, figures.engine.stats)
