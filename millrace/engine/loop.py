@@ -382,6 +382,8 @@ class Engine:
             prefill_tokens=figures.prefill_tokens,
             decode_tokens=figures.decode_tokens,
             padded_tokens=figures.padded_tokens,
+            recomputed_tokens=scheduler.num_recomputed,
+            discarded_tokens=scheduler.num_discarded,
             drafted_tokens=figures.drafted_tokens,
             accepted_tokens=figures.accepted_tokens,
             drafts=self._drafts.stats(),

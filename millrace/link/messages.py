@@ -261,6 +261,10 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Tokens computed one per row."""
     padded_tokens: int = 0
     """Tokens of padding, on a GPU."""
+    recomputed_tokens: int = 0
+    """Tokens computed again after a preemption, or for a request of another engine."""
+    discarded_tokens: int = 0
+    """Tokens computed for requests that were cancelled, passed their deadline or failed."""
     drafted_tokens: int = 0
     """Places for drafts in all steps."""
     accepted_tokens: int = 0

@@ -17,6 +17,7 @@ from prometheus_client.core import (
 from millrace.link.messages import EngineReady, EngineStats
 from millrace.observe.histograms import SPECS, Floats, Histograms, HistogramSpec
 from millrace.observe.sketch import Sketch
+from millrace.observe.token_use import token_use
 from millrace.params import CLASS_NAMES
 from millrace.version import __version__
 
@@ -192,6 +193,18 @@ def _labelled_counters(stats: EngineStats) -> Iterator[Metric]:
     tokens.add_metric(["decode"], stats.decode_tokens)
     tokens.add_metric(["padding"], stats.padded_tokens)
     yield tokens
+    use = token_use(stats)
+    computed = CounterMetricFamily(
+        "millrace_engine_computed_tokens", "Tokens computed in steps, drafts and padding too."
+    )
+    computed.add_metric([], use.computed)
+    yield computed
+    wasted = CounterMetricFamily(
+        "millrace_engine_wasted_tokens", "Tokens computed in vain, by cause.", labels=["cause"]
+    )
+    for cause, count in use.wasted.items():
+        wasted.add_metric([cause], count)
+    yield wasted
     reasons = CounterMetricFamily(
         "millrace_engine_preemptions_by_reason", "Sequences preempted, by reason.", labels=["reason"]
     )

@@ -19,6 +19,7 @@ from millrace.link.messages import EngineStats
 from millrace.observe import histograms
 from millrace.observe.histograms import Floats, Integers, values_of
 from millrace.observe.sketch import Sketch, quantile
+from millrace.observe.token_use import CAUSES, token_use
 from millrace.params import CLASS_NAMES
 
 SAMPLE_EVERY_S = 1.0
@@ -265,6 +266,16 @@ def _per_step(pairs: list[_Pair]) -> dict[str, Any]:
             lambda stats: stats.padded_tokens,
             lambda stats: stats.padded_tokens + stats.prefill_tokens + stats.decode_tokens,
         ),
+        "goodput_share": ratio(
+            lambda stats: token_use(stats).useful,
+            lambda stats: token_use(stats).computed,
+        ),
+        "wasted_share": {
+            cause: ratio(
+                lambda stats, cause=cause: token_use(stats).wasted[cause], lambda stats: token_use(stats).computed
+            )  # type: ignore[misc]
+            for cause in CAUSES
+        },
         "prefix_hit_rate": ratio(lambda stats: stats.prefix_hit_tokens, lambda stats: stats.prefix_query_tokens),
         "draft_acceptance": ratio(lambda stats: stats.accepted_tokens, lambda stats: stats.drafted_tokens),
     }

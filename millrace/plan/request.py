@@ -75,6 +75,8 @@ class Request:
     num_output: int = field(init=False)
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at the first admission."""
+    num_computed: int = 0
+    """Tokens whose KV had been computed or found when it last left its row, or its engine."""
     preemptions: int = 0
     yields: int = 0
     """Preemptions in favour of a more urgent request (not for lack of blocks)."""
@@ -84,6 +86,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.num_output = len(self.output) // 4
+        if self.num_output:
+            self.num_computed = self.num_prompt + self.num_output - 1
 
     @property
     def num_prompt(self) -> int:

@@ -110,6 +110,8 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_yields = 0
         """Preemptions in favour of a more urgent request."""
+        self.num_discarded = 0
+        """Tokens computed for requests that ended without a whole answer."""
         self._next_ticket = 0
         self._ended: list[Ended] = []
         self._confirming = Confirming(self._seating, self._in_flight, self._drafts)
@@ -119,6 +121,10 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._seating)
+
+    @property
+    def num_recomputed(self) -> int:
+        return self._seating.num_recomputed
 
     @property
     def draft_state(self) -> DraftState:
@@ -377,6 +383,8 @@ class Scheduler:
         return self._seating.release(row, reason)
 
     def _end(self, request: Request, reason: FinishReason, message: str = "") -> None:
+        if reason not in ("stop", "length"):
+            self.num_discarded += max(0, request.num_computed - request.cached_tokens)
         self._ended.append(end_of(request, reason, request.num_output, message=message))
 
     # -- confirm ---------------------------------------------------------------------------------------------------

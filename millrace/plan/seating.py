@@ -30,6 +30,8 @@ class Seating:
         self._windowed = groups.windowed
         self.most_blocks = 0
         """Upper bound on the blocks of the seated requests, whatever they generate."""
+        self.num_recomputed = 0
+        """Tokens computed again after a preemption, or for a request of another engine."""
         self._row_of: dict[int, int] = {}
         self._unannounced: set[int] = set()
         """Admitted rows that no plan has announced to the runner yet."""
@@ -58,6 +60,7 @@ class Seating:
         self.prefix.count(request, match.num_columns)
         self.prefix.expect(request, match.num_columns)
         request.held_by, request.loads = None, 0
+        self.num_recomputed += max(0, request.num_computed - match.num_columns * self._block_size)
         row = self.rows.admit(request, match.blocks)
         self.most_blocks += self.blocks_at_limit(request)
         self._row_of[request.id] = row
@@ -66,9 +69,11 @@ class Seating:
 
     def release(self, row: int, reason: ReleaseReason) -> Request:
         """Empty the row. Its blocks are registered in the prefix cache first, as far as they are confirmed."""
-        self.register_blocks(row, int(self.rows.confirmed[row]) // self._block_size)
+        num_computed = int(self.rows.confirmed[row])
+        self.register_blocks(row, num_computed // self._block_size)
         fence = self._in_flight.fence
         request, groups = self.rows.release(row, fence)
+        request.num_computed = num_computed
         self.prefix.forget(request)
         self.most_blocks -= self.blocks_at_limit(request)
         for blocks in groups:

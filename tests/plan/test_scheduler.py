@@ -261,3 +261,47 @@ def test_hashes_found_through_children_equal_computed_ones() -> None:
         assert matched.hashes == fresh.hashes
         assert matched.cached_tokens == num_cached
         scheduler.pool.check()
+
+
+def test_tokens_beyond_what_the_requests_need_are_counted_as_recomputed() -> None:
+    scheduler, device = make(num_blocks=12, block_size=4, max_running=4, expected_output=1), ToyDevice(12, 4, 4, 7)
+    requests = [request(0, list(range(8)), 24), request(1, list(range(20, 32)), 24), request(2, [50, 51], 24)]
+    for one in requests:
+        scheduler.submit(one)
+    computed = 0
+    for step in range(200):
+        plan = scheduler.plan(float(step))
+        if plan is None:
+            break
+        computed += int(plan.counts.sum())
+        scheduler.apply(plan.step_no, *device.run(plan))
+    assert scheduler.num_preemptions
+    # The last token of an answer is never computed.
+    assert computed - sum(one.num_prompt + one.max_tokens - 1 for one in requests) == scheduler.num_recomputed > 0
+    assert scheduler.num_discarded == 0
+
+
+def test_tokens_of_an_aborted_request_are_counted_as_discarded_but_not_those_it_found_or_finished() -> None:
+    scheduler, device = make(), ToyDevice(64, 4, 8, 7)
+
+    def run(request_id: int, num_steps: int, reason: str) -> None:
+        scheduler.submit(request(request_id, list(range(9)), max_tokens=20))
+        for step in range(num_steps):
+            plan = scheduler.plan(float(step))
+            assert plan is not None
+            scheduler.apply(plan.step_no, *device.run(plan))
+        scheduler.abort(request_id, reason)  # type: ignore[arg-type]
+
+    run(0, 3, "abort")
+    assert scheduler.num_discarded == 9 + 2
+    run(1, 3, "cancelled")
+    assert scheduler.num_discarded == 11 + (9 - 8) + 2, "two blocks of four were found in the cache"
+    run(2, 3, "stop")
+    assert scheduler.num_discarded == 14, "a stop string ends an answer well"
+
+
+def test_tokens_that_another_engine_computed_are_recomputed() -> None:
+    scheduler, device = make(), ToyDevice(64, 4, 8, 7)
+    scheduler.submit(request(0, list(range(9)), max_tokens=8, output=np.asarray([4, 5, 6], np.int32).tobytes()))
+    run_to_end(scheduler, device)
+    assert scheduler.num_recomputed == 9 + 2

@@ -21,6 +21,7 @@ from millrace.observe.history import (
     merge_front_series,
     window_latency,
 )
+from millrace.observe.token_use import token_use
 from millrace.params import CLASS_NAMES
 from millrace.serve.describe.asked_model import asked_model, figures_of
 from millrace.serve.http.json_answer import json_answer
@@ -153,6 +154,7 @@ def _totals(engine: EngineStats | None, parts: list[FrontPart]) -> dict[str, Any
     totals: dict[str, Any] = {"errors": errors, "refused": sum(part.refused for part in parts)}
     if engine is None:
         return totals
+    use = token_use(engine)
     return totals | {
         "requests": sum(engine.finished.values()),
         "finished": engine.finished,
@@ -161,6 +163,9 @@ def _totals(engine: EngineStats | None, parts: list[FrontPart]) -> dict[str, Any
         "output_tokens": engine.output_tokens,
         "drafted_tokens": engine.drafted_tokens,
         "accepted_tokens": engine.accepted_tokens,
+        "computed_tokens": use.computed,
+        "useful_tokens": use.useful,
+        "wasted_tokens": use.wasted,
         "steps": engine.step_no,
         "preemptions": {"memory": engine.preemptions - engine.yields, "priority": engine.yields},
         "evictions": engine.evictions,
