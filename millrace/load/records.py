@@ -55,6 +55,7 @@ class Record:
         return all(
             (float(np.mean(values)) if (values := self.value(objective.metric)) else 0.0) <= objective.limit_s
             for objective in objectives
+            if not objective.is_about_errors
         )
 
 
@@ -79,6 +80,8 @@ class Outcome:
 
     def meets(self, objective: Objective) -> bool:
         """Failed requests count as beyond the limit."""
+        if objective.is_about_errors:
+            return len(self.answered) >= objective.share * len(self.records) - 1e-9
         values = self.values(objective.metric)
         num_failed = len(self.records) - len(self.answered)
         if not len(values):

@@ -11,6 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,10 @@ class FrontCounts:
     """Answers with a 4xx, without refusals."""
     refused: int = 0
     loop_lag_s: float = 0.0
+    asked: int = 0
+    """Requests that asked for work."""
+    failed: int = 0
+    """Those of them that failed for a reason of the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +257,12 @@ def _per_step(pairs: list[_Pair]) -> dict[str, Any]:
     def steps(stats: EngineStats) -> float:
         return stats.step_no
 
+    def computed(stats: EngineStats) -> float:
+        return token_use(stats).computed
+
+    def wasted(cause: str, stats: EngineStats) -> float:
+        return token_use(stats).wasted[cause]
+
     return {
         "step_ms": {
             "plan": ratio(lambda stats: stats.plan_seconds, steps, 1e3),
@@ -266,16 +277,8 @@ def _per_step(pairs: list[_Pair]) -> dict[str, Any]:
             lambda stats: stats.padded_tokens,
             lambda stats: stats.padded_tokens + stats.prefill_tokens + stats.decode_tokens,
         ),
-        "goodput_share": ratio(
-            lambda stats: token_use(stats).useful,
-            lambda stats: token_use(stats).computed,
-        ),
-        "wasted_share": {
-            cause: ratio(
-                lambda stats, cause=cause: token_use(stats).wasted[cause], lambda stats: token_use(stats).computed
-            )  # type: ignore[misc]
-            for cause in CAUSES
-        },
+        "goodput_share": ratio(lambda stats: token_use(stats).useful, computed),
+        "wasted_share": {cause: ratio(partial(wasted, cause), computed) for cause in CAUSES},
         "prefix_hit_rate": ratio(lambda stats: stats.prefix_hit_tokens, lambda stats: stats.prefix_query_tokens),
         "draft_acceptance": ratio(lambda stats: stats.accepted_tokens, lambda stats: stats.drafted_tokens),
     }

@@ -32,6 +32,10 @@ class Counts:
     errors: int = 0
     client_errors: int = 0
     refused: int = 0
+    asked: int = 0
+    """POST requests: those that ask for work."""
+    failed: int = 0
+    """Those of them that got a 5xx, or a stream that ended with one."""
     by_code: Tally[str] = field(default_factory=Tally)
 
 
@@ -54,6 +58,12 @@ class FrontMetrics:
         )
         self.errors = Counter(
             "millrace_errors", "Requests that ended with an error, by its code.", ("code",), registry=registry
+        )
+        self.asked = Counter("millrace_asked_requests", "HTTP requests that asked for work (POST).", registry=registry)
+        self.failed = Counter(
+            "millrace_failed_requests",
+            "Those of them that failed for a reason of the server, also in the middle of a stream.",
+            registry=registry,
         )
         self.loop_lag = Histogram(
             "millrace_event_loop_lag_seconds",
@@ -96,6 +106,13 @@ class FrontMetrics:
     def count_request(self, route: str, status: int, finish_reason: str) -> None:
         self.counts.requests += 1
         self.requests.labels(route, str(status), finish_reason).inc()
+
+    def count_asked(self, *, has_failed: bool) -> None:
+        self.counts.asked += 1
+        self.asked.inc()
+        if has_failed:
+            self.counts.failed += 1
+            self.failed.inc()
 
     def count_error(self, code: str, status: int) -> None:
         """`code`: of our own errors, so there are few."""

@@ -271,6 +271,13 @@ def test_a_few_long_steps_do_not_make_a_device_busy() -> None:
     assert "none was saturated: the device was busy 23%" in bottleneck({"series": series, "now": {}}, 0.1, 50.0)
 
 
+def test_an_objective_about_errors_is_the_share_of_failed_requests() -> None:
+    records = [Record(number, 0, 0.0, error="" if number else "500") for number in range(10)]
+    outcome = Outcome(records, 1.0, (parse_objective("errors < 10%"), parse_objective("errors < 9%")))
+    assert outcome.summary()["objectives"] == {"errors < 10%": True, "errors < 9%": False}
+    assert outcome.goodput == 9
+
+
 def test_goodput_wants_every_objective() -> None:
     objectives = (parse_objective("ttft p95 < 500 ms"), parse_objective("itl p99 < 50 ms"))
     good = Record(0, 0, 0.0, ttft_s=0.4, e2e_s=1.0, gaps_s=[0.01], output_tokens=2)

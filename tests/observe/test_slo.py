@@ -27,7 +27,20 @@ def stats(histograms: Histograms, step_no: int = 1) -> EngineStats:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "ttft < 5 s", "ttft p95 < 5", "speed p95 < 5 s", "vip: ttft p95 < 5 s", "ttft p0 < 5 s", "ttft p100 < 1 s"],
+    [
+        "",
+        "errors < 0%",
+        "errors < 100%",
+        "batch: errors < 1%",
+        "errors p95 < 1%",
+        "errors < 1",
+        "ttft < 5 s",
+        "ttft p95 < 5",
+        "speed p95 < 5 s",
+        "vip: ttft p95 < 5 s",
+        "ttft p0 < 5 s",
+        "ttft p100 < 1 s",
+    ],
 )
 def test_wrong_objectives_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
@@ -63,6 +76,66 @@ def test_burn_rates_follow_the_windows_and_survive_a_restart() -> None:
     assert tracker.total == [120.0]
     assert tracker.burning(16_000.0) == []
     assert tracker.burning(13_060.0) == [] or tracker.burn_rate(0, 3600, 13_060.0) > 2
+
+
+def test_error_objectives_count_failed_requests_over_thirty_days() -> None:
+    [objective] = parse_objectives("errors < 0.1%")
+    assert (str(objective), objective.name) == ("errors < 0.1%", "all_errors_0_1")
+    assert parse_objective(str(objective)) == objective
+    tracker, day_s = SloTracker((objective,)), 86_400.0
+    for day in range(40):
+        tracker.sample(day * day_s, None, asked=1000 * (day + 1), failed=2 * (day + 1))
+    [report] = tracker.report(39 * day_s + 10)
+    assert 30_000 <= report["total"] <= 31_000
+    assert report["total"] - report["good"] == report["total"] // 500
+    assert not report["is_met"]
+    assert report["burn"]["30d"] == pytest.approx(2.0)
+    assert report["burn"]["5m"] == pytest.approx(2.0)
+    other = SloTracker((objective,))
+    other.sample(39 * day_s, None, asked=1_000_000, failed=0)
+    [merged] = tracker.report(39 * day_s + 10, [other.error_counts(39 * day_s + 10)])
+    assert merged["total"] == report["total"] + 1_000_000
+    assert merged["is_met"]
+
+
+def test_counts_of_objectives_go_on_after_a_restart() -> None:
+    objectives = parse_objectives("errors < 1%; ttft p90 < 500 ms")
+    before, histograms = SloTracker(objectives), Histograms()
+    before.sample(1000.0, stats(histograms))
+    for number in range(1, 200):
+        histograms.observe(TTFT, 1, 0.1 if number % 2 else 3.0)
+        before.sample(1000.0 + 60 * number, stats(histograms, number + 1), asked=10 * number, failed=number)
+    now = 1000.0 + 60 * 200
+    stored = json.loads(json.dumps(before.stored()))
+    after = SloTracker((objectives[1], objectives[0], *parse_objectives("queue p50 < 1 s")))
+    after.restore(stored)
+    errors, ttft = before.report(now)
+    kept_ttft, kept_errors, new = after.report(now)
+    assert (kept_errors["good"], kept_errors["total"]) == (errors["good"], errors["total"]) == (1791, 1990)
+    assert kept_ttft["burn"] == pytest.approx(ttft["burn"])
+    assert new["total"] == 0
+    after.sample(now, stats(histograms, 200))
+    assert after.report(now)[0]["total"] == ttft["total"], "what the engine did before is in the stored counts already"
+    after.sample(now + 1, None, asked=5, failed=5)
+    assert after.report(now + 1)[1]["good"] == 1791
+    assert after.report(now + 1)[1]["total"] == 1995
+
+
+def test_records_before_the_last_three_days_are_hourly() -> None:
+    tracker = SloTracker(parse_objectives("errors < 1%"))
+    for hour in range(24 * 40):
+        for minute in (0, 20, 40):
+            asked = 3 * hour + minute // 20 + 1
+            tracker.sample(3600.0 * hour + 60 * minute, None, asked=asked, failed=0)
+    starts = tracker.stored()["errors < 1%"]["starts"]
+    assert len(starts) <= 30 * 24 + 2 * 3 * 24 + 8
+    [report] = tracker.report(3600.0 * 24 * 40)
+    assert abs(report["total"] - 3 * 24 * 30) <= 4
+
+
+def test_alert_rules_of_error_objectives_use_the_counters_of_all_fronts() -> None:
+    failed, asked = "sum(rate(millrace_failed_requests_total[1h]))", "sum(rate(millrace_asked_requests_total[1h]))"
+    assert f"{failed} / {asked} / 0.001" in alert_rules(parse_objectives("errors < 0.1%"))
 
 
 def test_a_front_that_starts_late_does_not_see_the_past_as_this_minute() -> None:

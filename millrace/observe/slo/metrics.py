@@ -16,9 +16,11 @@ def slo_metrics(tracker: SloTracker) -> Iterator[Metric]:
     good = CounterMetricFamily("millrace_slo_good_events", "Values within the limit.", labels=["slo"])
     total = CounterMetricFamily("millrace_slo_events", "All values that an objective is about.", labels=["slo"])
     wanted = GaugeMetricFamily("millrace_slo_objective_ratio", "Share that must be within.", labels=["slo"])
-    left = GaugeMetricFamily("millrace_slo_budget_left_ratio", "Error budget left of three days.", labels=["slo"])
+    left = GaugeMetricFamily("millrace_slo_budget_left_ratio", "Error budget left of 30 days.", labels=["slo"])
     burn = GaugeMetricFamily("millrace_slo_burn_rate", "1 = uses the budget exactly.", labels=["slo", "window"])
     for index, report in enumerate(tracker.report(time.time())):
+        if tracker.objectives[index].is_about_errors:
+            continue  # Each front knows its own: `millrace_failed_requests_total` is summed over them.
         name = report["name"]
         good.add_metric([name], tracker.good[index])
         total.add_metric([name], tracker.total[index])

@@ -1,4 +1,5 @@
-"""An objective such as `ttft p95 < 500 ms`, optionally for one priority class: `interactive: itl p99 < 80 ms`."""
+"""An objective such as `ttft p95 < 500 ms`, optionally for one priority class: `interactive: itl p99 < 80 ms`; or a
+limit on the share of failed requests: `errors < 0.1%`."""
 
 from __future__ import annotations
 
@@ -15,21 +16,29 @@ METRICS = {
     "queue": "time in the queue",
     "e2e": "time of the whole answer",
 }
+ERRORS = "errors"
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 _FORM = re.compile(
     r"^(?:(?P<cls>[a-z]+)\s*:\s*)?(?P<metric>[a-z0-9]+)\s+p(?P<percent>\d{1,2}(?:\.\d+)?)\s*<=?\s*"
     r"(?P<limit>\d+(?:\.\d+)?)\s*(?P<unit>us|ms|s|min)$"
 )
 
+_ERRORS_FORM = re.compile(r"^errors\s*<=?\s*(?P<percent>\d{1,2}(?:\.\d+)?)\s*%$")
+
 
 @dataclass(frozen=True, slots=True)
 class Objective:
     metric: str
+    """One of `METRICS`, or `ERRORS`."""
     percent: float
-    """This share of all values, in percent, must be within the limit."""
+    """This share of all values, in percent, must be within the limit; of all requests, must not fail."""
     limit_s: float
     priority: int | None = None
     """Index into `CLASS_NAMES`; None = every class."""
+
+    @property
+    def is_about_errors(self) -> bool:
+        return self.metric == ERRORS
 
     @property
     def share(self) -> float:
@@ -42,20 +51,30 @@ class Objective:
     @property
     def name(self) -> str:
         """For metric labels and alert names."""
-        return f"{self.class_name}_{self.metric}_p{self.percent:g}".replace(".", "_")
+        form = f"{_errors_percent(self)}" if self.is_about_errors else f"p{self.percent:g}"
+        return f"{self.class_name}_{self.metric}_{form}".replace(".", "_")
 
     def __str__(self) -> str:
+        if self.is_about_errors:
+            return f"errors < {_errors_percent(self)}%"
         limit = f"{1e3 * self.limit_s:g} ms" if self.limit_s < 1 else f"{self.limit_s:g} s"
         prefix = f"{self.class_name}: " if self.priority is not None else ""
         return f"{prefix}{self.metric} p{self.percent:g} < {limit}"
 
 
+def _errors_percent(objective: Objective) -> str:
+    return f"{100 - objective.percent:.10g}"
+
+
 def parse_objective(text: str) -> Objective:
+    of_errors = _ERRORS_FORM.match(" ".join(text.lower().split()))
+    if of_errors is not None and float(of_errors["percent"]) > 0:
+        return Objective(ERRORS, 100 - float(of_errors["percent"]), 0.0)
     found = _FORM.match(" ".join(text.lower().split()))
     if found is None:
         raise ConfigError(
             f"The objective {text!r} is not of the form '[CLASS:] METRIC pNN < TIME', such as 'ttft p95 < 500 ms' or"
-            " 'interactive: itl p99 < 80 ms'.",
+            " 'interactive: itl p99 < 80 ms', nor 'errors < PERCENT%', such as 'errors < 0.1%', which has no class.",
             param="observe.slos",
         )
     if found["metric"] not in METRICS:

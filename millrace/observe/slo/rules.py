@@ -15,6 +15,9 @@ BURNS = (
 
 
 def burn_rate_query(objective: Objective, window: str) -> str:
+    if objective.is_about_errors:
+        failed, asked = (f"sum(rate(millrace_{kind}_requests_total[{window}]))" for kind in ("failed", "asked"))
+        return f"{failed} / {asked} / {1 - objective.share:.6g}"
     series = f'{{slo="{objective.name}"}}[{window}]'
     good, total = f"rate(millrace_slo_good_events_total{series})", f"rate(millrace_slo_events_total{series})"
     return f"(1 - {good} / {total}) / {1 - objective.share:.6g}"

@@ -42,6 +42,7 @@ class FrontPart(msgspec.Struct):
     errors: dict[str, int]
     refused: int
     series: dict[str, Points]
+    error_objectives: dict[str, dict[str, tuple[float, float]]] = {}
 
 
 async def stats(request: web.Request) -> web.Response:
@@ -62,6 +63,7 @@ async def stats(request: web.Request) -> web.Response:
         dict(state.metrics.counts.by_code),
         state.metrics.counts.refused,
         front_series(samples, step_s),
+        figures.slos.error_counts(time.time()),
     )
     if is_for_sibling(request):
         return json_answer(request, own)
@@ -89,7 +91,7 @@ async def stats(request: web.Request) -> web.Response:
             "limits": _limits(model.client.ready),
             "price_per_hour": state.config.observe.price_per_hour,
             "tenants": _tenants(request, engine),
-            "slos": figures.slos.report(time.time()),
+            "slos": figures.slos.report(time.time(), [part.error_objectives for part in parts[1:]]),
             "view": {"tenant": owner_of(request), "is_operator": is_operator(request)},
         },
     )

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from aiohttp import web
 
 from millrace.observe.history import SAMPLE_EVERY_S, FrontCounts, Sample
+from millrace.serve.describe.kept_objectives import SAVE_EVERY_S, KeptObjectives
 from millrace.serve.state import STATE, FrontState
 
 TICK_S = 0.25
@@ -17,16 +18,20 @@ COMMENT_EVERY_S = 3.0
 
 
 async def run_sampler(app: web.Application) -> AsyncIterator[None]:
-    sampler = Sampler(app[STATE], asyncio.get_running_loop())
+    kept = KeptObjectives(app[STATE])
+    sampler = Sampler(app[STATE], asyncio.get_running_loop(), kept)
     yield
     sampler.stop()
+    take_sample(app[STATE], 0.0)
+    kept.save()
 
 
 class Sampler:
     """Timers rather than a task: what they cost is a call, four times a second."""
 
-    def __init__(self, state: FrontState, loop: asyncio.AbstractEventLoop) -> None:
-        self._state, self._loop = state, loop
+    def __init__(self, state: FrontState, loop: asyncio.AbstractEventLoop, kept: KeptObjectives) -> None:
+        self._state, self._loop, self._kept = state, loop, kept
+        self._save_due = loop.time() + SAVE_EVERY_S
         self._worst_lag_s = 0.0
         self._sample_due = loop.time()
         self._due = loop.time()
@@ -44,6 +49,9 @@ class Sampler:
         if now >= self._sample_due:
             take_sample(self._state, self._worst_lag_s)
             self._worst_lag_s, self._sample_due = 0.0, max(self._sample_due + SAMPLE_EVERY_S, now)
+        if now >= self._save_due:
+            self._save_due = now + SAVE_EVERY_S
+            self._kept.save_soon(self._loop)
         if now >= self._comment_due:
             self._comment_due = now + COMMENT_EVERY_S
             if any(model.client.requests.is_waiting for model in self._state.models):
@@ -55,8 +63,10 @@ class Sampler:
 
 def take_sample(state: FrontState, loop_lag_s: float) -> None:
     counts = state.metrics.counts
-    front = FrontCounts(counts.requests, counts.errors, counts.client_errors, counts.refused, loop_lag_s)
+    front = FrontCounts(
+        counts.requests, counts.errors, counts.client_errors, counts.refused, loop_lag_s, counts.asked, counts.failed
+    )
     now = time.time()
     for figures in state.metrics.models.values():
         figures.history.add(Sample(now, figures.engine.stats, front, figures.engine.latencies.take()))
-        figures.slos.sample(now, figures.engine.stats)
+        figures.slos.sample(now, figures.engine.stats, counts.asked, counts.failed)

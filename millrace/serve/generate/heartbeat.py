@@ -15,7 +15,7 @@ import msgspec
 from aiohttp import web
 
 from millrace.errors import MillraceError
-from millrace.serve.http.app_keys import EXTRA_HEADERS, FINISH_REASON, REQUEST_ID
+from millrace.serve.http.app_keys import EXTRA_HEADERS, FINISH_REASON, REQUEST_ID, STREAM_STATUS
 from millrace.serve.http.event_stream import NO_HEADERS, SERVER_SENT_EVENTS, EventStream, comment
 from millrace.serve.http.ids import WARNING_HEADER
 from millrace.serve.served_models import loading_state
@@ -113,7 +113,7 @@ class Heartbeat:
         """The status is sent already, so the error is the last frame."""
         reason = error.code or error.type
         self._request.app[STATE].metrics.count_error(reason, error.status)
-        self._request[FINISH_REASON] = reason
+        self._request[FINISH_REASON], self._request[STREAM_STATUS] = reason, error.status
         out = self.stream()
         if not out.has_ended:
             out.end(self.write_error(error))

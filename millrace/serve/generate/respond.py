@@ -14,7 +14,7 @@ from millrace.serve.generate.grammars import check_grammar
 from millrace.serve.generate.heartbeat import FLUSH_GRACE_S, Heartbeat, StreamForm
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.work import Prepare, Work, observe, until_done, whole_answer
-from millrace.serve.http.app_keys import FINISH_REASON, MODEL, REQUEST_ID, TOKEN_COUNTS, TRACE
+from millrace.serve.http.app_keys import FINISH_REASON, MODEL, REQUEST_ID, STREAM_STATUS, TOKEN_COUNTS, TRACE
 from millrace.serve.http.body import read_body
 from millrace.serve.http.event_stream import EventStream
 from millrace.serve.http.ids import REQUEST_ID_HEADER
@@ -99,6 +99,7 @@ def _account(state: FrontState, request: web.Request, job: Job, received: float)
     counts = (usage.prompt_tokens, usage.output_tokens, usage.cached_tokens, usage.reasoning_tokens)
     request[TOKEN_COUNTS] = counts
     if job.error is not None and job.out is not None and job.out.started:
+        request[STREAM_STATUS] = job.error.status
         metrics.count_error(ended, job.error.status)  # An error before the stream began is counted with its answer.
     if ended == "abort":
         metrics.client_disconnects.inc()

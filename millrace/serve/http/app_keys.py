@@ -8,6 +8,8 @@ from millrace.observe.tracing.request_trace import RequestTrace
 
 REQUEST_ID = web.RequestKey("request_id", str)
 FINISH_REASON = web.RequestKey("finish_reason", str)
+STREAM_STATUS = web.RequestKey("stream_status", int)
+"""Status of an error that ended a stream whose head said 200."""
 """How generation ended, for metrics and the audit log; absent where nothing was generated."""
 MODEL = web.RequestKey("model", str)
 """Name of the model that generated the answer."""
