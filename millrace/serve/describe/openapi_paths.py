@@ -465,6 +465,16 @@ def _own_paths() -> dict[str, Any]:
                 parameters=_series(),
             )
         },
+        "/v1/load": {
+            "get": _operation(
+                "operate",
+                "load",
+                "How busy this server is, for gateways",
+                "Load",
+                ("400", "404"),
+                parameters=[_of_model()],
+            )
+        },
         "/v1/requests": {
             "get": _operation(
                 "operate", "listRequests", "List running requests", "RunningRequests", ("400",), parameters=[_listed()]
