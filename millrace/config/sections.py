@@ -93,6 +93,11 @@ class ServerConfig:
     )
     batch_lines: int = setting(64, "maximum number of batch lines that are generated at once", minimum=1)
     keys_file: str = setting("", "TOML file with tenants and their hashed API keys; if empty, no key is required")
+    gateway_key: str = setting(
+        "",
+        "secret that a gateway sends in X-Millrace-Gateway-Key, to move streams between replicas and to read KV events;"
+        " if empty, operators' keys may, or without keys programs on this machine",
+    )
     ttft_interactive_s: float = setting(
         5.0,
         "promised seconds to the first token; interactive requests that would wait longer get a 429; 0 = no promise",

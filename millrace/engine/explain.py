@@ -107,6 +107,8 @@ def _why_it_waited(entry: Entry, now: float) -> str:
 
 def _how_it_went_on(resumed: Resumption, taken: float) -> str:
     num_tokens, waited = len(unpack_tokens(resumed.output)), taken - resumed.lost
+    if not resumed.losses:
+        return f"Another server generated {num_tokens} tokens of it; this one went on from there."
     when = f"after {num_tokens} tokens" if num_tokens else "before its first token"
     return f"Its engine died {when}; this one took it over {waited:.3f} s later and went on from there."
 

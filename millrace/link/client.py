@@ -40,6 +40,7 @@ from millrace.link.messages import (
     NewRequest,
     Query,
     Reply,
+    Resumption,
     Retire,
     StepTokens,
     ToEngine,
@@ -228,9 +229,11 @@ class EngineClient:
         cache_salt: str = "",
         caller: Caller = ANONYMOUS,
         search: int | None = None,
+        output: Sequence[int] = (),
     ) -> int:
         """Send one request to the engine. `deadline` is on `time.monotonic`. `search`: id of the beam search that it is
-        a step of. Returns its id, for `abort`."""
+        a step of. `output`: tokens that another server generated, after which this one goes on. Returns its id, for
+        `abort`."""
         # A search whose engine died goes on with the next one, as its open steps do.
         ready = self._limits_or_raise(may_wait=search is not None and self.requests.is_waiting)
         if search is None:
@@ -244,6 +247,8 @@ class EngineClient:
         request_id = self._new_id()
         if not self.requests.by_id:
             self._last_progress = time.monotonic()  # An idle engine sends nothing, so its silence counts from now.
+        now = time.monotonic()
+        resumed = Resumption(pack_tokens(checked_ids(output, ready.vocab_size)), now, now, 0) if output else None
         message = NewRequest(
             id=request_id,
             prompt=pack_tokens(token_ids),
@@ -251,13 +256,14 @@ class EngineClient:
             end_token_ids=end_token_ids,
             priority=priority,
             deadline=deadline,
-            arrival=time.monotonic(),
+            arrival=now,
             received=caller.received,
             names=caller.names,
             tenant=caller.tenant,
             weight=caller.weight,
             cache_salt=cache_salt,
             search=search,
+            resumed=resumed,
         )
         self.requests.add(message, sink)
         self._channel.send(message)

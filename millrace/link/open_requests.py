@@ -15,7 +15,7 @@ from typing import Protocol
 
 import msgspec
 
-from millrace.link.messages import Finish, NewRequest, Resumption, TokenLogprobs, pack_tokens
+from millrace.link.messages import Finish, NewRequest, Resumption, TokenLogprobs, pack_tokens, unpack_tokens
 from millrace.params import FinishReason
 
 log = logging.getLogger(__name__)
@@ -44,9 +44,10 @@ class OpenRequest:
     def __init__(self, message: NewRequest) -> None:
         self.message = message
         """The first one that was sent."""
-        self.output: list[int] = []
-        """Tokens that came back."""
-        self.first_token = 0.0
+        before = message.resumed
+        self.output: list[int] = [] if before is None else unpack_tokens(before.output).tolist()
+        """Tokens that came back, after those that it came with."""
+        self.first_token = 0.0 if before is None else before.first_token
         """When the first of them came, on `time.monotonic`."""
         self.aborted: FinishReason | None = None
         """Why the engine was told to end it."""
@@ -110,7 +111,7 @@ class OpenRequests:
             one.lost_at = time.monotonic()
 
     def _keep_first(self, one: OpenRequest, sink: RequestSink, token_id: int) -> None:
-        one.first_token = time.monotonic()
+        one.first_token = one.first_token or time.monotonic()
         one.output.append(token_id)
         self.receivers[one.message.id] = sink, one.output.append
 

@@ -7,6 +7,7 @@ same engine message also carries tokens of other requests.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 from typing import Protocol
 
 from millrace.link.messages import Finish, TokenLogprobs
@@ -14,6 +15,7 @@ from millrace.params import FinishReason, SamplingParams
 from millrace.serve.generate.chat.answer_reader import AnswerReader
 from millrace.serve.generate.events import AnswerFinish, Output, TextDelta, Tokens
 from millrace.serve.generate.generation import Generation, Prompt
+from millrace.serve.generate.resuming.marks import FrameSink
 from millrace.serve.http.event_stream import EventStream
 from millrace.serve.http.json_answer import encode, escape_text
 from millrace.text.answer_events import AnswerEvent, CallArguments, CallStart, ReasoningSaid, TextSaid, ToolCall
@@ -68,7 +70,7 @@ class Choice(ABC):
         self.finish: Finish | None = None
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
         form = job.generation.form
-        self.reader = None if form is None else AnswerReader(form)
+        self.reader = None if form is None else AnswerReader(form, partial(job.generation.part_id, index))
         """Finds reasoning and tool calls; None: everything is text."""
         self._push = text.push
         self._has_stop_strings = bool(params.stop)
@@ -300,7 +302,7 @@ class DetailedChoice(Choice):
         prompt: Prompt,
         params: SamplingParams,
         text: TextStream,
-        out: EventStream,
+        out: FrameSink,
         writer: DeltaWriter,
     ) -> None:
         super().__init__(job, index, prompt, params, text)
@@ -329,8 +331,9 @@ class DetailedChoice(Choice):
 
     def complete(self) -> None:
         self._begin()
-        text = self._last_text()
-        if text or self._pending_ids:
+        text, generation = self._last_text(), self.job.generation
+        shows_tokens = generation.return_token_ids or generation.logprobs is not None
+        if text or (self._pending_ids and shows_tokens):
             self._send(text)
 
     def _send(self, text: str) -> None:

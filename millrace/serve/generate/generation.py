@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from millrace.link.client import ANONYMOUS, Caller
 from millrace.params import BeamParams, SamplingParams
 from millrace.serve.generate.choosing.beam_fields import SelfConsistency
+from millrace.serve.generate.resuming.request import NOTHING, Received, Resumable
+from millrace.serve.http.ids import new_id
 from millrace.text.answer_parser import AnswerForm
 
 
@@ -69,7 +71,18 @@ class Generation:
     form: AnswerForm | None = None
     """Reasoning and tool calls to look for; None: the answer is text."""
     caller: Caller = ANONYMOUS
+    resumable: Resumable | None = None
+    """Set for streams that a gateway may continue on another replica."""
     created: int = field(default_factory=lambda: int(time.time()))
+
+    def part_id(self, index: int, prefix: str, number: int) -> str:
+        """Id of a numbered part of choice `index`, such as a tool call."""
+        return new_id(prefix) if self.resumable is None else self.resumable.id_of(prefix, index, number)
+
+    def received_by(self, index: int) -> Received:
+        """What the client has of choice `index` from another replica."""
+        before = self.resumable.received if self.resumable is not None else None
+        return before[index] if before else NOTHING
 
     @property
     def is_detailed(self) -> bool:
@@ -82,4 +95,5 @@ class Generation:
             or self.prompt_logprobs
             or self.reports_dropped
             or self.writes_details
+            or self.resumable is not None
         )

@@ -30,6 +30,7 @@ from millrace.serve.generate.choices import (
 )
 from millrace.serve.generate.events import Usage
 from millrace.serve.generate.generation import Generation, Prompt
+from millrace.serve.generate.resuming.marks import FrameSink, MarkedFrames, MarkedSink, replay
 from millrace.serve.generate.writer import Writer
 from millrace.serve.http.event_stream import EventStream
 from millrace.serve.state import FrontState, JobSummary
@@ -65,6 +66,8 @@ class Job:
         self._aborted: set[int] = set()
         """Indices of choices that the engine was told to abort."""
         self._markers = marker_ids(state.tokenizer, generation.form)
+        self._marked: dict[int, MarkedFrames] = {}
+        """By choice, of a stream that another replica may continue."""
         self.choices: list[Choice] = []
         self._make_choices()
 
@@ -75,15 +78,19 @@ class Job:
         self.begin()
         try:
             for choice in self.choices:
+                marked = self._marked.get(choice.index)
+                if marked is not None and self._replay(choice, marked):
+                    continue
                 choice.request_id = client.submit(
                     choice.prompt.token_ids,
                     choice.params,
-                    choice,
+                    choice if marked is None else MarkedSink(choice, marked),
                     end_token_ids=self.state.tokenizer.end_token_ids,
                     priority=generation.priority,
                     deadline=generation.deadline,
                     cache_salt=generation.cache_salt,
                     caller=generation.caller,
+                    output=generation.received_by(choice.index).token_ids,
                 )
         except MillraceError as error:
             self.close()
@@ -105,7 +112,9 @@ class Job:
                 choices.append(self._make_choice(len(choices), prompt, _params_of(generation.params, number)))
         if self.out is not None:
             holders = [choice for choice in choices if isinstance(choice, PlainChoice)]
-            self.out.begin_with(self.writer.preamble(choices), list(holders), self.on_slow_client)
+            preamble, resumable = self.writer.preamble(choices), generation.resumable
+            has_begun = resumable is not None and resumable.received is not None
+            self.out.begin_with(b"" if has_begun else preamble, list(holders), self.on_slow_client)
 
     def _make_choice(self, index: int, prompt: Prompt, params: SamplingParams) -> Choice:
         text = TextStream(self.state.tokenizer, params, self._markers)
@@ -113,11 +122,35 @@ class Job:
         if self.out is None:
             collected = ParsedCollectedChoice if is_parsed else CollectedChoice
             return collected(self, index, prompt, params, text)
-        if is_parsed:
-            return ParsedChoice(self, index, prompt, params, text, self.out, self.writer)
-        if self.generation.is_detailed:
-            return DetailedChoice(self, index, prompt, params, text, self.out, self.writer)
+        if is_parsed or self.generation.is_detailed:
+            out: FrameSink = self.out
+            if self.generation.resumable is not None:
+                out = self._marked[index] = MarkedFrames(self.out, index, has_comments=self.out.has_comments)
+            kind = ParsedChoice if is_parsed else DetailedChoice
+            return kind(self, index, prompt, params, text, out, self.writer)
         return PlainChoice(self, index, prompt, params, text, self.out, self.writer.text_frame(index))
+
+    def _replay(self, choice: Choice, marked: MarkedFrames) -> bool:
+        """Bring the choice to where another replica left it. Returns True if it has ended there."""
+        received, params = self.generation.received_by(choice.index), choice.params
+        limit = self.state.client.output_limit(len(choice.prompt.token_ids), params)
+        if len(received.token_ids) > limit:
+            raise BadRequest(
+                f"The answer was continued after {len(received.token_ids)} tokens, but it may have {limit}.",
+                param="max_tokens",
+            )
+        marked.is_muted = True
+        replay(MarkedSink(choice, marked), choice.prompt.token_ids, received.token_ids, params)
+        marked.is_muted = received.has_ended
+        reason: FinishReason | None = (
+            "stop" if choice.is_stopped else "length" if len(received.token_ids) == limit else None
+        )
+        if reason is None:
+            return False
+        choice.request_id, num_prompt = -1, len(choice.prompt.token_ids)
+        finish = Finish(-1, reason, prompt_tokens=num_prompt, output_tokens=len(received.token_ids))
+        asyncio.get_running_loop().call_soon(choice.on_finish, finish)
+        return True
 
     # ── end ───────────────────────────────────────────────────────────────────────────────────────────────────────────
     def on_choice_end(self, choice: Choice, finish: Finish) -> None:
@@ -129,7 +162,7 @@ class Job:
             return
         choice.complete()
         if self.out is not None:
-            self.out.send(self.writer.finish_frame(choice))
+            self._marked.get(choice.index, self.out).send_last(self.writer.finish_frame(choice))
         self._num_open -= 1
         if self._num_open == 0:
             self._end_well()

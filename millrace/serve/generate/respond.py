@@ -13,6 +13,8 @@ from millrace.serve.generate.gate import enter
 from millrace.serve.generate.grammars import check_grammar
 from millrace.serve.generate.heartbeat import FLUSH_GRACE_S, Heartbeat, StreamForm
 from millrace.serve.generate.job import Job
+from millrace.serve.generate.resuming.prepare import prepared
+from millrace.serve.generate.resuming.request import resumable_of
 from millrace.serve.generate.work import Prepare, Work, observe, until_done, whole_answer
 from millrace.serve.http.app_keys import FINISH_REASON, MODEL, REQUEST_ID, STREAM_STATUS, TOKEN_COUNTS, TRACE
 from millrace.serve.http.body import read_body
@@ -57,7 +59,7 @@ async def respond_to(
 async def _answer(request: web.Request, work: Work, received: float, heartbeat: Heartbeat | None) -> web.StreamResponse:
     state, job = work.state, None
     await check_grammar(state, work.generation, owner_of(request))
-    generation, reservation = enter(state, request, work.generation, received)
+    generation, reservation = enter(state, request, prepared(work.generation, resumable_of(request, state)), received)
     try:
         out = heartbeat.stream(work.headers) if heartbeat is not None and generation.stream else None
         job = make_job(state, generation, work.make_writer, out)

@@ -37,7 +37,6 @@ class EventStream:
     __slots__ = (
         "_chunked",
         "_ended",
-        "_has_comments",
         "_head",
         "_holders",
         "_is_silent",
@@ -52,6 +51,7 @@ class EventStream:
         "_transport",
         "closed",
         "direct",
+        "has_comments",
         "paused",
         "write",
     )
@@ -75,7 +75,7 @@ class EventStream:
         self._chunked = request.version == HttpVersion11
         self._keep_alive = request.keep_alive and self._chunked
         self._head = _head(request_id, media_type, headers, chunked=self._chunked, keep_alive=self._keep_alive)
-        self._has_comments = media_type == SERVER_SENT_EVENTS
+        self.has_comments = media_type == SERVER_SENT_EVENTS
         self._preamble = b""
         self._limit_bytes = limit_bytes
         self._on_slow: Callable[[int], None] = _ignore
@@ -121,9 +121,13 @@ class EventStream:
             return
         self._emit(frames)
 
+    def send_last(self, frames: bytes) -> None:
+        """Send the last frames of one choice."""
+        self.send(frames)
+
     def send_comment(self, text: str) -> None:
         """Between two frames of a stream of server-sent events: clients skip it. Other streams have no comments."""
-        if self._has_comments:
+        if self.has_comments:
             self.send(b": %b\n\n" % " ".join(text.split()).encode())
             self.direct = False
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import threading
 import time
 from collections.abc import Iterator
@@ -24,11 +23,11 @@ from millrace.serve.ollama.translate import LATEST
 from millrace.serve.ollama.write import error_body
 from millrace.serve.state import STATE, FrontState
 from millrace.serve.tenancy.owner import is_operator
+from millrace.serve.tenancy.trust import is_from_here
 from millrace.sources import library
 from millrace.sources.resolve import check_is_name, resolve_model
 
 _REPORT_EVERY_S = 0.2
-_FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Real-IP")
 MAX_PULLS = 4
 """Downloads at once in one front."""
 RETRY_S = 30.0
@@ -180,26 +179,10 @@ def _check_may_manage(request: web.Request, state: FrontState) -> None:
     """Downloads fill the disk and deletions are final: by default only for operators' keys, and without keys only for
     programs on this machine."""
     setting = state.config.server.manage_models
-    may = is_operator(request) if state.keyring is not None else _is_from_here(request, state)
+    may = is_operator(request) if state.keyring is not None else is_from_here(request, state.config.server.host)
     if setting == "never" or (setting == "local" and not may):
         raise Forbidden(
             "This client may not download or delete models. The server's operator can allow it with"
             " --manage-models always or an operator's key (`millrace keys add --operator`), or use `millrace pull` and"
             " `millrace rm` on the machine."
         )
-
-
-def _is_from_here(request: web.Request, state: FrontState) -> bool:
-    """True if only programs on this machine can have sent the request.
-
-    The host that the client names is checked too: the name of a web page may be made to point to this machine.
-    """
-    is_forwarded = any(header in request.headers for header in _FORWARDED)
-    return _is_loopback(state.config.server.host) and _is_loopback(request.url.host or "") and not is_forwarded
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"

@@ -36,7 +36,7 @@ class StoredStream(EventStream):
     def __init__(self) -> None:  # There is no connection, so nothing of the base is set up.
         self._frames: list[bytes] = []
         self._preamble = b""
-        self._begun = self._has_comments = False
+        self._begun = self.has_comments = False
         self.closed = self.paused = self.direct = False
 
     @property

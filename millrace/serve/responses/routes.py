@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -11,6 +12,7 @@ from aiohttp import web
 from millrace.errors import BadRequest, MillraceError
 from millrace.serve.generate.heartbeat import StreamForm
 from millrace.serve.generate.respond import respond_to
+from millrace.serve.generate.resuming.request import resumable_of
 from millrace.serve.http.app_keys import LABELS, REQUEST_ID
 from millrace.serve.http.body import read_body
 from millrace.serve.http.event_stream import NO_HEADERS
@@ -57,7 +59,9 @@ async def create(request: web.Request) -> web.StreamResponse:
         answer = json_answer(request, queued)
         answer.headers.update(work.headers)
         return answer
-    return await respond_to(request, data, prepare_response, received, STREAM)
+    resumable = resumable_of(request, state)
+    response_id = None if resumable is None else resumable.id_of("resp_")
+    return await respond_to(request, data, partial(prepare_response, response_id=response_id), received, STREAM)
 
 
 def stream_error(error: MillraceError) -> bytes:

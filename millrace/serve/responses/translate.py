@@ -211,9 +211,15 @@ def decode_response(data: bytes) -> ResponsesRequest:
 
 
 async def prepare_response(
-    state: FrontState, data: bytes, received: float, owner: str, *, queued: ResponseAnswer | None = None
+    state: FrontState,
+    data: bytes,
+    received: float,
+    owner: str,
+    *,
+    queued: ResponseAnswer | None = None,
+    response_id: str | None = None,
 ) -> Work:
-    """`queued` is the stored response if it is generated in the background."""
+    """`queued` is the stored response if it is generated in the background. `response_id`: None: a new one."""
     body = decode_response(data)
     state = await _state_of(state, body)
     _check(body)
@@ -221,7 +227,7 @@ async def prepare_response(
     items = input_items(await with_items(state, body.input, owner))
     await state.await_engine(body.model)
     tools = tools_of(body)
-    opening = queued or opening_answer(state, body, new_id("resp_"))
+    opening = queued or opening_answer(state, body, response_id or new_id("resp_"))
     try:
         messages = await _conversation(state, body, items, owner)
         generation = await _generation(state, body, messages, tools.use, num_top, opening.id, received)

@@ -15,7 +15,6 @@ from millrace.serve.generate.events import TextDelta, Tokens, Usage
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.logprobs import TokenLogprob, token_logprobs
 from millrace.serve.http.error_bodies import ErrorBody
-from millrace.serve.http.ids import new_id
 from millrace.serve.http.json_answer import encode, escape_lines
 from millrace.serve.responses.schemas import (
     Incomplete,
@@ -36,6 +35,8 @@ from millrace.serve.responses.schemas_items import (
 from millrace.serve.stored.batch_store import OutputTokensDetails
 from millrace.text.answer_events import ToolCall
 
+_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
+
 
 @dataclass(slots=True)
 class _Part:
@@ -48,9 +49,6 @@ class _Part:
     place: tuple[str, str] | None = None
     """Namespace and name of the called function, if it is in a namespace."""
     id: str = ""
-
-    def __post_init__(self) -> None:
-        self.id = new_id({"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}[self.kind])
 
     @property
     def called(self) -> str:
@@ -149,13 +147,17 @@ class ResponseWriter:
         if self._open_part is not None and part.call is None and self._open_part.kind == part.kind:
             return b""
         closed = self._close("completed")
-        self._open_part = part
+        self._open_part = self._named(part, len(self._items))
         added = self._event(
             "response.output_item.added", output_index=len(self._items), item=part.item("in_progress", is_empty=True)
         )
         if part.call is None:
             added += self._event("response.content_part.added", **self._at(), part=part.content(is_empty=True))
         return closed + added
+
+    def _named(self, part: _Part, number: int) -> _Part:
+        part.id = self._job.generation.part_id(0, _PREFIXES[part.kind], number)
+        return part
 
     def _close(self, status: ItemStatus) -> bytes:
         part = self._open_part
@@ -220,14 +222,17 @@ class ResponseWriter:
         items: list[OutputItem] = []
         for said in choice.output.items:
             if isinstance(said, ToolCall):
-                items.append(self._call(said).item("completed" if said.is_complete else "incomplete"))
+                part = self._named(self._call(said), len(items))
+                items.append(part.item("completed" if said.is_complete else "incomplete"))
             elif said.is_reasoning:
-                items.append(_Part("reasoning", said.parts).item("completed"))
+                items.append(self._named(_Part("reasoning", said.parts), len(items)).item("completed"))
             else:
                 logprobs = self._logprobs(said.logprobs)
-                items.append(_Part("message", said.parts, logprobs=logprobs).item("completed"))
+                part = self._named(_Part("message", said.parts, logprobs=logprobs), len(items))
+                items.append(part.item("completed"))
         if not items:
-            items.append(_Part("message", logprobs=self._logprobs(choice.output.logprobs)).item("completed"))
+            part = self._named(_Part("message", logprobs=self._logprobs(choice.output.logprobs)), 0)
+            items.append(part.item("completed"))
         last = items[-1]
         if not isinstance(last, FunctionCallItem):
             last.status = _status(choice)

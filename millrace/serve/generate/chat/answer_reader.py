@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import secrets
-import string
+from collections.abc import Callable
 
 from millrace.serve.http.ids import new_id
 from millrace.text.answer_events import AnswerEvent, CallEnd, CallStart, ToolCall
 from millrace.text.answer_parser import AnswerForm, answer_parser
 
-_LETTERS = string.ascii_letters + string.digits
 SHORT_ID_CHARS = 9
 
 
 class AnswerReader:
-    def __init__(self, form: AnswerForm) -> None:
+    def __init__(self, form: AnswerForm, make_id: Callable[[str, int], str] = lambda prefix, _: new_id(prefix)) -> None:
+        """`make_id`: the id of a call, from a prefix and its number."""
         self._form = form
+        self._make_id = make_id
         self._parser = answer_parser(form)
         self.calls: list[ToolCall] = []
         self.num_reasoning_tokens = 0
@@ -50,7 +50,5 @@ class AnswerReader:
         return events
 
     def _new_id(self) -> str:
-        spec = self._form.tool_format
-        if spec is not None and spec.short_ids:
-            return "".join(secrets.choice(_LETTERS) for _ in range(SHORT_ID_CHARS))
-        return new_id("call_")
+        spec, made = self._form.tool_format, self._make_id("call_", len(self.calls))
+        return made[-SHORT_ID_CHARS:] if spec is not None and spec.short_ids else made
