@@ -142,11 +142,9 @@ class Job:
         marked.is_muted = True
         replay(MarkedSink(choice, marked), choice.prompt.token_ids, received.token_ids, params)
         marked.is_muted = received.has_ended
-        reason: FinishReason | None = (
-            "stop" if choice.is_stopped else "length" if len(received.token_ids) == limit else None
-        )
-        if reason is None:
+        if not choice.is_stopped and len(received.token_ids) < limit:
             return False
+        reason: FinishReason = "stop" if choice.is_stopped else "length"
         choice.request_id, num_prompt = -1, len(choice.prompt.token_ids)
         finish = Finish(-1, reason, prompt_tokens=num_prompt, output_tokens=len(received.token_ids))
         asyncio.get_running_loop().call_soon(choice.on_finish, finish)
