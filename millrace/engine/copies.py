@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.planner import Planner
 from millrace.plan.step import BlockCopies
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class Copier(Protocol):
 
 
 class BlockCopying:
-    def __init__(self, scheduler: Scheduler, copier: Copier, clock: Callable[[], float]) -> None:
+    def __init__(self, scheduler: Planner, copier: Copier, clock: Callable[[], float]) -> None:
         self._scheduler, self._copier, self._clock = scheduler, copier, clock
         self._started: deque[tuple[BlockCopies, PendingCopy]] = deque()
 

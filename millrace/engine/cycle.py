@@ -20,7 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from millrace.engine.copies import BlockCopying
-from millrace.plan.scheduler import Scheduler
+from millrace.plan.planner import Planner
 from millrace.plan.step import Ended, ForcedDrafts, Int64s, StepOutcome, StepPlan
 from millrace.run.device.device import Pending
 from millrace.run.facts import RunnerFacts
@@ -125,7 +125,7 @@ class Launched:
 class Cycle:
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Planner,
         runner: AnyRunner,
         listener: Listener,
         *,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 
 import msgspec
 
@@ -45,8 +46,8 @@ from millrace.link.messages import (
     unpack_tokens,
 )
 from millrace.params import FinishReason, RowParams, SamplingParams
+from millrace.plan.planner import Planner
 from millrace.plan.request import BATCH, INTERACTIVE, Request, end_of
-from millrace.plan.scheduler import Scheduler
 from millrace.plan.step import Ended, StepPlan
 from millrace.run.device.device import Device
 from millrace.run.facts import RunnerFacts
@@ -67,7 +68,7 @@ COMPILING_WAIT_S = 0.002
 class Engine:
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Planner,
         runner: AnyRunner,
         device: Device,
         channel: EngineChannel,
@@ -204,7 +205,7 @@ class Engine:
         if done.at - self._stats_at >= STATS_EVERY_S:  # After the tokens, which clients wait for.
             self._report(done.at)
         if done.plan.step_no % CHECK_POOL_EVERY == 0:
-            self._scheduler.pool.check_sums()
+            self._scheduler.check_sums()
 
     def on_ended(self, ended: tuple[Ended, ...], now: float) -> None:
         self._outbox.send_ended(self._step_no, ended, now)
@@ -333,45 +334,22 @@ class Engine:
         self._outbox.send_stats(self._step_no, self._stats())
 
     def _stats(self) -> EngineStats:
-        scheduler, pool, rates = self._scheduler, self._scheduler.pool, self._rates
+        rates, times, figures, ledger = self._rates, self._cycle.times, self._figures, self._ledger
         rates.sample(self._stats_at)
-        rows_free, tier = scheduler.rows.num_free, scheduler.host_tier
-        if tier is not None:
-            tier.prefill_tokens_per_s = rates.tokens_per_s
-        times, figures, ledger = self._cycle.times, self._figures, self._ledger
+        self._scheduler.observe_speed(rates.tokens_per_s)
+        planned = self._scheduler.figures(self._stats_at)
         figures.count()
         return EngineStats(
             step_no=self._step_no,
-            running=scheduler.num_running,
-            waiting=len(scheduler.waiting),
-            blocks_total=pool.total,
-            blocks_free=pool.num_free,
-            blocks_cached=pool.num_cached,
-            prefix_hit_tokens=scheduler.prefix.hit_tokens,
-            prefix_query_tokens=scheduler.prefix.query_tokens,
-            preemptions=scheduler.num_preemptions,
             prompt_tokens=ledger.prompt_tokens,
             output_tokens=figures.output_tokens,
             step_seconds=times.step_s,
             plan_seconds=times.plan_s,
             host_seconds=self._host_seconds,
-            graphs_left=scheduler.captures.num_left,
-            waiting_by_class=tuple(scheduler.waiting.num_by_class),
-            waiting_tokens=scheduler.waiting.tokens.by_class(),
-            running_prefill_tokens=scheduler.prefill_tokens(),
-            aged_by_class=scheduler.waiting.num_aged(self._stats_at),
-            rows_free=rows_free,
-            admissions_per_s=rates.admissions_per_s(
-                scheduler.num_running + (0 if len(scheduler.waiting) else rows_free)
-            ),
+            admissions_per_s=rates.admissions_per_s(planned.running + (0 if planned.waiting else planned.rows_free)),
             arrivals_per_s=rates.arrivals_per_s(),
             tokens_per_s=rates.tokens_per_s,
             mean_step_s=rates.step_s,
-            host_blocks_total=tier.index.total if tier is not None else 0,
-            host_blocks_used=tier.index.num_used if tier is not None else 0,
-            host_tokens_loaded=tier.tokens_loaded if tier is not None else 0,
-            host_copies_failed=tier.copies_failed if tier is not None else 0,
-            host_blocks_lost=pool.num_lost,
             grammars=self._constrained.stats if self._constrained is not None else GrammarStats(),
             histograms=ledger.histograms.tobytes(),
             latencies=ledger.histograms.take_sketch(),
@@ -382,25 +360,18 @@ class Engine:
             prefill_tokens=figures.prefill_tokens,
             decode_tokens=figures.decode_tokens,
             padded_tokens=figures.padded_tokens,
-            recomputed_tokens=scheduler.num_recomputed,
-            discarded_tokens=scheduler.num_discarded,
             drafted_tokens=figures.drafted_tokens,
             accepted_tokens=figures.accepted_tokens,
             drafts=self._drafts.stats(),
             draft_steps=self._drafts.num_steps,
-            draft_length=scheduler.draft_state.length,
-            draft_probes=scheduler.draft_state.num_probes,
-            draft_stops=scheduler.draft_state.num_stops,
             cached_tokens=ledger.cached_tokens,
-            evictions=pool.num_evicted,
-            evicted_for_arrivals=pool.num_evicted_for_arrivals,
-            yields=scheduler.num_yields,
             bytes_read=figures.bytes_read,
             flops=figures.flops,
             running_by_class=figures.running_by_class(),
             tenants=ledger.tenants.figures(),
             finished=dict(ledger.finished),
             forced_tokens=self._cycle.num_jumped,
+            **asdict(planned),
         )
 
 

@@ -22,13 +22,14 @@ from millrace.plan.admitting import Admitting
 from millrace.plan.budget import ChunkBudget, StepBudget, StepTarget
 from millrace.plan.composing import Composer
 from millrace.plan.confirming import Confirming
-from millrace.plan.drafts import DraftPlaces, DraftSettings, DraftState
+from millrace.plan.drafts import DraftPlaces, DraftSettings
 from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.kv.block_pool import BlockPool
 from millrace.plan.kv.groups import ONE_GROUP, KvGroups
 from millrace.plan.kv.host_index import HostIndex
 from millrace.plan.kv.host_tier import HostTier, HostTierSettings
 from millrace.plan.kv.prefix import PrefixIndex
+from millrace.plan.planner import PlannerFigures
 from millrace.plan.queue.fair_shares import FairShares
 from millrace.plan.queue.kv_peak import OutputLengthEstimate
 from millrace.plan.queue.policy import make_policy
@@ -121,14 +122,6 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._seating)
-
-    @property
-    def num_recomputed(self) -> int:
-        return self._seating.num_recomputed
-
-    @property
-    def draft_state(self) -> DraftState:
-        return self._drafts.state
 
     @property
     def has_drafts(self) -> bool:
@@ -347,10 +340,53 @@ class Scheduler:
             last += rows.slack[singles]
         return singles[last >= rows.num_blocks[singles] * self.block_size]
 
+    # -- figures ---------------------------------------------------------------------------------------------------
+
     def observe_step(self, plan: StepPlan, seconds: float) -> None:
         """A completed step occupied the device for this long."""
         self.budget.observe(plan, seconds)
         self._drafts.observe_time(plan, seconds)
+
+    def observe_speed(self, tokens_per_s: float) -> None:
+        """Throughput of full steps; 0 until measured."""
+        if self.host_tier is not None:
+            self.host_tier.prefill_tokens_per_s = tokens_per_s
+
+    def figures(self, now: float) -> PlannerFigures:
+        pool, tier, waiting, drafts = self.pool, self.host_tier, self.waiting, self._drafts.state
+        return PlannerFigures(
+            running=self.num_running,
+            waiting=len(waiting),
+            rows_free=self.rows.num_free,
+            waiting_by_class=tuple(waiting.num_by_class),
+            waiting_tokens=waiting.tokens.by_class(),
+            running_prefill_tokens=self.prefill_tokens(),
+            aged_by_class=waiting.num_aged(now),
+            graphs_left=self.captures.num_left,
+            preemptions=self.num_preemptions,
+            yields=self.num_yields,
+            recomputed_tokens=self._seating.num_recomputed,
+            discarded_tokens=self.num_discarded,
+            blocks_total=pool.total,
+            blocks_free=pool.num_free,
+            blocks_cached=pool.num_cached,
+            prefix_hit_tokens=self.prefix.hit_tokens,
+            prefix_query_tokens=self.prefix.query_tokens,
+            evictions=pool.num_evicted,
+            evicted_for_arrivals=pool.num_evicted_for_arrivals,
+            host_blocks_total=tier.index.total if tier is not None else 0,
+            host_blocks_used=tier.index.num_used if tier is not None else 0,
+            host_tokens_loaded=tier.tokens_loaded if tier is not None else 0,
+            host_copies_failed=tier.copies_failed if tier is not None else 0,
+            host_blocks_lost=pool.num_lost,
+            draft_length=drafts.length,
+            draft_probes=drafts.num_probes,
+            draft_stops=drafts.num_stops,
+        )
+
+    def check_sums(self) -> None:
+        """Raises if the pool equation does not hold."""
+        self.pool.check_sums()
 
     # -- preemption and release ------------------------------------------------------------------------------------
 

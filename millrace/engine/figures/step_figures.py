@@ -15,7 +15,7 @@ from millrace.engine.cycle import Confirmed
 from millrace.engine.figures.step_log import StepHistory
 from millrace.engine.figures.token_gaps import MAX_STEPS, TokenGaps
 from millrace.observe.histograms import NUM_CLASSES, Floats, Histograms
-from millrace.plan.rows import Rows
+from millrace.plan.planner import RunningRows
 from millrace.plan.step import Int32s, Int64s, StepOutcome, StepPlan
 
 
@@ -35,7 +35,7 @@ class ModelWork:
 class StepFigures:
     """Totals of all steps up to the last `count`, except `output_tokens` and those of drafts, which are up to date."""
 
-    def __init__(self, rows: Rows, histograms: Histograms, work: ModelWork) -> None:
+    def __init__(self, rows: RunningRows, histograms: Histograms, work: ModelWork) -> None:
         self._rows, self._work = rows, work
         self._gaps = TokenGaps(rows, histograms)
         self._log = StepHistory()

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace.observe.histograms import NUM_CLASSES, Floats, Histograms
-from millrace.plan.rows import Rows
+from millrace.plan.planner import RunningRows
 from millrace.plan.step import Bools, Int32s, Int64s
 
 MAX_STEPS = 128
@@ -23,7 +23,7 @@ Marks = npt.NDArray[np.int16]
 
 
 class TokenGaps:
-    def __init__(self, rows: Rows, histograms: Histograms) -> None:
+    def __init__(self, rows: RunningRows, histograms: Histograms) -> None:
         self._rows, self._histograms = rows, histograms
         self._times = [math.nan]
         """When the noted steps delivered tokens. The first is the last step of the count before."""

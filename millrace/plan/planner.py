@@ -1,0 +1,168 @@
+"""What the engine asks of a planner: `Scheduler` is the one with a KV cache; an encoder's has none.
+
+A planner decides what each step computes. It has no clock (time is an argument), knows no device, and is called by one
+thread at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from millrace.params import FinishReason
+from millrace.plan.request import NUM_CLASSES, Request
+from millrace.plan.shapes.captures import Captures
+from millrace.plan.step import BlockCopies, Bools, Ended, Int32s, Int64s, StepOutcome, StepPlan, TrainedDrafts
+
+NO_TOKENS = (0,) * NUM_CLASSES
+
+
+class RunningRows(Protocol):
+    """The running requests, by table row. Only the planner writes these columns."""
+
+    @property
+    def capacity(self) -> int: ...
+    @property
+    def active(self) -> Bools: ...
+    @property
+    def request_ids(self) -> Int64s:
+        """A row that was released keeps its request's id until it is given away."""
+
+    @property
+    def priority(self) -> Int32s: ...
+    @property
+    def classes(self) -> Collection[int]:
+        """Priority classes of all requests so far."""
+
+    @property
+    def num_constrained(self) -> int:
+        """Active rows with a grammar."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerFigures:
+    """Counters and gauges, each as `EngineStats` has it under the same name."""
+
+    running: int
+    waiting: int
+    rows_free: int
+    waiting_by_class: tuple[int, ...]
+    waiting_tokens: tuple[int, ...] = NO_TOKENS
+    running_prefill_tokens: tuple[int, ...] = NO_TOKENS
+    aged_by_class: tuple[int, ...] = NO_TOKENS
+    graphs_left: int = 0
+    preemptions: int = 0
+    yields: int = 0
+    recomputed_tokens: int = 0
+    discarded_tokens: int = 0
+    blocks_total: int = 0
+    blocks_free: int = 0
+    blocks_cached: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
+    evictions: int = 0
+    evicted_for_arrivals: int = 0
+    host_blocks_total: int = 0
+    host_blocks_used: int = 0
+    host_tokens_loaded: int = 0
+    host_copies_failed: int = 0
+    host_blocks_lost: int = 0
+    draft_length: int = 0
+    draft_probes: int = 0
+    draft_stops: int = 0
+
+
+class Planner(Protocol):
+    """An implementation must hold this:
+
+    - Every submitted request ends exactly once, in the `ended` of an outcome or in `take_ended`.
+    - Steps are numbered from one plan to the next and confirmed in that order. Several may be in flight.
+    - A plan is never modified after `plan` returned it.
+    - A row is given to another request only when all steps launched before its release have completed.
+    - After `discard_in_flight` the first plan of each running request announces it again, and computes what was lost.
+      Releases from before may be missing: an admission replaces what its row held.
+    - Work that nobody waits for is deferred to `run_deferred`; every method that depends on it calls that first.
+    """
+
+    @property
+    def rows(self) -> RunningRows: ...
+    @property
+    def captures(self) -> Captures:
+        """Graphs to capture while the engine is idle."""
+
+    @property
+    def has_work(self) -> bool:
+        """True if a request waits or runs, or an end was not taken yet."""
+
+    @property
+    def has_drafts(self) -> bool:
+        """False if no step ever has drafts."""
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps planned and not confirmed yet."""
+
+    # -- requests
+
+    def submit(self, request: Request) -> None:
+        """The request waits for its turn. One that can never run ends with an error."""
+
+    def abort(self, request_id: int, reason: FinishReason = "abort", message: str = "") -> bool:
+        """End a waiting or running request. False if there is none with this id."""
+
+    def take_ended(self) -> tuple[Ended, ...]:
+        """Terminal events since the last call, each returned once."""
+
+    def append_forced(self, request_id: int, forced: Sequence[int]) -> int:
+        """The grammar of a running request allows only these tokens next. The first is drawn by the step launched last;
+        the others need no draw. Returns how many draws that saves; 0 if it cannot."""
+
+    # -- steps
+
+    def plan(self, now: float, *, only: Collection[int] | None = None) -> StepPlan | None:
+        """The next step, or None if nothing can be computed before a step in flight completes. Requests whose deadline
+        passed end. `only` limits the step to these rows and admits nothing."""
+
+    def prepare_outcome(self) -> None:
+        """Called while the device runs the oldest step in flight: do what its confirmation can have ready."""
+
+    def confirm(
+        self,
+        step_no: int,
+        tokens: Int32s,
+        counts: Int32s | None = None,
+        num_drafts: Int32s | None = None,
+        trained: TrainedDrafts | None = None,
+    ) -> StepOutcome:
+        """The oldest step in flight completed. `tokens` were drawn by its drawing rows, in plan order; `counts` says
+        how many by each row of a step with drafts, and `num_drafts` how many drafts each had, if the runner knows;
+        `trained`: those of them that a trained drafter proposed beside drafts from text."""
+
+    def run_deferred(self) -> None:
+        """Do the work that `plan` and `confirm` deferred."""
+
+    def discard_in_flight(self) -> tuple[int, ...]:
+        """A launched step failed: forget all steps in flight. Returns the active rows of the oldest: one of them caused
+        the failure."""
+
+    # -- copies between the device and host memory
+
+    def take_copies(self) -> list[BlockCopies]:
+        """Copies to start now, beside the steps. Called after every `plan`."""
+
+    def copies_done(self, copies: BlockCopies, failed: bool, seconds: float = 0.0) -> None:
+        """These copies have ended. `seconds`: how long they took, without waiting for their turn."""
+
+    # -- what the engine measured, and what it reports
+
+    def observe_step(self, plan: StepPlan, seconds: float) -> None:
+        """A completed step occupied the device for this long."""
+
+    def observe_speed(self, tokens_per_s: float) -> None:
+        """Throughput of full steps; 0 until measured."""
+
+    def figures(self, now: float) -> PlannerFigures: ...
+
+    def check_sums(self) -> None:
+        """Raises if the planner's books do not balance: the pool equation, where there is a pool."""
