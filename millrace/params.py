@@ -189,7 +189,7 @@ class SamplingParams(DrawParams, frozen=True, omit_defaults=True):
     changed copy."""
 
     max_tokens: int | None = None
-    """Maximum number of output tokens; None = up to the end of the context."""
+    """Maximum number of output tokens; None = up to the end of the context. 0: only the prompt has results."""
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -208,8 +208,13 @@ class SamplingParams(DrawParams, frozen=True, omit_defaults=True):
         """True if something decides before each draw which tokens are allowed."""
         return self.grammar is not None or self.thinking is not None
 
+    @property
+    def has_prompt_result(self) -> bool:
+        """True if there is a result besides the output: a vector, or the prompt's log-probabilities."""
+        return bool(self.pooling) or self.prompt_logprobs is not None
+
     def __post_init__(self) -> None:
-        _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _in_range("max_tokens", self.max_tokens, 0 if self.has_prompt_result else 1, 2**31 - 1)
         _in_range("temperature", self.temperature, 0.0, MAX_TEMPERATURE)
         _in_range("seed", self.seed, -(2**63), 2**64 - 1)
         if _numbers_of(self) != _NEUTRAL_NUMBERS:
@@ -217,9 +222,9 @@ class SamplingParams(DrawParams, frozen=True, omit_defaults=True):
             self._check_numbers()
         if _shape_of(self) != _NEUTRAL_SHAPE:
             self._check_shape()
-        if self.pooling and (self.pooling not in POOLINGS or self.max_tokens != 1 or self.is_constrained):
+        if self.pooling and (self.pooling not in POOLINGS or self.max_tokens != 0 or self.is_constrained):
             raise BadRequest(
-                f"pooling is {self.pooling!r}; it must be one of {', '.join(POOLINGS)}, with max_tokens 1 and no"
+                f"pooling is {self.pooling!r}; it must be one of {', '.join(POOLINGS)}, with max_tokens 0 and no"
                 " grammar.",
                 param="pooling",
             )

@@ -67,8 +67,8 @@ def overflow(num_prompt: int, max_tokens: int, ready: EngineReady) -> ContextOve
             f" prompt or lower max_tokens{more}.",
             param="max_tokens",
         )
+    after = ", one of them after the prompt" if max_tokens else ""
     return ContextOverflow(
-        f"The prompt has {num_prompt} tokens, but {what} holds {room}, one of them after the prompt. Shorten the"
-        f" prompt{more}.",
+        f"The prompt has {num_prompt} tokens, but {what} holds {room}{after}. Shorten the prompt{more}.",
         param="prompt",
     )

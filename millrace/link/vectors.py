@@ -34,7 +34,7 @@ class VectorRequest:
             raise BadRequest("An input has no tokens; nothing can be embedded.", param="input")
         self._client = client
         self.done: asyncio.Future[Embedding] = asyncio.get_running_loop().create_future()
-        params = SamplingParams(temperature=0.0, max_tokens=1, pooling=pooling)
+        params = SamplingParams(temperature=0.0, max_tokens=0, pooling=pooling)
         self._request_id = client.submit(token_ids, params, self, caller=caller)
 
     def cancel(self) -> None:

@@ -172,7 +172,7 @@ class Calls:
         return self._each(partial(self._score_one, start), list(zip(given, ends, strict=True)))
 
     async def _score_one(self, start: list[int], end: tuple[str, list[int]]) -> Score:
-        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        params = SamplingParams(max_tokens=0, temperature=0.0, prompt_logprobs=0)
         found = await self._generate_one(start + end[1], params)
         return score_of(*end, found.prompt_logprobs or ())
 

@@ -47,17 +47,18 @@ class Composer:
         starts, known = rows.computed[table_rows], rows.known[table_rows]
         ends = starts + counts
         rows.computed[table_rows] = ends
-        # The token that this step draws counts as known from here on, although only the device will have it.
-        rows.known[table_rows] = np.maximum(known, ends + 1)
         samples: Bools = ends == known
-        if rows.num_pooled:
-            samples &= ~rows.pooled[table_rows]
+        has_silent = rows.num_silent > 0 and bool(rows.silent[table_rows].any())
+        if has_silent:
+            samples &= ~rows.silent[table_rows]
+        # The token that this step draws counts as known from here on, although only the device will have it.
+        rows.known[table_rows] = known + samples
         if drafts is not None:
             rows.slack[singles] += drafts
             drafts, trained = _with_chunks(drafts, trained, len(chunks))
         admitted = self._admissions(chunks, singles)
         shared_blocks = 0 if chunks or drafts is not None else self._seating.shared_blocks(int(table_rows[0]))
-        scored, pooled = self._scored(table_rows, starts), self._pooled(table_rows, starts)
+        scored, pooled = self._scored(table_rows, starts), self._pooled(table_rows)
         shape, captures = self._shapes.choose(
             StepSizes(
                 starts,
@@ -66,8 +67,8 @@ class Composer:
                 num_singles=len(singles),
                 shared_blocks=shared_blocks,
                 drafts=drafts,
-                all_draw=(not chunks and pooled is None) or bool(samples.all()),
-                scores_prompts=scored is not None or pooled is not None,
+                all_draw=(not chunks and not has_silent) or bool(samples.all()),
+                scores_prompts=scored is not None or has_silent,
             )
         )
         self._epoch += 1
@@ -142,11 +143,10 @@ class Composer:
         masked: Bools = self._rows.constrained[table_rows] & samples
         return masked if masked.any() else None
 
-    def _pooled(self, table_rows: Int64s, starts: Int32s) -> Bools | None:
-        rows = self._rows
-        if not rows.num_pooled:
+    def _pooled(self, table_rows: Int64s) -> Bools | None:
+        if not self._rows.num_pooled:
             return None
-        pooled: Bools = rows.pooled[table_rows] & (starts < rows.num_prompt[table_rows])
+        pooled: Bools = self._rows.pooled[table_rows]
         return pooled if pooled.any() else None
 
     def _scored(self, table_rows: Int64s, starts: Int32s) -> Bools | None:

@@ -74,8 +74,8 @@ class Confirming:
             outcome = DraftedOutcome(plan, rows, counts)
         delivered = outcome.deliver(rows, tokens)
         appended = delivered.insert_appended(rows) if rows.appended else []
-        if rows.num_pooled:
-            delivered.end_pooled(plan, rows)
+        if rows.num_silent:
+            delivered.end_silent(plan, rows)
         self._deferred = _DeferredWork(step_no, outcome, tokens, delivered.ended, appended)
         return delivered, sum(len(own) for _, own in appended) if appended else 0
 

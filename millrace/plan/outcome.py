@@ -28,15 +28,13 @@ class Delivered:
     ended: list[tuple[int, Ended]]
     """Rows that ended, with their terminal events."""
 
-    def end_pooled(self, plan: StepPlan, rows: Rows) -> None:
-        """End the rows whose result is no token and whose prompt is computed: they do not draw."""
-        if plan.pooled is None:
-            return
+    def end_silent(self, plan: StepPlan, rows: Rows) -> None:
+        """End the rows that draw nothing and whose prompt is computed."""
         is_whole = plan.starts + plan.counts >= rows.num_prompt[plan.rows]
-        for row in plan.rows[plan.pooled & is_whole & rows.active[plan.rows]].tolist():
+        for row in plan.rows[rows.silent[plan.rows] & is_whole & rows.active[plan.rows]].tolist():
             request = rows.request(row)
             self.first_ids = np.append(self.first_ids, request.id)
-            self.ended.append((row, end_of(request, "length", 0)))
+            self.ended.append((row, end_of(request, "stop", 0)))
 
     def insert_appended(self, rows: Rows) -> list[tuple[int, Int32s]]:
         """Add the tokens appended after those that this step drew. Returns them, by row."""

@@ -100,8 +100,13 @@ class Request:
 
     @property
     def pools(self) -> bool:
-        """True if its result is a pooled hidden state. It draws nothing: it ends when its prompt is computed."""
+        """True if its result is a pooled hidden state."""
         return bool(self.row_params.params.pooling)
+
+    @property
+    def draws(self) -> bool:
+        """False if its results are those of its prompt alone: it ends when that is computed."""
+        return self.max_tokens > 0
 
     @property
     def rank(self) -> int:
@@ -118,8 +123,6 @@ def end_of(
     request: Request, reason: FinishReason, num_output: int, *, message: str = "", stop_token_id: int = -1
 ) -> Ended:
     """The request's terminal event."""
-    if request.pools:
-        reason, num_output = "stop" if reason == "length" else reason, 0
     return Ended(
         request_id=request.id,
         reason=reason,

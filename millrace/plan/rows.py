@@ -103,6 +103,10 @@ class Rows:
         """`Request.pools`."""
         self.num_pooled = 0
         """Active rows whose result is a pooled hidden state."""
+        self.silent = np.zeros(self.capacity, np.bool_)
+        """True for rows that draw nothing: `Request.draws` is False."""
+        self.num_silent = 0
+        """Active rows that draw nothing."""
 
     def _add_flow_columns(self) -> None:
         self.classes: set[int] = set()
@@ -195,6 +199,9 @@ class Rows:
         if params.pooling:
             self.pooled[row] = True
             self.num_pooled += 1
+        if not request.draws:
+            self.silent[row] = True
+            self.num_silent += 1
         self.num_yields[row] = request.yields
         self.num_known_at_admission[row] = num_known
         if request.end_token_ids:
@@ -222,6 +229,9 @@ class Rows:
         if self.num_pooled:
             self.num_pooled -= request.pools
             self.pooled[row] = False
+        if self.num_silent:
+            self.num_silent -= not request.draws
+            self.silent[row] = False
         if request.end_token_ids:
             self.num_with_ends -= 1
             self.end_tokens[row] = NO_TOKEN

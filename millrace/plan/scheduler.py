@@ -319,8 +319,11 @@ class Scheduler:
             order = order[np.isin(order, np.fromiter(only, np.int64, len(only)))]
         known = rows.known[order]
         behind = known - rows.computed[order]
-        # A row at its limit has drawn its last token, which is not confirmed yet.
-        singles = order[(behind == 1) & (known < rows.limit[order])]
+        # A row at its limit has drawn its last token, which is not confirmed yet. Silent rows begin at their limit.
+        may_run = known < rows.limit[order]
+        if rows.num_silent:
+            may_run |= rows.silent[order]
+        singles = order[(behind == 1) & may_run]
         return singles if only is not None else self._choice.choose(singles), self._by_urgency(order[behind > 1])
 
     def _by_urgency(self, behind: Int64s) -> Int64s:

@@ -164,7 +164,8 @@ class StepPlan:
     counts: Int32s
     """Tokens of each row in this step."""
     samples: Bools
-    """True for rows whose chunk reaches their last known token and that draw a new one: all but pooled rows."""
+    """True for rows whose chunk reaches their last known token and that draw a new one. The others give no token, but
+    may be scored or pooled: what a row gives is these three flags."""
     block_rows: Int32s
     """Block-table updates since the last plan: block_tables[group, block_rows, block_cols] = block_ids."""
     block_cols: Int32s

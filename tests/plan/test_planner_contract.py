@@ -52,14 +52,22 @@ def generated(request_id: int, num_prompt: int) -> Request:
 
 
 def pooled(request_id: int, num_prompt: int) -> Request:
-    params = RowParams(SamplingParams(max_tokens=1, pooling="mean"))
+    params = RowParams(SamplingParams(max_tokens=0, pooling="mean"))
     prompt = prompt_of(num_prompt, request_id)
-    return Request(request_id, prompt, max_tokens=1, read_cache=False, row_params=params)
+    return Request(request_id, prompt, max_tokens=0, read_cache=False, row_params=params)
+
+
+def scored(request_id: int, num_prompt: int) -> Request:
+    """Some also draw."""
+    params, max_tokens = RowParams(SamplingParams(prompt_logprobs=0)), request_id % 3
+    prompt = prompt_of(num_prompt, request_id)
+    return Request(request_id, prompt, max_tokens, read_cache=False, row_params=params)
 
 
 CASES = {
     "scheduler": Case(new_scheduler, generated),
     "scheduler, pooled": Case(new_scheduler, pooled),
+    "scheduler, scored": Case(new_scheduler, scored),
 }
 
 
@@ -189,7 +197,7 @@ def test_every_request_ends_once_and_leaves_nothing_behind(case: Case, steps_in_
             assert (event.reason, event.message) == ("cancelled", "why")
         else:
             assert event.reason in ("length", "stop")
-            assert event.num_output == driven.tokens.get(request_id, 0)
+            assert event.num_output == driven.tokens.get(request_id, 0) == case.request(request_id, 1).max_tokens
 
 
 def test_a_request_that_can_never_run_ends_with_an_error(case: Case) -> None:

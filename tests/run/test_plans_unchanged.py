@@ -27,7 +27,8 @@ PARAMS = (
     SamplingParams(temperature=0, max_tokens=40, prompt_logprobs=2),
     SamplingParams(temperature=0, max_tokens=32, logprobs=1),
     SamplingParams(temperature=0.3, seed=3, max_tokens=30, repetition_penalty=1.1),
-    SamplingParams(temperature=0, max_tokens=1, pooling="mean"),
+    SamplingParams(temperature=0, max_tokens=0, pooling="mean"),
+    SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0),
 )
 
 
@@ -41,7 +42,7 @@ def requests() -> list[Request]:
             Request(
                 id=index,
                 prompt=prompt,
-                max_tokens=params.max_tokens or 1,
+                max_tokens=params.max_tokens or 0,
                 row_params=RowParams(params),
                 read_cache=params.prompt_logprobs is None and not params.pooling,
                 constrained=index % 3 == 0 and not params.pooling,

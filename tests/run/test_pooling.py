@@ -65,7 +65,7 @@ def test_vectors_are_those_of_transformers(case: str, speculate: Any) -> None:
     outbox = Outbox(channel, ledger)
     for round_no in range(2):  # The second finds the prefixes of the first.
         for index, (prompt, pooling) in enumerate(zip(prompts(), POOLINGS, strict=True)):
-            max_tokens = 1 if pooling else 8
+            max_tokens = 0 if pooling else 8
             params = SamplingParams(max_tokens=max_tokens, temperature=0.0, pooling=pooling)  # type: ignore[arg-type]
             request = Request(
                 id=10 * round_no + index,
@@ -102,6 +102,6 @@ def test_vectors_are_those_of_transformers(case: str, speculate: Any) -> None:
 
 def test_a_prompt_of_a_lone_token_and_an_unknown_pooling() -> None:
     with pytest.raises(Exception, match="pooling"):
-        SamplingParams(max_tokens=1, pooling="max")  # type: ignore[arg-type]
-    with pytest.raises(Exception, match="max_tokens 1"):
-        SamplingParams(max_tokens=2, pooling="last")
+        SamplingParams(max_tokens=0, pooling="max")  # type: ignore[arg-type]
+    with pytest.raises(Exception, match="max_tokens 0"):
+        SamplingParams(max_tokens=1, pooling="last")

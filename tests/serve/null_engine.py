@@ -203,7 +203,7 @@ class NullEngine:
             self._end(row, "deadline")
             return None
         row.first_at = row.first_at or now
-        if request.params.pooling:
+        if request.params.max_tokens == 0:
             self._end(row, "stop")
             return None
         token_id = next(row.tokens, None)

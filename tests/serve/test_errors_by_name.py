@@ -73,7 +73,7 @@ UNLIMITED = {
 
 
 @pytest.mark.parametrize("path", UNLIMITED)
-@pytest.mark.parametrize("length", [128, 300, 9000])
+@pytest.mark.parametrize("length", [129, 300, 9000])
 def test_a_text_that_is_too_long_is_refused_without_a_limit_that_was_not_sent(
     small: Front, path: str, length: int
 ) -> None:
@@ -87,6 +87,13 @@ def test_a_text_that_is_too_long_is_refused_without_a_limit_that_was_not_sent(
     assert said["param"].partition(".")[0] in body
     for limit in ("max_tokens", "max_output_tokens", "max_completion_tokens", "num_predict", "asks for"):
         assert limit not in said["message"], said
+
+
+def test_a_text_without_an_answer_may_fill_the_context(small: Front) -> None:
+    for path in ("/v1/embeddings", "/api/embed", "/api/embeddings", COMPLETIONS):
+        reply = post(small.port, path, UNLIMITED[path]("x" * 128))
+        assert reply.status == 200, reply.body
+    assert post(small.port, CHAT, UNLIMITED[CHAT]("x" * 128)).status == 400
 
 
 def test_a_limit_that_was_sent_is_named_where_lowering_it_helps(small: Front) -> None:

@@ -75,7 +75,7 @@ class Choice(ABC):
         self._push = text.push
         self._has_stop_strings = bool(params.stop)
         self._stopped = False
-        self._closed = job.generation.score_only
+        self._closed = False
         """True if further tokens do not belong to the answer."""
 
     @abstractmethod
@@ -115,8 +115,6 @@ class Choice(ABC):
     @property
     def output_tokens(self) -> int:
         """The engine's count, or fewer if a stop string ended the answer earlier."""
-        if self.job.generation.score_only:
-            return 0
         return self.num_tokens if self._stopped or self.finish is None else self.finish.output_tokens
 
     @property

@@ -95,8 +95,6 @@ def _class_of(tenant: Tenant, asked: int | None) -> int:
 def _tokens_of(generation: Generation) -> int:
     """Upper bound on the tokens of the request, as far as it sets one."""
     output = generation.params.max_tokens if generation.params.max_tokens is not None else EXPECTED_OUTPUT_TOKENS
-    if generation.score_only:
-        output = 0
     prompt = sum(len(prompt.token_ids) for prompt in generation.prompts)
     return prompt + output * len(generation.prompts) * generation.num_sequences
 

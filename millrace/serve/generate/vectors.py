@@ -35,7 +35,7 @@ async def encoded_inputs(state: FrontState, texts: list[str], field: str, *, may
     except BadRequest as error:
         raise name_fields(error, {"prompt": field}) from None
     ready = state.require_engine()
-    room = min(ready.max_context, ready.kv_tokens) - 1 if may_cut else None
+    room = min(ready.max_context, ready.kv_tokens) if may_cut else None
     prompts = [Prompt(token_ids[:room], None, len(token_ids) - len(token_ids[:room])) for token_ids in encoded]
     for number, prompt in enumerate(prompts):
         if not prompt.token_ids:
@@ -59,7 +59,7 @@ def vector_generation(
 ) -> Generation:
     return Generation(
         prompts=prompts,
-        params=SamplingParams(temperature=0.0, max_tokens=1, pooling=pooling),
+        params=SamplingParams(temperature=0.0, max_tokens=0, pooling=pooling),
         answer_id=answer_id,
         deadline=deadline,
         asked_priority=asked_priority,

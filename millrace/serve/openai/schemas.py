@@ -243,9 +243,13 @@ class ChatRequest(Sampled, kw_only=True):
 
     messages: Annotated[list[Message], described("The conversation so far; at least one message.", minItems=1)]
     max_completion_tokens: Annotated[
-        int | None, described("Maximum number of output tokens; default: to the end of the context.", minimum=1)
+        int | None,
+        described(
+            "Maximum number of output tokens; default: to the end of the context. 0 only with `prompt_logprobs`.",
+            minimum=0,
+        ),
     ] = None
-    max_tokens: Annotated[int | None, described("The older name of `max_completion_tokens`.", minimum=1)] = None
+    max_tokens: Annotated[int | None, described("The older name of `max_completion_tokens`.", minimum=0)] = None
     logprobs: Annotated[bool | None, described("Return the log-probability of every token.")] = None
     top_logprobs: Annotated[
         int | None,
@@ -306,7 +310,8 @@ class CompletionRequest(Sampled, kw_only=True):
 
     prompt: Annotated[Raw, described("A text, token ids, or a list of either.", **input_schema(min_chars=0))]
     max_tokens: Annotated[
-        int | None, described("Maximum number of output tokens; default 16. 0 only with `echo`.", minimum=0)
+        int | None,
+        described("Maximum number of output tokens; default 16. 0 only with `echo` or `prompt_logprobs`.", minimum=0),
     ] = None
     logprobs: Annotated[
         int | None, described("Log-probabilities of this many likeliest tokens.", minimum=0, maximum=MAX_LOGPROBS)

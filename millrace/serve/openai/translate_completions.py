@@ -52,10 +52,10 @@ async def _generation(state: FrontState, request: CompletionRequest, received: f
         state.sampling_defaults if beams is None else NEUTRAL_DEFAULTS,
         **shared_sampling(request),
         n=request.n,
-        max_tokens=1 if score_only else max_tokens,
+        max_tokens=max_tokens,
         # best_of ranks by the log-probability of the tokens that were chosen.
         logprobs=0 if best_of > n and request.logprobs is None else request.logprobs,
-        prompt_logprobs=_prompt_logprobs(request, echo),
+        prompt_logprobs=_prompt_logprobs(request, echo, score_only),
         grammar=wanted.grammar if wanted is not None else None,
     )
     prompts = await _prompts(state, request, best_of, max_tokens)
@@ -89,10 +89,10 @@ def _check_logprobs(request: CompletionRequest) -> None:
     check_logprobs("prompt_logprobs", request.prompt_logprobs)
 
 
-def _prompt_logprobs(request: CompletionRequest, echo: bool) -> int | None:
-    """With `echo`, the prompt gets log-probabilities if the output does."""
+def _prompt_logprobs(request: CompletionRequest, echo: bool, score_only: bool) -> int | None:
+    """With `echo`, the prompt gets log-probabilities if the output does, or if there is no output."""
     wanted = [value for value in (request.prompt_logprobs, request.logprobs if echo else None) if value is not None]
-    return max(wanted, default=None)
+    return max(wanted, default=0 if score_only else None)
 
 
 async def _prompts(state: FrontState, request: CompletionRequest, per_prompt: int, max_tokens: int) -> list[Prompt]:
