@@ -39,6 +39,7 @@ from millrace.run.device.defaults import DeviceDefaults
 from millrace.run.device.device import Device, open_device
 from millrace.run.device.kv_pool import bytes_per_token, resolve_kv_dtype
 from millrace.run.device.precision import Precision, choose_precision
+from millrace.run.drafting.drafter import DraftGuide
 from millrace.run.drafting.drafters import AUTO, AUTO_TEXT, TEXT_DRAFTERS, offered_drafters
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.make import make_runner
@@ -83,7 +84,8 @@ def build_engine(
     for name in allowed_processors(config):
         load_processor(name)
     decided = _decide(config, on_loading)
-    made = _load_runner(config, decided, build_pool, on_loading)
+    constrained = ConstrainedRequests(make_grammars(decided.files, decided.spec.vocab_size))
+    made = _load_runner(config, decided, constrained, build_pool, on_loading)
     runner: AnyRunner = made
     if config.plan.step_log:
         runner = LoggedRunner(made, StepLog(Path(config.plan.step_log).expanduser(), _setup(config, decided)))
@@ -92,7 +94,7 @@ def build_engine(
     engine = Engine(
         *(scheduler, runner, decided.device, channel),
         facts=made.facts,
-        constrained=ConstrainedRequests(make_grammars(decided.files, decided.spec.vocab_size)),
+        constrained=constrained,
         work=decided.work,
         has_figures=config.observe.figures,
         drafter=decided.drafter_kind or text,
@@ -189,6 +191,7 @@ def _scheduler_settings(
 def _load_runner(
     config: Config,
     decided: Decided,
+    guide: DraftGuide,
     build_pool: KernelBuildPool | None,
     on_loading: Callable[[str, int, int], None],
 ) -> Runner | CudaRunner:
@@ -203,7 +206,7 @@ def _load_runner(
         progress=lambda done, total: on_loading("weights", done, total),
     )
     drafter = None if decided.drafter is None else decided.drafter.load(decoder)
-    return make_runner(decoder, decided.device, decided.runner, drafter, build_pool)
+    return make_runner(decoder, decided.device, decided.runner, drafter, build_pool, guide)
 
 
 def _setup(config: Config, decided: Decided) -> RunnerSetup:

@@ -21,7 +21,7 @@ import numpy as np
 
 from millrace.engine.copies import BlockCopying
 from millrace.plan.planner import Planner
-from millrace.plan.step import Ended, ForcedDrafts, Int64s, StepOutcome, StepPlan
+from millrace.plan.step import Ended, ForcedDrafts, Int32s, Int64s, StepInputs, StepOutcome, StepPlan
 from millrace.run.device.device import Pending
 from millrace.run.facts import RunnerFacts
 from millrace.run.runner import AnyRunner, StepResult
@@ -236,31 +236,33 @@ class Cycle:
         """Queue the draw of a step. All steps before it are confirmed if a grammar restricts one of its rows."""
         plan = launched.plan
         if plan.masked is None or self._masks is None:
-            launched.pending = self._runner.draw(plan, None)
+            launched.pending = self._runner.draw(plan)
             return
-        rows = self._masked_rows(plan, launched.masked_ids)
+        rows, drafts = self._masked_rows(plan, launched.masked_ids)
         began = self._clock()
         masks = self._masks.masks(rows, self._runner.mask_memory(rows.num_masks))
         self.times.mask_s += self._clock() - began
-        launched.pending = self._runner.draw(plan, masks)
+        launched.pending = self._runner.draw(plan, StepInputs(plan.step_no, masks, drafts))
         # While the device draws: the next step needs it, this draw does not.
         jumps, self._forced = len(plan.rows) <= self._facts.max_jump_rows, {}
         if jumps or (self._facts.takes_forced and plan.draft_places is not None):
             self._use_forced(rows, self._masks.forced(rows, masks), jumps=jumps)
 
-    def _masked_rows(self, plan: StepPlan, request_ids: Int64s) -> MaskedRows:
+    def _masked_rows(self, plan: StepPlan, request_ids: Int64s) -> tuple[MaskedRows, tuple[Int32s, ...]]:
+        """Which rows need masks, and the drafts of all rows that draw."""
         assert plan.masked is not None
-        drafts: list[list[int]] = [[] for _ in request_ids]
-        if plan.draft_places is not None and plan.draft_places[plan.masked].any():
-            drafts = [own.tolist() for own in self._runner.masked_drafts()]
-        return MaskedRows(np.flatnonzero(plan.masked[plan.samples]), request_ids, drafts)
+        index = np.flatnonzero(plan.masked[plan.samples])
+        if plan.draft_places is None or not plan.draft_places.any():
+            return MaskedRows(index, request_ids, [[] for _ in request_ids]), ()
+        drafts = self._runner.drafts()
+        return MaskedRows(index, request_ids, [drafts[at].tolist() for at in index.tolist()]), drafts
 
     def _queue_draw(self, launched: Launched) -> None:
         """Queue the draw of a step whose masks are not known yet, if the device can wait for them."""
-        rows = self._masked_rows(launched.plan, launched.masked_ids)
+        rows, _ = self._masked_rows(launched.plan, launched.masked_ids)
         masks = rows.masks(self._runner.mask_memory(rows.num_masks))
         launched.awaited = rows, masks
-        launched.pending = self._runner.draw_ahead(launched.plan, masks)
+        launched.pending = self._runner.draw_ahead(launched.plan, StepInputs(launched.plan.step_no, masks))
         if launched.pending is None:
             launched.awaited = None
 

@@ -102,8 +102,6 @@ class Engine:
         """Called from the watchdog thread when a step hangs."""
         self.on_idle: Callable[[], None] = idle_memory.collect_young
         """Called once each time the engine becomes idle."""
-        if constrained is not None:
-            runner.guide_drafts(constrained)
         self._cycle = Cycle(scheduler, runner, self, facts=facts, clock=clock, probe=device.probe, masks=constrained)
         self._stopping = False
         self._progressed = False

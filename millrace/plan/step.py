@@ -240,7 +240,7 @@ class StepInputs:
     step_no: int
     masks: Masks | None = None
     drafts: tuple[Int32s, ...] = ()
-    """Drafts that the host proposed or changed: of each masked row of the plan. Empty: none has any."""
+    """Drafts of each drawing row of the plan, as rank 0 proposed them. Empty: none has any."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,11 +23,20 @@ from millrace.ops.triton.drafts import NUM_COUNTS
 from millrace.ops.tuning.load import num_multiprocessors
 from millrace.plan.shapes.order import build_order, first_request_parts
 from millrace.plan.shapes.table import SPLIT_TOKENS, ShapeFacts, ShapeTable
-from millrace.plan.step import NO_EPOCH, BlockCopies, CapturePlan, HeadShape, Int32s, StepPlan, StepShape, Variant
+from millrace.plan.step import (
+    NO_EPOCH,
+    BlockCopies,
+    CapturePlan,
+    HeadShape,
+    Int32s,
+    StepInputs,
+    StepPlan,
+    StepShape,
+    Variant,
+)
 from millrace.run.device.device import Device, Pending
 from millrace.run.drafting.device_chain import paged
-from millrace.run.drafting.device_drafts import drafts_of_masked, masks_drafts
-from millrace.run.drafting.drafter import DraftGuide
+from millrace.run.drafting.device_drafts import drafts_of, masks_drafts
 from millrace.run.drafting.models import DrafterModel, kv_spec_of
 from millrace.run.facts import RunnerFacts
 from millrace.run.graphs.device_state import DeviceState, make_copier, make_device_state
@@ -144,9 +153,9 @@ class CudaRunner:
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         self.forward(plan)
-        return self.draw(plan, None)
+        return self.draw(plan)
 
-    def forward(self, plan: StepPlan) -> None:
+    def forward(self, plan: StepPlan, given: tuple[Int32s, ...] | None = None) -> None:
         self._placed = plan, None
         if not masks_drafts(plan):
             self._forwarded = self._device.queue(lambda: self._forward(plan))
@@ -155,31 +164,29 @@ class CudaRunner:
         self._placed = plan, self._device.launch(lambda: self._place(plan), partial(self._placed_to_host, plan))
         self._forwarded = self._device.queue(lambda: self._body(plan, draws()))
 
-    def guide_drafts(self, guide: DraftGuide) -> None:
-        """The device proposes: masks alone refuse drafts. What grammars force comes with the plan."""
-
-    def masked_drafts(self) -> list[Int32s]:
+    def drafts(self) -> tuple[Int32s, ...]:
         """Waits for the start of the step's forward pass."""
         assert self._placed is not None, "drafts follow the forward pass of their step"
         plan, placed = self._placed
-        return drafts_of_masked(plan, None if placed is None else placed.wait().numpy())
+        return drafts_of(plan, None if placed is None else placed.wait().numpy())
 
     def mask_memory(self, count: int) -> Uint32s:
         if self._device.kind != "cuda":  # The forward pass may not have begun.
             return new_masks(count, self._decoder.spec.vocab_size)
         return self._work.mask_memory(count)
 
-    def draw(self, plan: StepPlan, masks: Masks | None) -> Pending[StepResult]:
+    def draw(self, plan: StepPlan, inputs: StepInputs | None = None) -> Pending[StepResult]:
+        masks = None if inputs is None else inputs.masks
         forwarded = self._forwarded
         assert forwarded is not None, "a draw follows the forward pass of its step"
         if masks is not None and masks.places is not None:
-            self.masked_drafts()  # Then the packet has arrived, and may be told which state has which mask.
+            self.drafts()  # Then the packet has arrived, and may be told which state has which mask.
         return self._device.launch(lambda: self._draw(plan, forwarded(), masks), self._copy_to_host)
 
-    def draw_ahead(self, plan: StepPlan, masks: Masks) -> Pending[StepResult] | None:
+    def draw_ahead(self, plan: StepPlan, inputs: StepInputs) -> Pending[StepResult] | None:
         if self._forwarded is None or self._drafts is not None or not self._work.can_send_masks_ahead:
             return None
-        forwarded = self._forwarded()
+        forwarded, masks = self._forwarded(), inputs.masks
         if not self._only_replays(forwarded):
             return None
         return self._device.launch(lambda: self._draw(plan, forwarded, masks, is_ahead=True), self._copy_to_host)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.run.device.device import Device
+from millrace.run.drafting.drafter import DraftGuide
 from millrace.run.drafting.models import DrafterModel
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.runner import Runner
@@ -22,9 +23,11 @@ def make_runner(
     settings: RunnerSettings,
     drafter: DrafterModel | None = None,
     build_pool: KernelBuildPool | None = None,
+    guide: DraftGuide | None = None,
 ) -> Runner | CudaRunner:
+    """`guide`: the grammars, on rank 0. Where the device proposes, masks alone refuse drafts."""
     if device.kind != "cuda" or not isinstance(decoder.attention, PagedAttention):
-        return Runner(decoder, device, settings, drafter)
+        return Runner(decoder, device, settings, drafter, guide)
     from millrace.run.cuda_runner import CudaRunner  # needs Triton
 
     return CudaRunner(decoder, device, settings, drafter, build_pool)

@@ -17,7 +17,17 @@ from torch import Tensor
 from millrace.models.batch import Taps
 from millrace.models.decoder import Decoder
 from millrace.plan.shapes.table import ShapeFacts
-from millrace.plan.step import BlockCopies, Bools, CapturePlan, HeadShape, Int32s, Int64s, StepPlan, TrainedDrafts
+from millrace.plan.step import (
+    BlockCopies,
+    Bools,
+    CapturePlan,
+    HeadShape,
+    Int32s,
+    Int64s,
+    StepInputs,
+    StepPlan,
+    TrainedDrafts,
+)
 from millrace.run.cpu.model_drafter import make_model_drafter
 from millrace.run.cpu.native_step import NativeStep
 from millrace.run.device.block_copier import JointCopier, OrderedCopier
@@ -70,6 +80,8 @@ class StepResult:
     """On a GPU with draft places: where each drawing row's drafts came from, see `ops/base/draft_sources.py`."""
     drafted: tuple[RowDrafts, ...] = ()
     """On a CPU: the rows that had drafts."""
+    proposed: tuple[Int32s, ...] = ()
+    """On a CPU: the drafts of each drawing row. Empty: none had any."""
     trained: TrainedDrafts | None = None
     """The drafts of a trained drafter beside drafts from text."""
     pooled: tuple[PooledPart, ...] = ()
@@ -113,23 +125,22 @@ class Computed:
 class AnyRunner(Protocol):
     """What the engine needs from a runner."""
 
-    def forward(self, plan: StepPlan) -> None:
-        """Queue the forward pass of a step. Its draw must be queued before the next forward pass."""
+    def forward(self, plan: StepPlan, given: tuple[Int32s, ...] | None = None) -> None:
+        """Queue the forward pass of a step. Its draw must be queued before the next forward pass. `given`: what rank 0
+        proposed, see `StepInputs.drafts`; None on rank 0. Where the device proposes, every rank's device does."""
 
-    def guide_drafts(self, guide: DraftGuide) -> None:
-        """Show it drafts of masked rows before they are verified, if they are known to the host then."""
-
-    def masked_drafts(self) -> list[Int32s]:
-        """The drafts of each masked row of the step whose forward pass was queued last, which its masks must cover.
-        Waits until they are proposed. Only for steps in which masked rows have places."""
+    def drafts(self) -> tuple[Int32s, ...]:
+        """The drafts of each drawing row of the step whose forward pass was queued last, which its masks must cover.
+        Waits until they are proposed. Only for masked steps with places; a device that proposes names those of masked
+        rows alone."""
 
     def mask_memory(self, count: int) -> Uint32s:
         """Memory for the masks of the step whose forward pass was queued last: [count, words], not initialised."""
 
-    def draw(self, plan: StepPlan, masks: Masks | None) -> Pending[StepResult]:
-        """Queue the draw of the step whose forward pass was queued last."""
+    def draw(self, plan: StepPlan, inputs: StepInputs | None = None) -> Pending[StepResult]:
+        """Queue the draw of the step whose forward pass was queued last. `inputs`: None if no row has a mask."""
 
-    def draw_ahead(self, plan: StepPlan, masks: Masks) -> Pending[StepResult] | None:
+    def draw_ahead(self, plan: StepPlan, inputs: StepInputs) -> Pending[StepResult] | None:
         """Queue that draw before its masks are known: they will be in `mask_memory`, and `masks_ready` must be called,
         whatever fails. None if this draw cannot wait for them."""
 
@@ -165,9 +176,14 @@ class Runner:
     is_built = True
 
     def __init__(
-        self, decoder: Decoder, device: Device, settings: RunnerSettings, drafter: DrafterModel | None = None
+        self,
+        decoder: Decoder,
+        device: Device,
+        settings: RunnerSettings,
+        drafter: DrafterModel | None = None,
+        guide: DraftGuide | None = None,
     ) -> None:
-        """`drafter`: for the kinds of `settings.speculate` that are models."""
+        """`drafter`: for the kinds of `settings.speculate` that are models. `guide`: the grammars, on rank 0."""
         self._decoder, self._device, self._block_size = decoder, device, settings.block_size
         self._kv, self._draft_kv = allocate_pools(decoder, device.torch_device, settings, drafter)
         pools, slots = [kv for kv in (self._kv, self._draft_kv) if kv], settings.host_slots
@@ -187,7 +203,7 @@ class Runner:
             model = make_model_drafter(drafter, *parts, block_size=settings.block_size, max_rows=max_rows)
         self._read_layers = read_layers(drafter)
         drafters = make_drafters(settings.speculate, model, "" if drafter is None else kind_of(drafter))
-        self._drafted = DraftedRows(self._table, max_rows, drafters) if drafters is not None else None
+        self._drafted = DraftedRows(self._table, max_rows, drafters, guide) if drafters is not None else None
         self._no_states = torch.zeros((0, decoder.spec.hidden_size), dtype=decoder.dtype, device=device.torch_device)
         self._expanded: Callable[[], VerifiedStep | None] | None = None
         """What the last forward pass of a step with masks computes."""
@@ -200,26 +216,23 @@ class Runner:
         """The C++ step, if the model has one."""
         return self._native
 
-    def forward(self, plan: StepPlan) -> None:
+    def forward(self, plan: StepPlan, given: tuple[Int32s, ...] | None = None) -> None:
         if plan.masked is None:  # the draw waits for nothing: both parts are one launch, and natively one call
-            self._whole = self._device.launch(lambda: self._execute(plan), copy_to_host)
+            self._whole = self._device.launch(lambda: self._execute(plan, given), copy_to_host)
         else:
-            self._expanded = expanded = self._device.queue(lambda: self._expand(plan))
+            self._expanded = expanded = self._device.queue(lambda: self._expand(plan, given))
             self._forwarded = self._device.queue(lambda: self._states(plan, expanded()))
 
-    def guide_drafts(self, guide: DraftGuide) -> None:
-        if self._drafted is not None:
-            self._drafted.guide = guide
-
-    def masked_drafts(self) -> list[Int32s]:
+    def drafts(self) -> tuple[Int32s, ...]:
         verified = self._expanded() if self._expanded is not None else None
         assert verified is not None, "no row has places for drafts"
-        return verified.masked_drafts
+        return verified.drafts
 
     def mask_memory(self, count: int) -> Uint32s:
         return new_masks(count, self._decoder.spec.vocab_size)
 
-    def draw(self, plan: StepPlan, masks: Masks | None = None) -> Pending[StepResult]:
+    def draw(self, plan: StepPlan, inputs: StepInputs | None = None) -> Pending[StepResult]:
+        masks = None if inputs is None else inputs.masks
         whole, forwarded = self._whole, self._forwarded
         self._whole = self._forwarded = None
         if whole is not None and masks is None:
@@ -228,7 +241,7 @@ class Runner:
             raise AssertionError("a draw follows the forward pass of its step, and only masked rows have masks")
         return self._device.launch(lambda: self._draw(plan, forwarded(), masks), copy_to_host)
 
-    def draw_ahead(self, plan: StepPlan, masks: Masks) -> Pending[StepResult] | None:
+    def draw_ahead(self, plan: StepPlan, inputs: StepInputs) -> Pending[StepResult] | None:
         return None
 
     def masks_ready(self) -> None:
@@ -253,7 +266,7 @@ class Runner:
     def take_missed(self) -> list[HeadShape]:
         return []
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def _execute(self, plan: StepPlan, given: tuple[Int32s, ...] | None) -> StepResult:
         self._update(plan)
         drafted = self._drafted
         if drafted is None:
@@ -264,7 +277,7 @@ class Runner:
         is_one_call = self._is_one_call(plan) and not drafted.needs_hidden(plan)
         if plan.draft_places is None and is_one_call:
             return StepResult(plan.step_no, self._plain_step(plan, drafted), None, _NO_INDEX, _NO_COUNTS, ())
-        verified = drafted.expand(plan)
+        verified = drafted.expand(plan, given)
         if verified.is_as_planned and is_one_call:
             return self._without_drafts(plan, self._plain_step(plan, drafted), drafted)
         if not verified.has_drafts and is_one_call and len(verified.batch.rows):
@@ -296,12 +309,12 @@ class Runner:
         assert self._native is not None
         return self._native(batch)
 
-    def _expand(self, plan: StepPlan) -> VerifiedStep | None:
+    def _expand(self, plan: StepPlan, given: tuple[Int32s, ...] | None) -> VerifiedStep | None:
         self._update(plan)
         if self._drafted is None:
             return None
         self._drafted.admit(plan)
-        return self._drafted.expand(plan)
+        return self._drafted.expand(plan, given)
 
     def _update(self, plan: StepPlan) -> None:
         if self._drafted is not None:
@@ -387,6 +400,7 @@ class Runner:
             counts=accepted.counts if has_places else None,
             num_drafts=accepted.num_drafts if has_places else None,
             drafted=accepted.drafted,
+            proposed=verified.drafts if verified.has_drafts else (),
             trained=accepted.trained,
         )
 
@@ -454,6 +468,7 @@ def copy_to_host(result: StepResult, into: Tensor | None = None, view: Int32s | 
         num_drafts=result.num_drafts,
         sources=result.sources,
         drafted=result.drafted,
+        proposed=result.proposed,
         trained=result.trained,
         pooled=tuple(part.to_host() for part in result.pooled),
     )

@@ -24,9 +24,8 @@ from millrace.plan.codec.layout import VERSION, StepMessage
 from millrace.plan.shapes.table import ShapeFacts
 from millrace.plan.step import BlockCopies, CapturePlan, HeadShape, Int32s, StepInputs, StepPlan
 from millrace.run.device.device import Pending
-from millrace.run.drafting.drafter import DraftGuide
 from millrace.run.runner import AnyRunner, StepResult
-from millrace.run.sampling.masks import Masks, Uint32s
+from millrace.run.sampling.masks import Uint32s
 
 log = logging.getLogger(__name__)
 
@@ -138,30 +137,23 @@ class LoggedRunner:
 
     def __init__(self, runner: AnyRunner, steps: StepLog) -> None:
         self._runner, self._steps = runner, steps
-        self._drafts: list[Int32s] = []
-        """Of the masked rows of the step whose forward pass was queued last."""
 
-    def forward(self, plan: StepPlan) -> None:
-        self._drafts = []
+    def forward(self, plan: StepPlan, given: tuple[Int32s, ...] | None = None) -> None:
         self._steps.plan(plan)
-        self._runner.forward(plan)
+        self._runner.forward(plan, given)
 
-    def guide_drafts(self, guide: DraftGuide) -> None:
-        self._runner.guide_drafts(guide)
-
-    def masked_drafts(self) -> list[Int32s]:
-        self._drafts = self._runner.masked_drafts()
-        return self._drafts
+    def drafts(self) -> tuple[Int32s, ...]:
+        return self._runner.drafts()
 
     def mask_memory(self, count: int) -> Uint32s:
         return self._runner.mask_memory(count)
 
-    def draw(self, plan: StepPlan, masks: Masks | None) -> Pending[StepResult]:
-        if masks is not None:
-            self._steps.inputs(StepInputs(plan.step_no, masks, tuple(self._drafts)))
-        return _LoggedDraw(self._runner.draw(plan, masks), self._steps)
+    def draw(self, plan: StepPlan, inputs: StepInputs | None = None) -> Pending[StepResult]:
+        if inputs is not None:
+            self._steps.inputs(inputs)
+        return _LoggedDraw(self._runner.draw(plan, inputs), self._steps, has_inputs=inputs is not None)
 
-    def draw_ahead(self, plan: StepPlan, masks: Masks) -> Pending[StepResult] | None:
+    def draw_ahead(self, plan: StepPlan, inputs: StepInputs) -> Pending[StepResult] | None:
         return None  # Masks are recorded with the draw.
 
     def masks_ready(self) -> None:
@@ -191,11 +183,13 @@ class LoggedRunner:
 
 
 class _LoggedDraw:
-    def __init__(self, pending: Pending[StepResult], steps: StepLog) -> None:
-        self._pending, self._steps = pending, steps
+    def __init__(self, pending: Pending[StepResult], steps: StepLog, *, has_inputs: bool) -> None:
+        self._pending, self._steps, self._has_inputs = pending, steps, has_inputs
 
     def wait(self) -> StepResult:
         result = self._pending.wait()
+        if result.proposed and not self._has_inputs:  # Without masks the host learns them with the tokens.
+            self._steps.inputs(StepInputs(result.step_no, drafts=result.proposed))
         self._steps.result(result)
         return result
 

@@ -21,7 +21,7 @@ from millrace.link.messages import NewRequest, pack_tokens
 from millrace.params import Grammar, SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
-from millrace.plan.step import Ended, StepOutcome, StepPlan
+from millrace.plan.step import Ended, StepInputs, StepOutcome, StepPlan
 from millrace.run.facts import RunnerFacts
 from millrace.run.sampling.masks import MaskedRows, Masks, Uint32s
 from millrace.text.grammar.environment import GrammarEnvironment
@@ -148,7 +148,7 @@ def test_a_draw_that_fails_while_it_is_queued_lets_the_device_go_on(monkeypatch:
     runner = FakeRunner(VOCAB, draws_ahead=True)
     cycle, _ = waiting_cycle(runner, FakeMasks())
 
-    def fail(plan: StepPlan, masks: Masks) -> None:
+    def fail(plan: StepPlan, inputs: StepInputs) -> None:
         raise ValueError("no draw")
 
     monkeypatch.setattr(runner, "draw_ahead", fail)

@@ -28,7 +28,7 @@ from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes.choice import make_shape_choice
 from millrace.plan.shapes.table import ShapeFacts
-from millrace.plan.step import BlockCopies, CapturePlan, Ended, StepOutcome, StepPlan, StepShape
+from millrace.plan.step import BlockCopies, CapturePlan, Ended, StepInputs, StepOutcome, StepPlan, StepShape
 from millrace.run.facts import RunnerFacts
 from millrace.run.runner import StepResult
 from millrace.run.sampling.masks import MaskedRows, Masks
@@ -96,25 +96,25 @@ class ToyRunner(FakeRunner):
         super().__init__(VOCAB)
         self.device, self.rng, self.shapes = device, rng, shapes
         self.forwarded: StepPlan | None = None
-        self.drafts: dict[int, list[int]] = {}
+        self.proposed: dict[int, list[int]] = {}
         """Of masked rows, by index in the plan."""
         self.queued: list[ToyStep] = []
         self.captured: set[object] = set()
         self.max_polls, self.failures = rng.choice([1, 4, 20]), rng.choice([0.0, 0.3])
 
-    def masked_drafts(self) -> list[np.ndarray]:
+    def drafts(self) -> tuple[np.ndarray, ...]:
         """Known when the step before has been run."""
         assert self.forwarded is not None
         while self.queued:
             self.queued.pop(0).run()
         plan = self.forwarded
-        self.drafts = self.device.propose(plan)
-        masked = [] if plan.masked is None else np.flatnonzero(plan.masked).tolist()
-        return [np.array(self.drafts.get(index, []), np.int32) for index in masked]
+        self.proposed = self.device.propose(plan)
+        drawing = np.flatnonzero(plan.samples).tolist()
+        return tuple(np.array(self.proposed.get(index, []), np.int32) for index in drawing)
 
-    def forward(self, plan: StepPlan) -> None:
+    def forward(self, plan: StepPlan, given: tuple[np.ndarray, ...] | None = None) -> None:
         assert self.forwarded is None, "the draw of the step before is missing"
-        self.forwarded, self.drafts = plan, {}
+        self.forwarded, self.proposed = plan, {}
         self.check_shape(plan)
 
     def check_shape(self, plan: StepPlan) -> None:
@@ -133,16 +133,17 @@ class ToyRunner(FakeRunner):
     def device_rows(self) -> int:
         return len(self.device.tables)
 
-    def draw(self, plan: StepPlan, masks: Masks | None) -> ToyStep:
+    def draw(self, plan: StepPlan, inputs: StepInputs | None = None) -> ToyStep:
+        masks = None if inputs is None else inputs.masks
         assert self.forwarded is plan
         self.forwarded = None
         assert (masks is None) == (plan.masked is None)
-        self.queued.append(ToyStep(self, plan, masks, self.drafts))
+        self.queued.append(ToyStep(self, plan, masks, self.proposed))
         return self.queued[-1]
 
-    def draw_ahead(self, plan: StepPlan, masks: Masks) -> ToyStep | None:
+    def draw_ahead(self, plan: StepPlan, inputs: StepInputs) -> ToyStep | None:
         """Of every other step. It runs when somebody waits for it, after `masks_ready`."""
-        return self.draw(plan, masks) if plan.step_no % 2 else None
+        return self.draw(plan, inputs) if plan.step_no % 2 else None
 
     def copy(self, copies: BlockCopies) -> ToyCopy:
         self.device.begin_copies(copies)

@@ -35,6 +35,7 @@ from millrace.plan.step import (
     exact_shape,
 )
 from millrace.run.device.device import Pending
+from millrace.run.drafting.drafters import Drafters
 from millrace.run.runner import StepResult
 from millrace.run.step_log import (
     FIRST_LINE,
@@ -163,9 +164,9 @@ class Watched:
             self.plans.append((plan, encode_plan(plan)))
             forward(runner, plan)
 
-        def watched_draw(runner: LoggedRunner, plan: StepPlan, masks: Masks | None) -> Pending[StepResult]:
-            pending = draw(runner, plan, masks)
-            return pending if masks is None else WatchedDraw(self, pending, StepInputs(plan.step_no, masks))
+        def watched_draw(runner: LoggedRunner, plan: StepPlan, inputs: StepInputs | None = None) -> Pending[StepResult]:
+            pending = draw(runner, plan, inputs)
+            return pending if inputs is None else WatchedDraw(self, pending, inputs)
 
         patch.setattr(LoggedRunner, "forward", watched_forward)
         patch.setattr(LoggedRunner, "draw", watched_draw)
@@ -239,13 +240,10 @@ def test_running_the_steps_again_draws_the_same_tokens(tmp_path: Path, monkeypat
     plans = [record for record in records if isinstance(record, StepPlan)]
     assert [encode_plan(plan) for plan in plans] == [before for _, before in watched.plans]
     assert {type(record) for record in records} == {RunnerSetup, StepPlan, StepInputs, LoggedResult, BlockCopies}
+    inputs = [record for record in records if isinstance(record, StepInputs)]
     found = {
-        "drafts of masked rows": sum(
-            len(own) for record in records if isinstance(record, StepInputs) for own in record.drafts
-        ),
-        "drafts of other rows": sum(
-            int(plan.draft_places.sum()) for plan in plans if plan.draft_places is not None and plan.masked is None
-        ),
+        "drafts of masked steps": sum(len(own) for each in inputs if each.masks for own in each.drafts),
+        "drafts of other steps": sum(len(own) for each in inputs if not each.masks for own in each.drafts),
         "preemptions": sum(one.reason == "preempted" for plan in plans for one in plan.released),
         "prefix hits": sum(one.num_computed > 0 for plan in plans for one in plan.admitted),
         "forced tokens": sum(len(one.tokens) for plan in plans for one in plan.appended),
@@ -253,6 +251,11 @@ def test_running_the_steps_again_draws_the_same_tokens(tmp_path: Path, monkeypat
         "scored prompts": sum(plan.scored is not None for plan in plans),
     }
     assert all(found.values()), found
+
+    def propose(*_: object) -> None:
+        raise AssertionError("drafts come from the log: only the engine that wrote it proposes")
+
+    monkeypatch.setattr(Drafters, "propose", propose)
     done = replay_log(file, RunConfig())
     assert done.num_different == 0
     assert done.num_tokens > sum(map(len, answers)) / 2

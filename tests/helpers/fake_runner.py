@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from millrace.engine.loop import Engine
-from millrace.plan.step import BlockCopies, CapturePlan, StepPlan
+from millrace.plan.step import BlockCopies, CapturePlan, StepInputs, StepPlan
 from millrace.run.facts import RunnerFacts
 from millrace.run.runner import StepResult
 from millrace.run.sampling.masks import Masks, Uint32s, allowed_tokens, new_masks
@@ -86,13 +86,11 @@ class FakeRunner:
         """Those started, by number."""
         self.refused_copies: set[int] = set()
 
-    def forward(self, plan: StepPlan) -> None:
+    def forward(self, plan: StepPlan, given: tuple[np.ndarray, ...] | None = None) -> None:
         self.order.append("forward")
 
-    def guide_drafts(self, guide: Any) -> None: ...
-
-    def masked_drafts(self) -> list[np.ndarray]:
-        return []
+    def drafts(self) -> tuple[np.ndarray, ...]:
+        return ()
 
     def mask_memory(self, count: int) -> Uint32s:
         self.has_masks = threading.Event()
@@ -100,11 +98,11 @@ class FakeRunner:
         masks[:] = 0  # Nothing can be drawn before they are written.
         return masks
 
-    def draw(self, plan: StepPlan, masks: Masks | None) -> Any:
+    def draw(self, plan: StepPlan, inputs: StepInputs | None = None) -> Any:
         self.order.append("draw")
-        return FakeStep(lambda: self._result(plan, masks))
+        return FakeStep(lambda: self._result(plan, None if inputs is None else inputs.masks))
 
-    def draw_ahead(self, plan: StepPlan, masks: Masks) -> Any:
+    def draw_ahead(self, plan: StepPlan, inputs: StepInputs) -> Any:
         if not self.draws_ahead:
             return None
         self.order.append("draw ahead")
@@ -112,7 +110,7 @@ class FakeRunner:
 
         def wait() -> StepResult:
             assert has_masks.is_set(), "the device would wait for ever"
-            return self._result(plan, masks)
+            return self._result(plan, inputs.masks)
 
         return FakeStep(wait)
 

@@ -34,7 +34,7 @@ from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes import table
 from millrace.plan.shapes.choice import PaddedShapes, ShapeChoice, make_shape_choice
-from millrace.plan.step import HeadShape, StepPlan, StepShape
+from millrace.plan.step import HeadShape, StepInputs, StepPlan, StepShape
 from millrace.run import cuda_runner
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import CpuDevice, open_device
@@ -409,7 +409,8 @@ def drive_masked(runner: Runner | CudaRunner, asked: list[Request], grammar: Gra
         is_masked = plan.samples & (plan.rows % 2 == 1)
         masked = dataclasses.replace(plan, masked=is_masked if is_masked.any() else None)
         runner.forward(masked)
-        pending = runner.draw(masked, None if masked.masked is None else grammar.masks(masked))
+        inputs = None if masked.masked is None else StepInputs(masked.step_no, grammar.masks(masked))
+        pending = runner.draw(masked, inputs)
         outcome = scheduler.apply(plan.step_no, pending.wait().drawn())
         for request_id, token in zip(outcome.request_ids.tolist(), outcome.tokens.tolist(), strict=True):
             tokens[request_id].append(token)
@@ -451,7 +452,7 @@ def test_masks_must_be_those_that_the_plan_announced() -> None:
     with quick_interpreter() if interpreted else nullcontext():
         runner.forward(plan)
         with pytest.raises(ValueError, match=r"announced .* \[0\]"):
-            runner.draw(plan, None).wait()
+            runner.draw(plan).wait()
 
 
 @pytest.mark.gpu

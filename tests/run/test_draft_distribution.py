@@ -104,8 +104,8 @@ def chi_square(
     rows at all their places, which is wrong."""
     table = RequestTable(open_device(RunConfig(device="cpu")), max_rows=num_rows, max_blocks=1)
     sampler = Sampler(table._device, table, max_rows=num_rows, vocab_size=VOCAB)
-    drafted = DraftedRows(table, num_rows, Drafters({"ngram": Guesses()}, "ngram"))
-    drafted.guide = guide = Guide()
+    guide = Guide()
+    drafted = DraftedRows(table, num_rows, Drafters({"ngram": Guesses()}, "ngram"), guide)
     rows, ones = np.arange(num_rows, dtype=np.int32), np.ones(num_rows, np.int32)
     prompt = np.array([1], np.int32)
     admitted = tuple(
@@ -142,7 +142,7 @@ def states_of(step: VerifiedStep) -> tuple[Int32s, Int32s]:
 
 def masks_of(table: RequestTable, step: VerifiedStep, place_of_mask: int) -> Masks:
     """The masks of all rows at all places, as the engine gives them."""
-    drafts = [own.tolist() for own in step.masked_drafts]
+    drafts = [own.tolist() for own in step.drafts]
     asked = MaskedRows(np.arange(step.num_drawing), np.arange(step.num_drawing), drafts)
     lines = {row: int(start) for row, start in zip(step.batch.rows.tolist(), step.batch.starts.tolist(), strict=True)}
     words = []

@@ -14,7 +14,7 @@ from millrace.params import RowParams, SamplingParams
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
-from millrace.plan.step import StepPlan
+from millrace.plan.step import StepInputs, StepPlan
 from millrace.run.device.device import CpuDevice, Pending
 from millrace.run.runner import Runner, StepResult
 from millrace.run.sampling.masks import MaskedRows
@@ -54,15 +54,15 @@ def requests() -> list[Request]:
 def launch(runner: Runner, plan: StepPlan) -> Pending[StepResult]:
     runner.forward(plan)
     if plan.masked is None:
-        return runner.draw(plan, None)
+        return runner.draw(plan)
     index = np.flatnonzero(plan.masked[plan.samples])
     drafts: list[list[int]] = [[] for _ in index]
     if plan.draft_places is not None and plan.draft_places[plan.masked].any():
-        drafts = [own.tolist() for own in runner.masked_drafts()]
+        drafts = [runner.drafts()[at].tolist() for at in index.tolist()]
     rows = MaskedRows(index, index, drafts)
     bits = runner.mask_memory(rows.num_masks)
     bits[:] = ALL_TOKENS
-    return runner.draw(plan, rows.masks(bits))
+    return runner.draw(plan, StepInputs(plan.step_no, rows.masks(bits)))
 
 
 @pytest.mark.parametrize("speculate", ["off", "ngram"])

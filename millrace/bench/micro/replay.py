@@ -16,10 +16,9 @@ from millrace.bench.figures import Figure
 from millrace.config import Config, ModelConfig, PlanConfig, Quantization, RunConfig, Speculation
 from millrace.engine.drafting.find import find_drafter
 from millrace.models.load import load_decoder
-from millrace.plan.step import BlockCopies, CapturePlan, Int32s, StepInputs, StepPlan
+from millrace.plan.step import BlockCopies, CapturePlan, StepInputs, StepPlan
 from millrace.run.device.device import Device, open_device
 from millrace.run.device.kv_pool import KvFormat
-from millrace.run.drafting.drafter import DraftAsk, DraftGuide
 from millrace.run.make import make_runner
 from millrace.run.runner import AnyRunner, StepResult
 from millrace.run.settings import RunnerSettings
@@ -74,28 +73,10 @@ def replay_log(file: Path, run: RunConfig) -> Replay:
         device.close()
 
 
-class LoggedDrafts(DraftGuide):
-    """Gives masked rows the drafts that they had, whatever is proposed."""
-
-    def __init__(self) -> None:
-        self._drafts: dict[int, Int32s] = {}
-
-    def take(self, plan: StepPlan, inputs: StepInputs | None) -> None:
-        """For the next step."""
-        self._drafts = {}
-        if inputs is not None and inputs.drafts:
-            self._drafts = dict(zip(plan.rows[plan.masked].tolist(), inputs.drafts, strict=True))
-
-    def guide(self, request_id: int, ask: DraftAsk, drafts: Int32s) -> tuple[Int32s, bool]:
-        return self._drafts.get(ask.row, drafts[:0]), True
-
-
 def replay(records: list[Record], runner: AnyRunner) -> Replay:
     """Steps one after the other, in the order of the log."""
     inputs = {each.step_no: each for each in records if isinstance(each, StepInputs)}
     results = {each.step_no: each for each in records if isinstance(each, LoggedResult)}
-    logged = LoggedDrafts()
-    runner.guide_drafts(logged)
     done, began = Replay(), time.perf_counter()
     for record in records:
         if isinstance(record, CapturePlan):
@@ -105,9 +86,8 @@ def replay(records: list[Record], runner: AnyRunner) -> Replay:
         if not isinstance(record, StepPlan):
             continue
         own, expected = inputs.get(record.step_no), results.get(record.step_no)
-        logged.take(record, own)
-        runner.forward(record)
-        found = runner.draw(record, None if own is None else own.masks).wait()
+        runner.forward(record, () if own is None else own.drafts)
+        found = runner.draw(record, None if own is None or own.masks is None else own).wait()
         done.compare(found, expected)
     done.seconds = time.perf_counter() - began
     return done

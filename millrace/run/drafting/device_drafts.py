@@ -108,10 +108,9 @@ def masks_drafts(plan: StepPlan) -> bool:
     return bool(plan.draft_places[plan.masked].any())
 
 
-def drafts_of_masked(plan: StepPlan, placed: Int32s | None) -> list[Int32s]:
-    """The drafts of each masked row. `placed`: the tokens at all places of the plan's rows; None if none has drafts."""
-    assert plan.masked is not None
+def drafts_of(plan: StepPlan, placed: Int32s | None) -> tuple[Int32s, ...]:
+    """The drafts of each drawing row. `placed`: the tokens at all places of the plan's rows; None if none has any."""
     if placed is None:
-        return [plan.rows[:0]] * int(plan.masked.sum())
-    drafts = placed.reshape(len(plan.rows), plan.shape.places)[plan.masked, 1:]
-    return [own[own != UNUSED] for own in drafts]
+        return (plan.rows[:0],) * int(plan.samples.sum())
+    drafts = placed.reshape(len(plan.rows), plan.shape.places)[plan.samples, 1:]
+    return tuple(own[own != UNUSED] for own in drafts)

@@ -36,8 +36,8 @@ class VerifiedStep:
     """Index, among the drawing rows of the plan, of each row here that draws."""
     num_drawing: int
     """Drawing rows of the plan."""
-    masked_drafts: list[Int32s]
-    """Drafts of each masked row of the plan."""
+    drafts: tuple[Int32s, ...]
+    """Of each drawing row of the plan."""
     is_as_planned: bool = False
     """True if no row has drafts or is past its limit, and all begin where the plan says: `batch` is the plan."""
 
@@ -91,8 +91,9 @@ class AcceptedStep:
 
 
 class DraftedRows:
-    def __init__(self, table: RequestTable, max_rows: int, drafters: Drafters) -> None:
-        self._table, self._drafters = table, drafters
+    def __init__(self, table: RequestTable, max_rows: int, drafters: Drafters, guide: DraftGuide | None = None) -> None:
+        """`guide`: shown the drafts of masked rows before they are verified."""
+        self._table, self._drafters, self._guide = table, drafters, guide
         self._tokens: list[Int32s] = [np.zeros(0, np.int32)] * max_rows
         """Room for all tokens up to the limit, and the drafts of a step."""
         self._known = np.zeros(max_rows, np.int64)
@@ -103,8 +104,6 @@ class DraftedRows:
         """Tokens of each row that drafters were not told of: they are when they are asked for drafts."""
         self._unsettled: list[tuple[StepPlan, Int32s]] = []
         """Steps without drafts whose tokens are not in the columns yet."""
-        self.guide: DraftGuide | None = None
-        """Shown the drafts of masked rows before they are verified."""
         self.num_drafted = self.num_accepted = 0
 
     def needs_hidden(self, step: StepRows) -> bool:
@@ -167,8 +166,9 @@ class DraftedRows:
             rows.append(RowTokens(row, self._tokens[row][:end], is_prompt))
         self._drafters.feed(rows)
 
-    def expand(self, plan: StepPlan) -> VerifiedStep:
-        """Propose drafts for the plan's places, and leave out rows that are past their limit."""
+    def expand(self, plan: StepPlan, given: tuple[Int32s, ...] | None = None) -> VerifiedStep:
+        """Propose drafts for the plan's places, and leave out rows that are past their limit. `given`: what another
+        rank proposed, see `StepInputs.drafts`."""
         self._settle()
         starts, counts, keeps = plan.starts.copy(), plan.counts.copy(), np.ones(len(plan.rows), np.bool_)
         draws = plan.samples.astype(np.int32)
@@ -186,17 +186,22 @@ class DraftedRows:
                 indices.append(index)
                 asks.append(self._ask(plan, index, max_drafts))
         self._tell([ask.row for ask in asks])
-        masked = {} if plan.masked is None else dict.fromkeys(np.flatnonzero(plan.masked).tolist(), _NO_TOKENS)
-        for index, ask, drafts in zip(indices, asks, self._drafters.propose(asks), strict=True):
-            if index in masked:
-                drafts = masked[index] = self._guided(ask, drafts)
+        own, drawing_index = [_NO_TOKENS] * int(plan.samples.sum()), np.cumsum(plan.samples) - 1
+        asked = drawing_index[indices].tolist() if indices else []
+        if given is None:
+            proposed = self._propose(plan, indices, asks)
+        else:
+            proposed = self._drafters.take(asks, [given[at] for at in asked] if given else [_NO_TOKENS] * len(asks))
+        for index, at, ask, drafts in zip(indices, asked, asks, proposed, strict=True):
+            own[at] = drafts
             known, num_drafts = len(ask.tokens), len(drafts)
             self._tokens[ask.row][known : known + num_drafts] = drafts
             counts[index] += num_drafts
             draws[index] += num_drafts
             self.num_drafted += num_drafts
-        if not masked and keeps.all() and (counts == plan.counts).all() and (starts == plan.starts).all():
-            return VerifiedStep(plan, draws, np.arange(int(plan.samples.sum())), int(plan.samples.sum()), [], True)
+        num_drawing = len(own)
+        if plan.masked is None and keeps.all() and (counts == plan.counts).all() and (starts == plan.starts).all():
+            return VerifiedStep(plan, draws, np.arange(num_drawing), num_drawing, (), True)
         self._table.num_admitted[plan.rows] = np.maximum(self._known[plan.rows], starts + counts)
         drawing = np.flatnonzero(keeps[plan.samples])
         batch = StepBatch(
@@ -207,7 +212,16 @@ class DraftedRows:
             None if plan.scored is None else plan.scored[keeps],
             None if plan.pooled is None else plan.pooled[keeps],
         )
-        return VerifiedStep(batch, draws[keeps], drawing, int(plan.samples.sum()), list(masked.values()))
+        return VerifiedStep(batch, draws[keeps], drawing, num_drawing, tuple(own))
+
+    def _propose(self, plan: StepPlan, indices: list[int], asks: list[DraftAsk]) -> list[Int32s]:
+        """Drafts for each row, as far as its grammar allows them."""
+        proposed = self._drafters.propose(asks)
+        if plan.masked is not None and self._guide is not None:
+            for at, index in enumerate(indices):
+                if plan.masked[index]:
+                    proposed[at] = self._guided(self._guide, asks[at], proposed[at])
+        return proposed
 
     def _ask(self, plan: StepPlan, index: int, max_drafts: int) -> DraftAsk:
         row, trained = int(plan.rows[index]), plan.trained
@@ -218,10 +232,8 @@ class DraftedRows:
             return ask
         return replace(ask, max_trained=min(int(trained.places[index]), max_drafts), min_gain=trained.worth)
 
-    def _guided(self, ask: DraftAsk, drafts: Int32s) -> Int32s:
-        if self.guide is None:
-            return drafts
-        allowed, is_forced = self.guide.guide(int(self._table.request_ids[ask.row]), ask, drafts)
+    def _guided(self, guide: DraftGuide, ask: DraftAsk, drafts: Int32s) -> Int32s:
+        allowed, is_forced = guide.guide(int(self._table.request_ids[ask.row]), ask, drafts)
         if is_forced:
             self._drafters.claim(ask.row, GRAMMAR)
         return allowed

@@ -91,6 +91,11 @@ class Drafters:
                 self._propose(name, drafter, asks, drafts, is_due)
         return drafts
 
+    def take(self, asks: Sequence[DraftAsk], given: list[Int32s]) -> list[Int32s]:
+        """The drafts that another rank proposed, as those of the current step."""
+        self._sources = {ask.row: self._default for ask in asks}
+        return given
+
     def _serves(self, name: str, row: int) -> bool:
         if name == self._trained and row not in self._awake:
             return False
