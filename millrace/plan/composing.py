@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from millrace.plan.in_flight import StepsInFlight
+from millrace.plan.planner import ChosenRows, Forced
 from millrace.plan.repeated_decode import RepeatedDecode, repeated_decode_from
 from millrace.plan.seating import Seating
 from millrace.plan.shapes.choice import ShapeChoice, StepSizes
-from millrace.plan.step import Admission, Bools, Int32s, Int64s, StepPlan, TrainedPlaces
+from millrace.plan.step import Admission, Bools, ForcedDrafts, Int32s, Int64s, StepPlan, TrainedPlaces
 
 
 class Composer:
@@ -27,23 +28,62 @@ class Composer:
         """The last plan cannot be repeated: its step was discarded."""
         self._repeated = None
 
-    def compose(
-        self,
-        singles: Int64s,
-        chunks: dict[int, int],
-        drafts: Int32s | None = None,
-        draft_floor: float = 0.0,
-        trained: TrainedPlaces | None = None,
-        *,
-        trained_rests: bool = False,
-    ) -> StepPlan:
-        """`singles` get one token each and, with `drafts`, that many places for drafts; `chunks` are tokens by row. The
-        others are those of `StepPlan`."""
+    def compose(self, chosen: ChosenRows, forced: Forced) -> StepPlan:
+        """The plan of these rows. `forced`: used by rows that have places and draw under a grammar."""
         repeated, rows = self._repeated, self._rows
-        is_same = not chunks and drafts is None and repeated is not None and len(singles) == len(repeated.order)
-        if is_same and repeated is not None and repeated.can_repeat(rows):
-            return self._repeat(repeated, trained_rests)
-        table_rows, counts = _columns(singles, chunks)
+        if (
+            repeated is not None
+            and chosen.is_plain
+            and len(chosen.singles) == len(repeated.order)
+            and repeated.can_repeat(rows)
+        ):
+            return self._repeat(repeated, chosen.trained_rests)
+        table_rows, counts = _columns(chosen.singles, chosen.chunks)
+        starts, samples, has_silent = self._advance(table_rows, counts)
+        if chosen.drafts is not None:
+            rows.slack[chosen.singles] += chosen.drafts
+        drafts, trained = _with_chunks(chosen.drafts, chosen.trained, len(chosen.chunks))
+        masked = self._masked(table_rows, samples)
+        admitted = self._admissions(chosen)
+        shared_blocks = self._seating.shared_blocks(int(table_rows[0])) if chosen.is_plain else 0
+        scored, pooled = self._scored(table_rows, starts), self._pooled(table_rows)
+        shape, captures = self._shapes.choose(
+            StepSizes(
+                *(starts, counts, chosen.longest),
+                num_singles=len(chosen.singles),
+                shared_blocks=shared_blocks,
+                drafts=drafts,
+                all_draw=(not chosen.chunks and not has_silent) or bool(samples.all()),
+                scores_prompts=scored is not None or has_silent,
+            )
+        )
+        self._epoch += 1
+        block_groups, block_rows, block_cols, block_ids = self._seating.take_new_blocks()
+        plan = StepPlan(
+            *(self._in_flight.next_step, table_rows.astype(np.int32), starts, counts, samples),
+            *(block_rows, block_cols, block_ids, shape, admitted),
+            released=self._seating.take_releases(),
+            appended=self._seating.take_appended(),
+            shared_blocks=shared_blocks,
+            block_groups=block_groups if self._has_groups else None,
+            draft_places=drafts,
+            draft_floor=chosen.draft_floor,
+            trained=trained,
+            trained_rests=chosen.trained_rests,
+            forced=self._forced(table_rows, drafts, masked, forced) if forced else (),
+            masked=masked,
+            scored=scored,
+            pooled=pooled,
+            captures=captures,
+            epoch=self._epoch,
+        )
+        self._in_flight.launch(plan)
+        self._repeated = repeated_decode_from(plan, len(chosen.singles), rows)
+        return plan
+
+    def _advance(self, table_rows: Int64s, counts: Int32s) -> tuple[Int32s, Bools, bool]:
+        """Count the rows' tokens as computed. Returns their starts, which draw, and if some never do."""
+        rows = self._rows
         starts, known = rows.computed[table_rows], rows.known[table_rows]
         ends = starts + counts
         rows.computed[table_rows] = ends
@@ -53,54 +93,16 @@ class Composer:
             samples &= ~rows.silent[table_rows]
         # The token that this step draws counts as known from here on, although only the device will have it.
         rows.known[table_rows] = known + samples
-        if drafts is not None:
-            rows.slack[singles] += drafts
-            drafts, trained = _with_chunks(drafts, trained, len(chunks))
-        admitted = self._admissions(chunks, singles)
-        shared_blocks = 0 if chunks or drafts is not None else self._seating.shared_blocks(int(table_rows[0]))
-        scored, pooled = self._scored(table_rows, starts), self._pooled(table_rows)
-        shape, captures = self._shapes.choose(
-            StepSizes(
-                starts,
-                counts,
-                longest=max(chunks.values()) if chunks else 1,
-                num_singles=len(singles),
-                shared_blocks=shared_blocks,
-                drafts=drafts,
-                all_draw=(not chunks and not has_silent) or bool(samples.all()),
-                scores_prompts=scored is not None or has_silent,
-            )
-        )
-        self._epoch += 1
-        block_groups, block_rows, block_cols, block_ids = self._seating.take_new_blocks()
-        plan = StepPlan(
-            step_no=self._in_flight.next_step,
-            rows=table_rows.astype(np.int32),
-            starts=starts,
-            counts=counts,
-            samples=samples,
-            block_rows=block_rows,
-            block_cols=block_cols,
-            block_ids=block_ids,
-            shape=shape,
-            admitted=admitted,
-            released=self._seating.take_releases(),
-            appended=self._seating.take_appended(),
-            shared_blocks=shared_blocks,
-            block_groups=block_groups if self._has_groups else None,
-            draft_places=drafts,
-            draft_floor=draft_floor,
-            trained=trained,
-            trained_rests=trained_rests,
-            masked=self._masked(table_rows, samples),
-            scored=scored,
-            pooled=pooled,
-            captures=captures,
-            epoch=self._epoch,
-        )
-        self._in_flight.launch(plan)
-        self._repeated = repeated_decode_from(plan, len(singles), rows)
-        return plan
+        return starts, samples, has_silent
+
+    def _forced(
+        self, table_rows: Int64s, places: Int32s | None, masked: Bools | None, forced: Forced
+    ) -> tuple[ForcedDrafts, ...]:
+        if places is None or masked is None:
+            return ()
+        due = table_rows[masked & (places > 0)]
+        found = zip(due.tolist(), self._rows.request_ids[due].tolist(), strict=True)
+        return tuple(ForcedDrafts(row, np.array(tokens, np.int32)) for row, one in found if (tokens := forced.get(one)))
 
     def _repeat(self, repeated: RepeatedDecode, trained_rests: bool) -> StepPlan:
         """What `compose` would return for the same rows, reusing the columns of the previous plan."""
@@ -132,10 +134,10 @@ class Composer:
         repeated.advance(plan)
         return plan
 
-    def _admissions(self, chunks: dict[int, int], singles: Int64s) -> tuple[Admission, ...]:
+    def _admissions(self, chosen: ChosenRows) -> tuple[Admission, ...]:
         if not self._seating.has_unannounced:
             return ()
-        return self._seating.take_admissions(chunks, singles)
+        return self._seating.take_admissions(chosen.chunks, chosen.singles)
 
     def _masked(self, table_rows: Int64s, samples: Bools) -> Bools | None:
         if not self._rows.num_constrained:
@@ -158,9 +160,11 @@ class Composer:
         return scored if scored.any() else None
 
 
-def _with_chunks(drafts: Int32s, trained: TrainedPlaces | None, num_chunks: int) -> tuple[Int32s, TrainedPlaces | None]:
+def _with_chunks(
+    drafts: Int32s | None, trained: TrainedPlaces | None, num_chunks: int
+) -> tuple[Int32s | None, TrainedPlaces | None]:
     """Columns over the rows with one token as columns over all rows of a step."""
-    if not num_chunks:
+    if drafts is None or not num_chunks:
         return drafts, trained
     none = np.zeros(num_chunks, np.int32)
     if trained is not None:

@@ -6,16 +6,56 @@ thread at a time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 from millrace.params import FinishReason
 from millrace.plan.request import NUM_CLASSES, Request
 from millrace.plan.shapes.captures import Captures
-from millrace.plan.step import BlockCopies, Bools, Ended, Int32s, Int64s, StepOutcome, StepPlan, TrainedDrafts
+from millrace.plan.step import (
+    BlockCopies,
+    Bools,
+    Ended,
+    Int32s,
+    Int64s,
+    StepOutcome,
+    StepPlan,
+    TrainedDrafts,
+    TrainedPlaces,
+)
 
 NO_TOKENS = (0,) * NUM_CLASSES
+
+
+Forced = Mapping[int, Sequence[int]]
+"""By request: the only tokens that its grammar allows after those of the steps in flight."""
+NONE_FORCED: Forced = MappingProxyType({})
+
+
+@dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.
+class ChosenRows:
+    """The rows of the next step, with their blocks and places: all of its plan but what grammars force."""
+
+    singles: Int64s
+    """Rows that get one token each."""
+    chunks: dict[int, int]
+    """Tokens of the other rows."""
+    drafts: Int32s | None = None
+    """Places for drafts of each of `singles`. This and the others: see `StepPlan`."""
+    draft_floor: float = 0.0
+    trained: TrainedPlaces | None = None
+    trained_rests: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """True if rows decode one token each and have no places."""
+        return not self.chunks and self.drafts is None
+
+    @property
+    def longest(self) -> int:
+        return max(self.chunks.values()) if self.chunks else 1
 
 
 class RunningRows(Protocol):
@@ -120,9 +160,16 @@ class Planner(Protocol):
 
     # -- steps
 
+    def choose(self, now: float, *, only: Collection[int] | None = None) -> ChosenRows | None:
+        """The rows of the next step, or None if nothing can be computed before a step in flight completes. Requests
+        whose deadline passed end. `only` limits the step to these rows and admits nothing."""
+
+    def compose(self, chosen: ChosenRows, forced: Forced = NONE_FORCED) -> StepPlan:
+        """The plan of the rows chosen last; nothing else may happen in between. `forced` become drafts of rows that
+        have places."""
+
     def plan(self, now: float, *, only: Collection[int] | None = None) -> StepPlan | None:
-        """The next step, or None if nothing can be computed before a step in flight completes. Requests whose deadline
-        passed end. `only` limits the step to these rows and admits nothing."""
+        """`choose` and `compose` at once."""
 
     def prepare_outcome(self) -> None:
         """Called while the device runs the oldest step in flight: do what its confirmation can have ready."""

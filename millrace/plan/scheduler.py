@@ -29,7 +29,7 @@ from millrace.plan.kv.groups import ONE_GROUP, KvGroups
 from millrace.plan.kv.host_index import HostIndex
 from millrace.plan.kv.host_tier import HostTier, HostTierSettings
 from millrace.plan.kv.prefix import PrefixIndex
-from millrace.plan.planner import PlannerFigures
+from millrace.plan.planner import NONE_FORCED, ChosenRows, Forced, PlannerFigures
 from millrace.plan.queue.fair_shares import FairShares
 from millrace.plan.queue.kv_peak import OutputLengthEstimate
 from millrace.plan.queue.policy import make_policy
@@ -219,11 +219,21 @@ class Scheduler:
 
     # -- plan ------------------------------------------------------------------------------------------------------
 
-    def plan(self, now: float, *, only: Collection[int] | None = None) -> StepPlan | None:
+    def plan(self, now: float, *, only: Collection[int] | None = None, forced: Forced = NONE_FORCED) -> StepPlan | None:
         """The next step, or None if nothing can be computed before a step in flight completes.
 
         `only` limits the step to these rows and admits nothing: used to find the request that made a step fail.
+        `forced` become drafts of rows that have places.
         """
+        chosen = self.choose(now, only=only)
+        return None if chosen is None else self.compose(chosen, forced)
+
+    def compose(self, chosen: ChosenRows, forced: Forced = NONE_FORCED) -> StepPlan:
+        """The plan of the rows chosen last. Nothing else may happen in between."""
+        return self._composer.compose(chosen, forced)
+
+    def choose(self, now: float, *, only: Collection[int] | None = None) -> ChosenRows | None:
+        """The first part of `plan`, for which masks need not be known."""
         self.run_deferred()
         self._expire(now)
         if self.host_tier is not None:
@@ -254,9 +264,8 @@ class Scheduler:
         drafts = self._drafts.take(singles)
         rests = self._drafts.trained_rests
         if drafts is None:
-            return self._composer.compose(singles, chunks, trained_rests=rests)
-        parts = (drafts, self._drafts.floor, self._drafts.trained)
-        return self._composer.compose(singles, chunks, *parts, trained_rests=rests)
+            return ChosenRows(singles, chunks, trained_rests=rests)
+        return ChosenRows(singles, chunks, drafts, self._drafts.floor, self._drafts.trained, rests)
 
     def _expire(self, now: float) -> None:
         late = self.waiting.expired(now)

@@ -19,6 +19,7 @@ from millrace.engine.grammars import ALL_TOKENS, Grammars
 from millrace.engine.loop import Engine
 from millrace.link.messages import NewRequest, pack_tokens
 from millrace.params import Grammar, SamplingParams
+from millrace.plan.planner import ChosenRows
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import Ended, StepInputs, StepOutcome, StepPlan
@@ -35,9 +36,9 @@ NUM_REQUESTS = 40
 class SeenScheduler(Scheduler):
     threads: set[str]
 
-    def plan(self, *args: Any, **options: Any) -> StepPlan | None:
+    def choose(self, *args: Any, **options: Any) -> ChosenRows | None:
         self.threads.add(threading.current_thread().name)
-        return super().plan(*args, **options)
+        return super().choose(*args, **options)
 
 
 def new_request(request_id: int, prompt_tokens: int, max_tokens: int, grammar: Grammar | None) -> NewRequest:

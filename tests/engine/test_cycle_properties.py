@@ -225,7 +225,11 @@ class World:
             self.scheduler,
             self.runner,
             self,
-            facts=RunnerFacts(rng.choice([1, 2, 2, 3]), max_jump_rows=rng.choice([0, 4, sys.maxsize])),
+            facts=RunnerFacts(
+                rng.choice([1, 2, 2, 3]),
+                max_jump_rows=rng.choice([0, 4, sys.maxsize]),
+                takes_forced=rng.choice([True, False]),
+            ),
             clock=self.clock,
             probe=lambda: None,
             masks=self.grammars,
@@ -245,6 +249,8 @@ class World:
 
     def on_launched(self, plan: StepPlan, now: float) -> None:
         self.num_undrawn += self.runner.forwarded is not None
+        planned = self.scheduler._in_flight._plans
+        assert any(plan is one for one in planned), "a plan is made once, by the scheduler"
 
     def on_tokens(self, done: Confirmed) -> None:
         outcome = done.outcome
@@ -331,9 +337,8 @@ def test_every_request_gets_the_tokens_of_a_lone_run(seed: int) -> None:
 
 def test_the_schedules_have_late_masks_drafts_groups_copies_failures_and_graphs() -> None:
     """The property above is only worth something if they do."""
-    undrawn = masks = drafted = refused = jumped = accepted = loaded = copies_failed = failed = captured = beside = (
-        dropped
-    ) = 0
+    undrawn = masks = drafted = refused = jumped = accepted = loaded = copies_failed = failed = captured = beside = 0
+    dropped = forced = 0
     for seed in range(60):
         world = World(seed)
         world.run()
@@ -343,6 +348,7 @@ def test_the_schedules_have_late_masks_drafts_groups_copies_failures_and_graphs(
         drafted += world.device.num_masked_accepted
         refused += world.grammars.num_drafted - world.device.num_masked_accepted
         jumped += world.cycle.num_jumped
+        forced += world.device.num_forced
         accepted += world.device.num_accepted
         beside += world.device.num_accepted if world.grammars.num_masks else 0
         dropped += int(world.scheduler.rows.num_dropped.sum())
@@ -357,6 +363,7 @@ def test_the_schedules_have_late_masks_drafts_groups_copies_failures_and_graphs(
         "drafts under a grammar": drafted,
         "drafts under a grammar that were wrong": refused,
         "jumps": jumped,
+        "forced drafts": forced,
         "drafts": accepted,
         "drafts beside masks": beside,
         "blocks behind windows": dropped,

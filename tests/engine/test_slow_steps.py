@@ -26,10 +26,10 @@ class Device:
     admitted: list[list[int]] = field(default_factory=list)
     free_at: float = 0.0
 
-    def forward(self, plan: StepPlan) -> None:
+    def forward(self, plan: StepPlan, given: None = None) -> None:
         self.admitted.append([admission.request_id for admission in plan.admitted])
 
-    def draw(self, plan: StepPlan, masks: None) -> Pending:
+    def draw(self, plan: StepPlan, inputs: None = None) -> Pending:
         self.free_at = max(self.free_at, self.now) + self.step_s
         return Pending(self, plan, self.free_at)
 

@@ -87,7 +87,7 @@ class ToyDevice:
         self.ended: Container[int] = ()
         """Requests that the host has ended. Steps in flight may still have their rows."""
         self.rng = random.Random(seed)
-        self.num_accepted = self.num_masked_accepted = 0
+        self.num_accepted = self.num_masked_accepted = self.num_forced = 0
         self.host: dict[int, list[tuple[int, int] | None]] = {}
         """Content of each slot of host memory."""
 
@@ -119,6 +119,11 @@ class ToyDevice:
             state, own = 0, []
             for token in tokens:
                 state = digest(state, token)
+            forced = [one.tokens.tolist() for one in plan.forced if one.row == int(plan.rows[index])]
+            if forced:
+                drafts[index] = forced[0][: max(0, min(int(plan.draft_places[index]), limit - len(tokens) - 1))]
+                self.num_forced += len(drafts[index])
+                continue
             for _ in range(min(self.rng.randrange(int(plan.draft_places[index]) + 1), limit - len(tokens) - 1)):
                 right = draw_token(state, self.vocab, allowed_tokens(state, self.vocab))
                 own.append(right if self.rng.random() < 0.7 else self.rng.randrange(self.vocab))
