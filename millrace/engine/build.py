@@ -43,10 +43,11 @@ from millrace.run.drafting.drafter import DraftGuide
 from millrace.run.drafting.drafters import AUTO, AUTO_TEXT, TEXT_DRAFTERS, offered_drafters
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.make import make_runner
+from millrace.run.ranks.recorder import RecordedRunner, RunnerSetup, StepRecorder
 from millrace.run.runner import AnyRunner, Runner
 from millrace.run.sampling.processors import load_processor
 from millrace.run.settings import RunnerSettings
-from millrace.run.step_log import LoggedRunner, RunnerSetup, StepLog
+from millrace.run.step_log import StepLog
 from millrace.sources.resolve import ModelFiles, resolve_model
 from millrace.version import __version__
 
@@ -88,7 +89,8 @@ def build_engine(
     made = _load_runner(config, decided, constrained, build_pool, on_loading)
     runner: AnyRunner = made
     if config.plan.step_log:
-        runner = LoggedRunner(made, StepLog(Path(config.plan.step_log).expanduser(), _setup(config, decided)))
+        steps = StepLog(Path(config.plan.step_log).expanduser())
+        runner = RecordedRunner(runner, StepRecorder(steps, _setup(config, decided)))
     scheduler = Scheduler(decided.scheduler, make_shape_choice(made.facts.shapes))
     text = AUTO_TEXT if config.plan.speculate == AUTO else config.plan.speculate
     engine = Engine(

@@ -36,15 +36,9 @@ from millrace.plan.step import (
 )
 from millrace.run.device.device import Pending
 from millrace.run.drafting.drafters import Drafters
+from millrace.run.ranks.recorder import LoggedResult, RecordedRunner, RunnerSetup, StepRecorder
 from millrace.run.runner import StepResult
-from millrace.run.step_log import (
-    FIRST_LINE,
-    LoggedResult,
-    LoggedRunner,
-    RunnerSetup,
-    StepLog,
-    read_log,
-)
+from millrace.run.step_log import FIRST_LINE, StepLog, read_log
 
 SETUP = RunnerSetup("m", "float32", "none", 0, False, "full", "off", 8, 4, 2, 64, 32, 0, 1)
 
@@ -82,7 +76,11 @@ def a_result(step_no: int, *tokens: int) -> StepResult:
     return StepResult(step_no, torch.tensor(tokens), None, np.zeros(0, np.int64), ints(), ())
 
 
-def write_everything(log: StepLog) -> list[object]:
+def recorder(file: Path, setup: RunnerSetup = SETUP) -> StepRecorder:
+    return StepRecorder(StepLog(file), setup)
+
+
+def write_everything(log: StepRecorder) -> list[object]:
     """One record of every kind but the setup, and what they should be read as."""
     masks = Masks(np.array([0]), np.array([[7, 1]], np.uint32))
     inputs = StepInputs(0, masks, (ints(3, 4),))
@@ -97,25 +95,25 @@ def write_everything(log: StepLog) -> list[object]:
 
 def test_records_of_the_last_start_are_read_as_they_were_written(tmp_path: Path) -> None:
     file = tmp_path / "steps"
-    write_everything(StepLog(file, SETUP))
+    write_everything(recorder(file))
     setup = msgspec.structs.replace(SETUP, model="other")
-    written = write_everything(StepLog(file, setup))
+    written = write_everything(recorder(file, setup))
     assert [plain(record) for record in read_log(file)] == [plain(record) for record in [setup, *written]]
     assert file.read_bytes().count(FIRST_LINE) == 1
 
 
 def test_a_record_that_was_not_written_whole_is_left_out_and_does_not_hide_later_ones(tmp_path: Path) -> None:
     file = tmp_path / "steps"
-    written = write_everything(StepLog(file, SETUP))
+    written = write_everything(recorder(file))
     file.write_bytes(file.read_bytes()[:-3])
     assert len(read_log(file)) == len(written), "the setup, and all but the last"
-    write_everything(StepLog(file, SETUP))
+    write_everything(recorder(file))
     assert [plain(record) for record in read_log(file)] == [plain(record) for record in [SETUP, *written]]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a file that is always full")
 def test_a_full_disk_ends_the_log_and_not_the_step(caplog: pytest.LogCaptureFixture) -> None:
-    log = StepLog(Path("/dev/full"), SETUP)
+    log = recorder(Path("/dev/full"))
     for step_no in range(2):
         log.plan(a_plan(step_no, step_no))
         log.result(a_result(step_no, 3))
@@ -126,7 +124,7 @@ def test_a_full_disk_ends_the_log_and_not_the_step(caplog: pytest.LogCaptureFixt
     ("content", "says"),
     [
         (b"\x05" + bytes(7) + b"hello, a record of version 1", "another version; this Millrace reads and writes"),
-        (FIRST_LINE.replace(b"2", b"7"), "another version; this Millrace reads and writes"),
+        (FIRST_LINE.replace(b"3", b"7"), "another version; this Millrace reads and writes"),
         (b"a letter to somebody, not a log", "is no step log"),
         (b"", "is no step log"),
     ],
@@ -138,13 +136,13 @@ def test_another_file_is_refused_by_name_when_read_and_when_written(tmp_path: Pa
         replay_log(file, RunConfig())
     if content:
         with pytest.raises(ConfigError, match=f"{says}.*Or give --step-log another file"):
-            StepLog(file, SETUP)
+            recorder(file)
         assert file.read_bytes() == content
 
 
 def test_a_log_that_lacks_a_step_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "steps"
-    log = StepLog(file, SETUP)
+    log = recorder(file)
     log._encoder._sequence = 1
     log.plan(a_plan(0, 1))
     log.result(a_result(0, 3))
@@ -158,18 +156,20 @@ class Watched:
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.plans: list[tuple[StepPlan, bytes]] = []
         self.num_inputs = 0
-        forward, draw = LoggedRunner.forward, LoggedRunner.draw
+        forward, draw = RecordedRunner.forward, RecordedRunner.draw
 
-        def watched_forward(runner: LoggedRunner, plan: StepPlan) -> None:
+        def watched_forward(runner: RecordedRunner, plan: StepPlan) -> None:
             self.plans.append((plan, encode_plan(plan)))
             forward(runner, plan)
 
-        def watched_draw(runner: LoggedRunner, plan: StepPlan, inputs: StepInputs | None = None) -> Pending[StepResult]:
+        def watched_draw(
+            runner: RecordedRunner, plan: StepPlan, inputs: StepInputs | None = None
+        ) -> Pending[StepResult]:
             pending = draw(runner, plan, inputs)
             return pending if inputs is None else WatchedDraw(self, pending, inputs)
 
-        patch.setattr(LoggedRunner, "forward", watched_forward)
-        patch.setattr(LoggedRunner, "draw", watched_draw)
+        patch.setattr(RecordedRunner, "forward", watched_forward)
+        patch.setattr(RecordedRunner, "draw", watched_draw)
 
     def check(self) -> None:
         for plan, before in self.plans:

@@ -14,7 +14,7 @@ import numpy as np
 from millrace.params import FinishReason
 from millrace.plan.step import BlockCopies, CapturePlan, ReleaseReason, StepInputs, StepPlan, StepShape, Variant
 
-VERSION = 2
+VERSION = 3
 """Of all formats in this file. A change of one of them, or of the records that they hold, increases it."""
 
 StepMessage = StepPlan | StepInputs | BlockCopies | CapturePlan

@@ -1,0 +1,177 @@
+"""Records of what rank 0 does: every plan with its inputs and what it drew, as bytes from which other ranks, the mirror
+and replay run the same steps."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from millrace.plan.codec.decoder import StepDecoder
+from millrace.plan.codec.encoder import StepEncoder
+from millrace.plan.codec.layout import StepMessage
+from millrace.plan.shapes.table import ShapeFacts
+from millrace.plan.step import BlockCopies, CapturePlan, HeadShape, Int32s, StepInputs, StepPlan
+from millrace.run.device.device import Pending
+from millrace.run.runner import AnyRunner, StepResult
+from millrace.run.sampling.masks import Uint32s
+
+Float32s = npt.NDArray[np.float32]
+
+SETUP, STEP, RESULT = range(3)
+"""Kinds of records."""
+
+
+class RunnerSetup(msgspec.Struct, frozen=True):
+    """What a runner must be made with to run the steps that follow."""
+
+    model: str
+    dtype: str
+    quantization: str
+    seed: int
+    deterministic: bool
+    kv_dtype: str
+    speculate: str
+    num_blocks: int
+    block_size: int
+    max_rows: int
+    max_context: int
+    token_budget: int
+    host_slots: int
+    max_copied: int
+    drafter: str = ""
+
+
+class LoggedResult(msgspec.Struct, frozen=True, array_like=True):
+    """What a step gave."""
+
+    step_no: int
+    tokens: bytes
+    """int32"""
+    vectors: bytes = b""
+    """float32: those of pooled rows, one after the other."""
+
+
+Record = RunnerSetup | StepMessage | LoggedResult
+
+_setup_decoder = msgspec.msgpack.Decoder(RunnerSetup)
+_result_decoder = msgspec.msgpack.Decoder(LoggedResult)
+
+
+def vectors_of(result: StepResult) -> Float32s:
+    """Of the step's pooled rows, one after the other."""
+    return np.concatenate([np.zeros(0, np.float32), *(part.vector.numpy() for part in result.pooled)])
+
+
+class RecordSink(Protocol):
+    def write(self, kind: int, data: bytes) -> None:
+        """One record. Nothing that happens here may fail the step."""
+
+
+class StepRecorder:
+    """Writes the records of one start of the engine to a sink."""
+
+    def __init__(self, sink: RecordSink, setup: RunnerSetup) -> None:
+        self._sink, self._encoder = sink, StepEncoder()
+        sink.write(SETUP, msgspec.msgpack.encode(setup))
+
+    def plan(self, plan: StepPlan) -> None:
+        self._sink.write(STEP, self._encoder.plan(plan))
+
+    def inputs(self, inputs: StepInputs) -> None:
+        self._sink.write(STEP, self._encoder.inputs(inputs))
+
+    def capture(self, plan: CapturePlan) -> None:
+        self._sink.write(STEP, self._encoder.capture(plan))
+
+    def copies(self, copies: BlockCopies) -> None:
+        self._sink.write(STEP, self._encoder.copies(copies))
+
+    def result(self, result: StepResult) -> None:
+        logged = LoggedResult(result.step_no, result.drawn().tobytes(), vectors_of(result).tobytes())
+        self._sink.write(RESULT, msgspec.msgpack.encode(logged))
+
+
+class RecordReader:
+    """Reads the records of a recorder, in order."""
+
+    def __init__(self) -> None:
+        self._decoder = StepDecoder()
+
+    def read(self, kind: int, data: bytes) -> Record:
+        """Raises a ValueError."""
+        if kind == SETUP:
+            self._decoder = StepDecoder()
+            return _setup_decoder.decode(data)
+        if kind == STEP:
+            return self._decoder.decode(data)
+        if kind == RESULT:
+            return _result_decoder.decode(data)
+        raise ValueError(f"a record has the unknown kind {kind}")
+
+
+class RecordedRunner:
+    """A runner whose steps are recorded."""
+
+    def __init__(self, runner: AnyRunner, steps: StepRecorder) -> None:
+        self._runner, self._steps = runner, steps
+
+    def forward(self, plan: StepPlan, given: tuple[Int32s, ...] | None = None) -> None:
+        self._steps.plan(plan)
+        self._runner.forward(plan, given)
+
+    def drafts(self) -> tuple[Int32s, ...]:
+        return self._runner.drafts()
+
+    def mask_memory(self, count: int) -> Uint32s:
+        return self._runner.mask_memory(count)
+
+    def draw(self, plan: StepPlan, inputs: StepInputs | None = None) -> Pending[StepResult]:
+        if inputs is not None:
+            self._steps.inputs(inputs)
+        return _RecordedDraw(self._runner.draw(plan, inputs), self._steps, has_inputs=inputs is not None)
+
+    def draw_ahead(self, plan: StepPlan, inputs: StepInputs) -> Pending[StepResult] | None:
+        return None  # Masks are recorded with the draw.
+
+    def masks_ready(self) -> None:
+        pass
+
+    def copy(self, copies: BlockCopies) -> Pending[float]:
+        self._steps.copies(copies)
+        return self._runner.copy(copies)
+
+    @property
+    def shapes(self) -> ShapeFacts | None:
+        return self._runner.shapes
+
+    @property
+    def is_built(self) -> bool:
+        return self._runner.is_built
+
+    def build_next(self) -> None:
+        self._runner.build_next()
+
+    def capture(self, plan: CapturePlan) -> bool:
+        self._steps.capture(plan)
+        return self._runner.capture(plan)
+
+    def take_missed(self) -> list[HeadShape]:
+        return self._runner.take_missed()
+
+
+class _RecordedDraw:
+    def __init__(self, pending: Pending[StepResult], steps: StepRecorder, *, has_inputs: bool) -> None:
+        self._pending, self._steps, self._has_inputs = pending, steps, has_inputs
+
+    def wait(self) -> StepResult:
+        result = self._pending.wait()
+        if result.proposed and not self._has_inputs:  # Without masks the host learns them with the tokens.
+            self._steps.inputs(StepInputs(result.step_no, drafts=result.proposed))
+        self._steps.result(result)
+        return result
+
+    def done(self) -> bool:
+        return self._pending.done()
