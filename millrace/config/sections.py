@@ -175,6 +175,9 @@ class PlanConfig:
     step_log: str = setting(
         "", "ever growing file of all steps, with their token ids, for `millrace bench replay`; one per model"
     )
+    mirror: bool = setting(
+        False, "run every step in a second process too, from the same bytes, and compare what it draws; CPU only"
+    )
     drafter: str = setting(
         "",
         "for --speculate draft: a smaller model with the same tokens; for medusa and eagle: trained heads, as a"

@@ -19,6 +19,7 @@ from millrace.engine.fingerprint import weights_digest
 from millrace.engine.grammars import make_grammars
 from millrace.engine.loop import Engine
 from millrace.engine.memory_plan import NO_DRAFTER, MemoryPlan, make_memory_plan
+from millrace.engine.ranks.mirror import Mirror
 from millrace.engine.step_target import make_step_target, target_step_s
 from millrace.errors import ConfigError
 from millrace.host.free_memory import available_bytes
@@ -85,12 +86,17 @@ def build_engine(
     for name in allowed_processors(config):
         load_processor(name)
     decided = _decide(config, on_loading)
+    mirror = Mirror(config) if config.plan.mirror else None
+    mirrored = None if mirror is None else StepRecorder(mirror, _setup(config, decided))  # It loads meanwhile.
     constrained = ConstrainedRequests(make_grammars(decided.files, decided.spec.vocab_size))
     made = _load_runner(config, decided, constrained, build_pool, on_loading)
     runner: AnyRunner = made
     if config.plan.step_log:
         steps = StepLog(Path(config.plan.step_log).expanduser())
         runner = RecordedRunner(runner, StepRecorder(steps, _setup(config, decided)))
+    if mirror is not None and mirrored is not None:
+        mirror.wait_until_ready()
+        runner = RecordedRunner(runner, mirrored)
     scheduler = Scheduler(decided.scheduler, make_shape_choice(made.facts.shapes))
     text = AUTO_TEXT if config.plan.speculate == AUTO else config.plan.speculate
     engine = Engine(
@@ -100,6 +106,7 @@ def build_engine(
         work=decided.work,
         has_figures=config.observe.figures,
         drafter=decided.drafter_kind or text,
+        mirror=mirror,
     )
     return engine, _ready(config, decided)
 
@@ -119,6 +126,9 @@ def _decide(config: Config, on_loading: Callable[[str, int, int], None]) -> Deci
         deterministic=config.run.deterministic,
         has_int8_products=precision.quantization == "int8",
     )
+    if config.plan.mirror and not device.defaults.can_mirror:
+        raise ConfigError("--mirror runs on a CPU only; use --device cpu.", param="mirror")
+    num_processes = 2 if config.plan.mirror else 1
     limits = device.limits()
     drafter = find_drafter(config, files, spec, precision.quantization, on_loading)
     plan = make_memory_plan(
@@ -127,10 +137,10 @@ def _decide(config: Config, on_loading: Callable[[str, int, int], None]) -> Deci
         device.defaults,
         dtype=dtype,
         weights_bytes=weight_bytes(files, dtype, precision.quantization, place),
-        free_bytes=device.free_bytes(),
+        free_bytes=device.free_bytes() // num_processes,
         kv_dtype=kv_dtype,
         step_flops=limits.step_flops,
-        host_free_bytes=available_bytes(),
+        host_free_bytes=available_bytes() // num_processes,
         drafter=NO_DRAFTER if drafter is None else drafter.memory(dtype, kv_dtype, place),
     )
     host_tier = HostTierSettings(plan.host_slots, plan.block_bytes, plan.copy_batch_bytes)

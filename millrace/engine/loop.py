@@ -22,6 +22,7 @@ from millrace.engine.figures.step_figures import ModelWork, StepFigures
 from millrace.engine.figures.uncounted import UncountedSteps, UncountedTimes
 from millrace.engine.ledger import Ledger
 from millrace.engine.outbox import Outbox
+from millrace.engine.ranks.mirror import Mirror
 from millrace.engine.rates import MeasuredRates
 from millrace.engine.watchdog import Watchdog
 from millrace.host import idle_memory
@@ -79,12 +80,13 @@ class Engine:
         work: ModelWork | None = None,
         has_figures: bool = True,
         drafter: str = "ngram",
+        mirror: Mirror | None = None,
     ) -> None:
         """`facts`: the runner's. `constrained`: None if the model's tokenizer cannot be used with grammars. `work`:
         bytes and FLOPs of the model's steps; None if unknown. `has_figures`: False counts no more than reports need.
-        `drafter`: who proposes drafts where the runner does not say."""
+        `drafter`: who proposes drafts where the runner does not say. `mirror`: closed with the engine."""
         self._scheduler, self._facts = scheduler, facts
-        self._constrained = constrained
+        self._constrained, self._mirror = constrained, mirror
         self._device = device
         self._channel = channel
         self._clock = clock
@@ -128,6 +130,8 @@ class Engine:
             self._device.close()
             if self._constrained is not None:
                 self._constrained.shut_down()
+            if self._mirror is not None:
+                self._mirror.close()
 
     def _loop(self) -> None:
         while True:
@@ -236,6 +240,8 @@ class Engine:
                 return self._poll_s
         if not self._reported_idle:
             self._reported_idle = True
+            if self._mirror is not None:
+                self._mirror.settle()
             self._report(self._clock())
             self.on_idle()
         if self._clock() - self._idle_since < idle_memory.IDLE_S:
@@ -369,6 +375,7 @@ class Engine:
             tenants=ledger.tenants.figures(),
             finished=dict(ledger.finished),
             forced_tokens=self._cycle.num_jumped,
+            mirror=None if self._mirror is None else self._mirror.stats,
             **asdict(planned),
         )
 

@@ -196,6 +196,16 @@ class DraftStats(msgspec.Struct, frozen=True):
     accepted: tuple[int, ...]
 
 
+class MirrorStats(msgspec.Struct, frozen=True):
+    """A second process that runs every step too, see `--mirror`."""
+
+    is_up: bool
+    """False once it has ended: after a difference, or by itself."""
+    steps: int
+    """Steps whose draws were compared and are the same."""
+    differences: int
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Counters and gauges, sent a few times per second at most. Fronts export them as metrics."""
 
@@ -298,6 +308,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Ended requests by finish reason."""
     forced_tokens: int = 0
     """Output tokens that were not drawn, because a grammar allowed no others."""
+    mirror: MirrorStats | None = None
 
 
 class StepTokens(msgspec.Struct, frozen=True, tag="tokens"):

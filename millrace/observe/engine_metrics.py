@@ -65,6 +65,7 @@ def engine_metrics(engine: EngineView) -> Iterator[Metric]:
     if stats is not None:
         yield from _gauges(stats)
         yield from _kv(stats)
+        yield from _mirror(stats)
         yield from _counters(stats)
         yield from _labelled_counters(stats)
         yield from _histograms(stats)
@@ -146,6 +147,18 @@ def _kv(stats: EngineStats) -> Iterator[Metric]:
     if stats.host_blocks_total:
         places.add_metric(["host"], stats.host_blocks_used / stats.host_blocks_total)
     yield places
+
+
+def _mirror(stats: EngineStats) -> Iterator[Metric]:
+    mirror = stats.mirror
+    if mirror is None:
+        return
+    yield GaugeMetricFamily("millrace_mirror_up", "1 while the mirror compares draws.", value=mirror.is_up)
+    for name, text, value in (
+        ("steps", "Steps whose draws the mirror compared and found the same.", mirror.steps),
+        ("differences", "Draws that the mirror found to differ. The first one ends it.", mirror.differences),
+    ):
+        yield CounterMetricFamily(f"millrace_mirror_{name}", text, value=value)
 
 
 def _counters(stats: EngineStats) -> Iterator[Metric]:

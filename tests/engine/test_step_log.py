@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
+from helpers.mixed_requests import MIXED_SETTINGS, mixed_requests
 from helpers.step_messages import plain
 
 from millrace import LLM, SamplingParams
@@ -18,7 +17,7 @@ from millrace.bench.errors import BenchError
 from millrace.bench.micro.replay import replay_log
 from millrace.config import RunConfig
 from millrace.errors import ConfigError
-from millrace.params import Grammar, RowParams
+from millrace.params import RowParams
 from millrace.plan.codec.encoder import encode_inputs, encode_plan
 from millrace.plan.queue.admission_forecast import AdmissionForecast
 from millrace.plan.scheduler import Scheduler
@@ -41,13 +40,6 @@ from millrace.run.runner import StepResult
 from millrace.run.step_log import FIRST_LINE, StepLog, read_log
 
 SETUP = RunnerSetup("m", "float32", "none", 0, False, "full", "off", 8, 4, 2, 64, 32, 0, 1)
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"colour": {"enum": ["red", "green"]}, "n": {"type": "integer"}},
-    "required": ["colour", "n"],
-    "additionalProperties": False,
-}
 
 
 def ints(*values: int) -> Int32s:
@@ -190,26 +182,6 @@ class WatchedDraw:
         return self._pending.done()
 
 
-def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Half of the prompts begin alike, all repeat themselves, and their answers are drawn in every way."""
-    rng = np.random.default_rng(0)
-    shared = rng.integers(300, 40_000, 32).tolist()
-    prompts = [shared * (index % 2) + rng.integers(300, 40_000, 20).tolist() * 3 for index in range(8)]
-    grammar, repeating = Grammar("json_schema", json.dumps(SCHEMA)), Grammar("regex", "(yes|no)(, (yes|no)){6}")
-    others: list[dict[str, Any]] = [
-        {"grammar": grammar, "temperature": 0.0},
-        {"grammar": repeating, "temperature": 0.0},
-        {"temperature": 0.0},
-        {"logprobs": 2, "top_p": 0.9},
-        {"frequency_penalty": 0.5, "prompt_logprobs": 1},
-        {"typical_p": 0.9, "dry_multiplier": 0.8, "bad_words": ("the",)},
-        {"logit_bias": ((300, 2.0),), "min_tokens": 3, "top_k": 40},
-        {"temperature": 0.0, "prediction": tuple(prompts[7])},
-    ]
-    params = [SamplingParams(max_tokens=20, seed=index, **other) for index, other in enumerate(others)]
-    return prompts, params
-
-
 @pytest.mark.timeout(600)
 def test_running_the_steps_again_draws_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # How many drafts there are must not depend on how busy the machine is.
@@ -218,16 +190,8 @@ def test_running_the_steps_again_draws_the_same_tokens(tmp_path: Path, monkeypat
     monkeypatch.setattr(AdmissionForecast, "admit", lambda *_: True)
     watched, file = Watched(monkeypatch), tmp_path / "steps"
     prompts, params = mixed_requests()
-    settings = {
-        "speculate": "ngram",
-        "kv_tokens": 200,
-        "kv_host_gib": 0.1,
-        "max_running": 4,
-        "token_budget": 50,
-        "draft_tokens": 3,
-    }
     with (
-        LLM(dtype="float32", step_log=str(file), block_size=8, **settings) as llm,
+        LLM(dtype="float32", step_log=str(file), **MIXED_SETTINGS) as llm,
         ThreadPoolExecutor(2) as beside,
     ):
         vectors = [beside.submit(llm.embed, prompts[:3], pooling=pooling) for pooling in ("last", "mean")]

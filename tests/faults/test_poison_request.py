@@ -22,8 +22,8 @@ POISON = 3137
 def test_a_poison_request_fails_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     execute = Runner._execute
 
-    def poisoned(self: Runner, plan: StepPlan) -> Any:
-        result = execute(self, plan)
+    def poisoned(self: Runner, plan: StepPlan, given: Any) -> Any:
+        result = execute(self, plan, given)
         if any(POISON in self._table.tokens[row] for row in plan.rows):
             raise RuntimeError("this token is poison")
         return result
@@ -50,7 +50,7 @@ def test_a_poison_request_fails_alone(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_device_failure_ends_every_request_with_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def broken(self: Runner, plan: StepPlan) -> Any:
+    def broken(self: Runner, plan: StepPlan, given: Any) -> Any:
         raise RuntimeError("the device fell over")
 
     def probe(self: CpuDevice) -> None:
