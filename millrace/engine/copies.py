@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol
@@ -34,8 +33,11 @@ class Copier(Protocol):
 
 
 class BlockCopying:
-    def __init__(self, scheduler: Planner, copier: Copier, clock: Callable[[], float]) -> None:
-        self._scheduler, self._copier, self._clock = scheduler, copier, clock
+    def __init__(
+        self, scheduler: Planner, copier: Copier, clock: Callable[[], float], sleep: Callable[[float], None]
+    ) -> None:
+        """`sleep` passes seconds of `clock`."""
+        self._scheduler, self._copier, self._clock, self._sleep = scheduler, copier, clock, sleep
         self._started: deque[tuple[BlockCopies, PendingCopy]] = deque()
 
     def __len__(self) -> int:
@@ -57,7 +59,7 @@ class BlockCopying:
         for _ in range(MAX_POLLS if wait and self._started else 0):
             if self._started[0][1].done() or self._clock() >= until:
                 break
-            time.sleep(POLL_S)
+            self._sleep(POLL_S)
         while self._started and self._started[0][1].done():
             copies, pending = self._started.popleft()
             failed, seconds = False, 0.0

@@ -9,6 +9,7 @@ A step is launched in two parts. Its forward pass starts at once; its draw follo
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -84,13 +85,14 @@ class Cycle:
         clock: Callable[[], float],
         probe: Callable[[], None],
         masks: MaskSource | None = None,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`facts`: the runner's. `probe` raises if the device itself is unusable."""
+        """`facts`: the runner's. `probe` raises if the device itself is unusable. `sleep` passes seconds of `clock`."""
         self._scheduler, self._runner, self._listener = scheduler, runner, listener
         self._facts, self._clock, self._probe = facts, clock, probe
         self._draws = Draws(runner, masks, append=scheduler.append_forced, facts=facts, clock=clock)
         self._launched: deque[Launched] = deque()
-        self._copying = BlockCopying(scheduler, runner, clock)
+        self._copying = BlockCopying(scheduler, runner, clock, sleep)
         self._confirmed_at = 0.0
         self._last_device_s = 0.0
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan")

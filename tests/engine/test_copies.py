@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from helpers.fake_clock import FakeClock
@@ -29,7 +31,7 @@ class FakeScheduler:
 def test_copies_are_acknowledged_when_done() -> None:
     scheduler, runner = FakeScheduler(4), FakeRunner()
     runner.refused_copies = {3}
-    copying = BlockCopying(scheduler, runner, FakeClock())  # type: ignore[arg-type]
+    copying = BlockCopying(scheduler, runner, FakeClock(), time.sleep)  # type: ignore[arg-type]
     copying.start()
     assert scheduler.ended == [(3, True, 0.0)]
     copying.acknowledge()
@@ -50,7 +52,7 @@ def test_a_copy_that_never_ends_is_waited_for_briefly() -> None:
         looks += 1
         return looks * MAX_WAIT_S / 10
 
-    copying = BlockCopying(FakeScheduler(1), FakeRunner(), clock)  # type: ignore[arg-type]
+    copying = BlockCopying(FakeScheduler(1), FakeRunner(), clock, lambda _: None)  # type: ignore[arg-type]
     copying.start()
     copying.acknowledge(wait=True)
     assert 10 <= looks <= 12
@@ -59,7 +61,25 @@ def test_a_copy_that_never_ends_is_waited_for_briefly() -> None:
 
 @pytest.mark.timeout(60)
 def test_the_wait_ends_on_a_clock_that_stands_still() -> None:
-    copying = BlockCopying(FakeScheduler(1), FakeRunner(), lambda: 0.0)  # type: ignore[arg-type]
+    copying = BlockCopying(FakeScheduler(1), FakeRunner(), lambda: 0.0, lambda _: None)  # type: ignore[arg-type]
     copying.start()
     copying.acknowledge(wait=True)
     assert len(copying) == 1
+
+
+def test_a_wait_passes_time_of_the_given_clock_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(seconds: float) -> None:
+        raise AssertionError(f"slept {seconds} s on the real clock")
+
+    monkeypatch.setattr(time, "sleep", refuse)
+    clock, scheduler, runner = FakeClock(), FakeScheduler(1), FakeRunner()
+
+    def pass_time(seconds: float) -> None:
+        clock.now += seconds
+        runner.copies[0].is_done = clock.now >= MAX_WAIT_S / 2
+
+    copying = BlockCopying(scheduler, runner, clock, pass_time)  # type: ignore[arg-type]
+    copying.start()
+    copying.acknowledge(wait=True)
+    assert scheduler.ended == [(0, False, 0.5)]
+    assert MAX_WAIT_S / 2 <= clock.now < MAX_WAIT_S
