@@ -30,6 +30,7 @@ COMMANDS = {
     "train-drafter": "train a drafter for speculative decoding from a model's own answers",
     "bench": "measure this machine, or any OpenAI-compatible server",
     "load": "send a workload to a server: latencies, goodput, the highest rate that meets objectives",
+    "simulate": "run a trace through the engine's scheduler with step times instead of a device",
     "top": "watch a running server: rates, latencies, queue, KV memory",
     "trace": "draw where the time of a request or of the engine's steps went",
     "explain": "say in sentences why a request took as long as it did",
@@ -59,6 +60,7 @@ _UNTIL_CTRL_C = frozenset({"chat", "run", "serve", "top"})
 """Commands that SIGINT stops, even if they were started with it ignored, as the background jobs of a script are."""
 
 _FIGURES = frozenset({"cost", "explain", "load", "profile", "slo", "top", "trace"})
+_PLANNING = frozenset({"simulate"})
 _LIBRARY = ("models", "pull", "ls", "show", "kv", "rm", "alias", "ps", "stop", "reload")
 """Commands whose modules are in `millrace/commands/library`."""
 
@@ -142,7 +144,7 @@ def _take_interrupts() -> None:
 
 def module_of(name: str) -> str:
     """Full name of the module of a command."""
-    rooms = {"library.": _LIBRARY, "setup.": _SETUP, "figures.": _FIGURES}
+    rooms = {"library.": _LIBRARY, "setup.": _SETUP, "figures.": _FIGURES, "planning.": _PLANNING}
     room = next((room for room, names in rooms.items() if name in names), "")
     return f"millrace.commands.{room}{name.replace('-', '_')}"
 

@@ -26,17 +26,20 @@ def make_step_target(step_s: float, spec: ModelSpec, limits: DeviceLimits, work:
     if step_s == 0:
         return None
     is_unknown = limits.step_flops <= 0 or limits.bytes_per_s <= 0
-    if is_unknown:
-        limits = SLOW_DEVICE
+    rates = first_rates(spec, SLOW_DEVICE if is_unknown else limits, work)
+    return StepTarget(step_s, rates, first_chunk=FIRST_CHUNK if is_unknown else 0)
+
+
+def first_rates(spec: ModelSpec, limits: DeviceLimits, work: ModelWork) -> StepRates:
+    """Rates by what the device can do, before any step was measured."""
     token_s = work.token_flops / limits.step_flops
-    rates = StepRates(
+    return StepRates(
         step_s=OVERHEAD_S + work.weights_bytes / limits.bytes_per_s,
         prompt_token_s=token_s,
         decode_row_s=token_s + 2 * spec.hidden_size * spec.vocab_size / limits.step_flops,
         context_token_s=work.context_bytes / limits.bytes_per_s,
         pair_s=work.pair_flops / limits.step_flops,
     )
-    return StepTarget(step_s, rates, first_chunk=FIRST_CHUNK if is_unknown else 0)
 
 
 def target_step_s(config: Config, defaults: DeviceDefaults) -> float:

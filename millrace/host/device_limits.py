@@ -8,6 +8,8 @@ import tomllib
 from dataclasses import dataclass
 from importlib import resources
 
+from millrace.errors import ConfigError
+
 STEP_SHARE = 0.6
 """Assumed share of the peak FLOP/s that whole steps reach, where no figure was measured. About the H200's share."""
 FLOPS_PER_CLOCK = {
@@ -57,6 +59,18 @@ def device_limits(name: str, index: int = 0) -> DeviceLimits:
     if entry is None:
         return computed_limits(_read_properties(index))
     return DeviceLimits(entry["flops"], entry["bytes_per_s"], entry.get("step_flops", STEP_SHARE * entry["flops"]))
+
+
+def known_device(text: str) -> tuple[str, DeviceLimits]:
+    """The one device of the table whose name contains these words, such as `h200` or `a100 80gb`."""
+    words = text.lower().replace("-", " ").split()
+    found = [name for name in _known_devices() if all(word in name.lower() for word in words)]
+    exact = [name for name in found if set(words) <= set(name.lower().replace("-", " ").split())]
+    for names in (exact, found):
+        if names:
+            shortest = min(names, key=len)
+            return shortest, device_limits(shortest)
+    raise ConfigError(f"There is no data sheet for {text!r}. Known devices: {', '.join(sorted(_known_devices()))}.")
 
 
 def computed_limits(properties: DeviceProperties | None) -> DeviceLimits:

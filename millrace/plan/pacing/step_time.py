@@ -56,13 +56,15 @@ class StepRates:
     pair_s: float
     """Per pair of a prompt token and a token before it."""
 
+    def column(self) -> Floats:
+        """In the order of `step_parts`."""
+        return np.array([self.step_s, self.prompt_token_s, self.decode_row_s, self.context_token_s, self.pair_s])
+
 
 class StepTimeModel:
     def __init__(self, rates: StepRates, uncertainty: float = 1.0) -> None:
         """`uncertainty`: standard deviation of the first rates, as a share of their values."""
-        self._scale = np.array(
-            [rates.step_s, rates.prompt_token_s, rates.decode_row_s, rates.context_token_s, rates.pair_s]
-        )
+        self._scale = rates.column()
         self._factors = np.ones(5)
         """The rates, divided by the first ones."""
         self._widest = uncertainty**2
@@ -93,7 +95,7 @@ class StepTimeModel:
             return
         self._unobserved_s, self._was_mixed = 0.0, _is_mixed(plan)
         if seconds > 0:
-            parts = _parts(plan)
+            parts = step_parts(plan)
             self.most_prompt_tokens = max(self.most_prompt_tokens, int(parts[1]))
             self._fit(parts * self._scale, seconds)
 
@@ -158,7 +160,7 @@ def _is_mixed(plan: StepPlan) -> bool:
     return bool(plan.counts.max() > 1)
 
 
-def _parts(plan: StepPlan) -> Floats:
+def step_parts(plan: StepPlan) -> Floats:
     """Size of each part of a step: 1, prompt tokens, decode rows, tokens that they read, pairs of prompt tokens."""
     num_rows = len(plan.rows)
     starts, counts = plan.starts.astype(np.float64), plan.counts

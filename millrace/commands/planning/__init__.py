@@ -1,0 +1,1 @@
+"""Commands that answer with the simulator what a machine would do."""

@@ -1,0 +1,195 @@
+"""One engine: the scheduler and the cycle, told of requests by number and listened to. With a priced runner and a
+virtual clock it is a simulation; with a real runner and the real clock it is the engine to compare with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from millrace.engine.cycle import Confirmed, Cycle
+from millrace.engine.rates import MeasuredRates
+from millrace.plan.request import Request
+from millrace.plan.scheduler import Scheduler, SchedulerSettings
+from millrace.plan.shapes.choice import ShapeChoice
+from millrace.plan.step import Ended, Int64s, StepPlan
+from millrace.run.facts import RunnerFacts
+from millrace.run.runner import AnyRunner
+from millrace.simulate.requests import END_TOKEN, SimulatedRequest
+
+BLOCKED_WAIT_S = 0.05
+"""Pause when there is work but no step can be planned, as in the engine's loop."""
+REPORT_EVERY_S = 0.25
+SAMPLES_EVERY_S = 1.0
+
+
+@dataclass(slots=True)
+class Life:
+    """What became of a request. Times on the replica's clock; NaN for what did not happen."""
+
+    number: int
+    request: SimulatedRequest
+    replica: int = 0
+    admitted_at: float = math.nan
+    first_at: float = math.nan
+    last_at: float = math.nan
+    ended_at: float = math.nan
+    reason: str = ""
+    message: str = ""
+    num_output: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Samples about once per second."""
+
+    at: list[float] = field(default_factory=list)
+    running: list[int] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    kv_share: list[float] = field(default_factory=list)
+
+
+class Replica:
+    def __init__(
+        self,
+        settings: SchedulerSettings,
+        runner: AnyRunner,
+        facts: RunnerFacts,
+        *,
+        clock: Callable[[], float],
+        sleep: Callable[[float], None],
+        shapes: ShapeChoice | None = None,
+        max_context: int,
+        max_tokens: int = 0,
+        deadline_s: float = 0.0,
+        on_submit: Callable[[int, int], None] = lambda number, num_output: None,
+        end_token: int = END_TOKEN,
+        index: int = 0,
+    ) -> None:
+        """`max_tokens`, `deadline_s`: see `SimulationSettings`. `on_submit` is told how many tokens a request will
+        generate, before the runner sees it."""
+        self.index = index
+        self.scheduler = Scheduler(settings, shapes)
+        self._clock, self._sleep = clock, sleep
+        self._cycle = Cycle(self.scheduler, runner, self, facts=facts, clock=clock, probe=lambda: None, sleep=sleep)
+        self._max_context, self._max_tokens, self._deadline_s = max_context, max_tokens, deadline_s
+        self._on_submit, self._end_token = on_submit, end_token
+        self._rates = MeasuredRates()
+        self._reported_at = self._sampled_at = -math.inf
+        self.lives: dict[int, Life] = {}
+        self.num_steps = self.step_tokens = self.num_output = 0
+        self.timeline = Timeline()
+        self._last_at = np.zeros(1024)
+        """By request: when its last token came."""
+        self._gaps: list[tuple[Int64s, np.ndarray[tuple[int], np.dtype[np.float64]]]] = []
+
+    @property
+    def now(self) -> float:
+        return self._clock()
+
+    @property
+    def device_s(self) -> float:
+        return self._cycle.times.device_s
+
+    def submit(self, number: int, request: SimulatedRequest) -> None:
+        life = self.lives[number] = Life(number, request, self.index)
+        if request.num_prompt + 1 > self._max_context:
+            message = f"The prompt has {request.num_prompt} tokens; the context has room for {self._max_context}."
+            life.reason, life.message, life.ended_at = "error", message, self._clock()
+            return
+        room = self._max_context - request.num_prompt
+        num_output = min(request.num_output, room)
+        self._on_submit(number, num_output)
+        while number >= len(self._last_at):
+            self._last_at = np.concatenate([self._last_at, np.zeros_like(self._last_at)])
+        self._rates.on_arrival(request.priority)
+        self.scheduler.submit(
+            Request(
+                id=number,
+                prompt=request.prompt(number),
+                max_tokens=min(max(self._max_tokens, num_output), room),
+                end_token_ids=(self._end_token,) if self._max_tokens else (),
+                priority=request.priority,
+                tenant=request.tenant,
+                arrival=request.at_s,
+                deadline=request.at_s + self._deadline_s if self._deadline_s else math.inf,
+            )
+        )
+
+    def run_until(self, until: float) -> None:
+        """Steps, one after the other, until this time or until nothing is left to do. The last one may end later."""
+        while self._clock() < until and (self.scheduler.has_work or self._cycle.num_launched):
+            if not self._cycle.advance():
+                self._sleep(min(BLOCKED_WAIT_S, until - self._clock()))
+
+    def gaps(self) -> dict[int, list[float]]:
+        """By request: seconds between the arrivals of its tokens, step by step."""
+        if not self._gaps:
+            return {}
+        ids = np.concatenate([ids for ids, _ in self._gaps])
+        gaps = np.concatenate([gaps for _, gaps in self._gaps])
+        order = np.argsort(ids, kind="stable")
+        ids, gaps = ids[order], gaps[order]
+        found, firsts = np.unique(ids, return_index=True)
+        parts = np.split(gaps, firsts[1:])
+        return {number: part.tolist() for number, part in zip(found.tolist(), parts, strict=True)}
+
+    # -- told by the cycle -----------------------------------------------------------------------------------------
+
+    def on_launched(self, plan: StepPlan, now: float) -> None:
+        self._rates.on_admitted(len(plan.admitted))
+        for admission in plan.admitted:
+            life = self.lives[admission.request_id]
+            if math.isnan(life.admitted_at):
+                life.admitted_at = now
+
+    def on_tokens(self, done: Confirmed) -> None:
+        outcome, at = done.outcome, done.at
+        ids = outcome.request_ids
+        self.num_output += len(ids)
+        if done.plan.draft_places is not None and len(ids):
+            ids = ids[np.concatenate([[True], ids[1:] != ids[:-1]])]  # Tokens of a step arrive together.
+        if len(outcome.first_ids):
+            for number in outcome.first_ids.tolist():
+                self.lives[number].first_at = at
+            later = ids[~np.isin(ids, outcome.first_ids)]
+        else:
+            later = ids
+        if len(later):
+            self._gaps.append((later, at - self._last_at[later]))
+        self._last_at[ids] = at
+        self._end(outcome.ended, at)
+
+    def on_step_done(self, done: Confirmed) -> None:
+        self.num_steps += 1
+        num_tokens = done.plan.num_tokens
+        self.step_tokens += num_tokens
+        self._rates.on_step(num_tokens, done.device_s)
+        if done.at - self._reported_at >= REPORT_EVERY_S:
+            self._reported_at = done.at
+            if self.scheduler.host_tier is not None:
+                self.scheduler.host_tier.prefill_tokens_per_s = self._rates.tokens_per_s
+        if done.at - self._sampled_at >= SAMPLES_EVERY_S:
+            self._sampled_at = done.at
+            self._sample(done.at)
+
+    def on_ended(self, ended: tuple[Ended, ...], now: float) -> None:
+        self._end(ended, now)
+
+    def _end(self, ended: tuple[Ended, ...], at: float) -> None:
+        for event in ended:
+            life = self.lives[event.request_id]
+            life.reason, life.message, life.ended_at = event.reason, event.message, at
+            life.num_output, life.cached_tokens = event.num_output, event.cached_tokens
+            life.preemptions = event.preemptions
+
+    def _sample(self, at: float) -> None:
+        pool, timeline = self.scheduler.pool, self.timeline
+        timeline.at.append(at)
+        timeline.running.append(self.scheduler.num_running)
+        timeline.waiting.append(len(self.scheduler.waiting))
+        timeline.kv_share.append(1 - pool.num_available / pool.total)
