@@ -31,6 +31,7 @@ COMMANDS = {
     "bench": "measure this machine, or any OpenAI-compatible server",
     "load": "send a workload to a server: latencies, goodput, the highest rate that meets objectives",
     "simulate": "run a trace through the engine's scheduler with step times instead of a device",
+    "calibrate": "measure a model's steps on this machine, for simulations",
     "top": "watch a running server: rates, latencies, queue, KV memory",
     "trace": "draw where the time of a request or of the engine's steps went",
     "explain": "say in sentences why a request took as long as it did",
@@ -60,7 +61,9 @@ _UNTIL_CTRL_C = frozenset({"chat", "run", "serve", "top"})
 """Commands that SIGINT stops, even if they were started with it ignored, as the background jobs of a script are."""
 
 _FIGURES = frozenset({"cost", "explain", "load", "profile", "slo", "top", "trace"})
-_PLANNING = frozenset({"simulate"})
+_PLANNING = frozenset({"calibrate", "simulate"})
+"""Commands whose modules are in `millrace/commands/planning`."""
+
 _LIBRARY = ("models", "pull", "ls", "show", "kv", "rm", "alias", "ps", "stop", "reload")
 """Commands whose modules are in `millrace/commands/library`."""
 

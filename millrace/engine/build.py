@@ -111,6 +111,15 @@ def build_engine(
     return engine, _ready(config, decided)
 
 
+def build_runner(config: Config) -> tuple[Decided, Runner | CudaRunner]:
+    """A runner without a loop around it, with all that was decided for it: what is measured, not served."""
+
+    def on_loading(what: str, done: int, total: int) -> None: ...
+
+    decided = _decide(config, on_loading)
+    return decided, _load_runner(config, decided, None, on_loading)
+
+
 def _decide(config: Config, on_loading: Callable[[str, int, int], None]) -> Decided:
     files = resolve_model(config.model.source, progress=on_loading)
     spec = spec_from_config(files.config)

@@ -17,7 +17,7 @@ from millrace.plan.shapes.choice import ShapeChoice
 from millrace.plan.step import Ended, Int64s, StepPlan
 from millrace.run.facts import RunnerFacts
 from millrace.run.runner import AnyRunner
-from millrace.simulate.requests import END_TOKEN, SimulatedRequest
+from millrace.simulate.requests import END_TOKEN, FIRST_TOKEN, VOCABULARY, SimulatedRequest
 
 BLOCKED_WAIT_S = 0.05
 """Pause when there is work but no step can be planned, as in the engine's loop."""
@@ -67,7 +67,8 @@ class Replica:
         max_tokens: int = 0,
         deadline_s: float = 0.0,
         on_submit: Callable[[int, int], None] = lambda number, num_output: None,
-        end_token: int = END_TOKEN,
+        on_step: Callable[[Confirmed], None] = lambda done: None,
+        vocab_size: int = FIRST_TOKEN + VOCABULARY,
         index: int = 0,
     ) -> None:
         """`max_tokens`, `deadline_s`: see `SimulationSettings`. `on_submit` is told how many tokens a request will
@@ -77,7 +78,7 @@ class Replica:
         self._clock, self._sleep = clock, sleep
         self._cycle = Cycle(self.scheduler, runner, self, facts=facts, clock=clock, probe=lambda: None, sleep=sleep)
         self._max_context, self._max_tokens, self._deadline_s = max_context, max_tokens, deadline_s
-        self._on_submit, self._end_token = on_submit, end_token
+        self._on_submit, self._on_step, self._vocab_size = on_submit, on_step, vocab_size
         self._rates = MeasuredRates()
         self._reported_at = self._sampled_at = -math.inf
         self.lives: dict[int, Life] = {}
@@ -90,6 +91,12 @@ class Replica:
     @property
     def now(self) -> float:
         return self._clock()
+
+    @property
+    def host_s(self) -> float:
+        """Host time of all steps: planning, launching, bookkeeping."""
+        times = self._cycle.times
+        return times.plan_s + times.launch_s + times.apply_s
 
     @property
     def device_s(self) -> float:
@@ -110,9 +117,9 @@ class Replica:
         self.scheduler.submit(
             Request(
                 id=number,
-                prompt=request.prompt(number),
+                prompt=request.prompt(number) % self._vocab_size,
                 max_tokens=min(max(self._max_tokens, num_output), room),
-                end_token_ids=(self._end_token,) if self._max_tokens else (),
+                end_token_ids=(END_TOKEN,) if self._max_tokens else (),
                 priority=request.priority,
                 tenant=request.tenant,
                 arrival=request.at_s,
@@ -166,6 +173,7 @@ class Replica:
 
     def on_step_done(self, done: Confirmed) -> None:
         self.num_steps += 1
+        self._on_step(done)
         num_tokens = done.plan.num_tokens
         self.step_tokens += num_tokens
         self._rates.on_step(num_tokens, done.device_s)

@@ -1,0 +1,51 @@
+"""The real engine in the simulator's place: the same driver with a real runner, on the real clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from millrace.config import Config
+from millrace.engine.build import build_runner
+from millrace.engine.cycle import Confirmed
+from millrace.observe.slo.objective import Objective
+from millrace.plan.shapes.choice import make_shape_choice
+from millrace.simulate.replica import Replica
+from millrace.simulate.requests import SimulatedRequest
+from millrace.simulate.simulation import Simulated, collect
+
+
+class RealEngine:
+    """A loaded model. Every run has a scheduler of its own, with an empty cache."""
+
+    def __init__(self, config: Config) -> None:
+        self.decided, self._runner = build_runner(config)
+        self.facts = self._runner.facts
+
+    def close(self) -> None:
+        self.decided.device.close()
+
+    def replica(self, on_step: Callable[[Confirmed], None] = lambda done: None) -> Replica:
+        """Its clock starts at 0 now."""
+        began = time.monotonic()
+        return Replica(
+            self.decided.scheduler,
+            self._runner,
+            self.facts,
+            clock=lambda: time.monotonic() - began,
+            sleep=time.sleep,
+            shapes=make_shape_choice(self.facts.shapes),
+            max_context=self.decided.plan.max_context,
+            on_step=on_step,
+            vocab_size=self.decided.spec.vocab_size,
+        )
+
+    def run(self, requests: Sequence[SimulatedRequest], objectives: tuple[Objective, ...] = ()) -> Simulated:
+        """In real time."""
+        replica = self.replica()
+        for number, request in enumerate(requests):
+            replica.run_until(request.at_s)
+            time.sleep(max(0.0, request.at_s - replica.now))
+            replica.submit(number, request)
+        replica.run_until(float("inf"))
+        return collect([replica], [], objectives)
