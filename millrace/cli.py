@@ -24,6 +24,7 @@ from millrace.version import __version__
 COMMANDS = {
     "run": "download a model if needed, and chat with it",
     "serve": "serve a model over HTTP",
+    "gateway": "one address in front of many replicas: routing, retries, streams that survive a replica",
     "launch": "start a coding agent (Claude Code, Codex, Qwen Code, opencode) on a model of yours",
     "chat": "chat with a model in the terminal, or with a server",
     "generate": "complete one prompt and print the text",
@@ -57,7 +58,7 @@ COMMANDS = {
     "version": "print the versions of Millrace and its dependencies",
 }
 
-_UNTIL_CTRL_C = frozenset({"chat", "run", "serve", "top"})
+_UNTIL_CTRL_C = frozenset({"chat", "gateway", "run", "serve", "top"})
 """Commands that SIGINT stops, even if they were started with it ignored, as the background jobs of a script are."""
 
 _FIGURES = frozenset({"cost", "explain", "load", "profile", "slo", "top", "trace"})
@@ -66,6 +67,9 @@ _PLANNING = frozenset({"calibrate", "simulate"})
 
 _LIBRARY = ("models", "pull", "ls", "show", "kv", "rm", "alias", "ps", "stop", "reload")
 """Commands whose modules are in `millrace/commands/library`."""
+
+_FLEET = ("gateway",)
+"""Commands whose modules are in `millrace/commands/fleet`."""
 
 _SETUP = ("doctor", "completion")
 """Commands whose modules are in `millrace/commands/setup`."""
@@ -147,7 +151,13 @@ def _take_interrupts() -> None:
 
 def module_of(name: str) -> str:
     """Full name of the module of a command."""
-    rooms = {"library.": _LIBRARY, "setup.": _SETUP, "figures.": _FIGURES, "planning.": _PLANNING}
+    rooms = {
+        "library.": _LIBRARY,
+        "setup.": _SETUP,
+        "figures.": _FIGURES,
+        "planning.": _PLANNING,
+        "fleet.": _FLEET,
+    }
     room = next((room for room, names in rooms.items() if name in names), "")
     return f"millrace.commands.{room}{name.replace('-', '_')}"
 

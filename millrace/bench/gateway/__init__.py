@@ -1,0 +1,1 @@
+"""Gateways measured over null replicas. Start with `null_replica.py`."""

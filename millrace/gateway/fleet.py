@@ -1,0 +1,134 @@
+"""The replicas of a gateway and the choice among them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Collection
+
+from millrace.errors import ConfigError, EngineUnavailable
+from millrace.gateway.health import HealthLimits, slow_outliers
+from millrace.gateway.replica import MIN_TOKEN_SAMPLES, OpenAttempt, Replica
+from millrace.gateway.routing.candidates import Asked, Candidate, Moment
+from millrace.gateway.routing.decisions import Decision, DecisionLog, RequestRecord
+from millrace.gateway.routing.policies import policy_named
+from millrace.gateway.routing.prefix_map import PrefixMap
+from millrace.gateway.settings import GatewaySettings, ReplicaSettings, replica_name
+
+
+class NoReplica(EngineUnavailable):
+    """No replica can take the request now."""
+
+
+class Fleet:
+    def __init__(self, settings: GatewaySettings, clock: Callable[[], float] = time.monotonic) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.policy = policy_named(settings.policy)
+        self.prefixes = PrefixMap()
+        self.decisions = DecisionLog(settings.decision_log)
+        self.replicas: dict[str, Replica] = {}
+        self._limits = HealthLimits(settings.max_failures, settings.eject_s, settings.ramp_s)
+        self._turn = 0
+        self._random = random.Random()
+
+    # ── members ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    def add(self, settings: ReplicaSettings) -> Replica:
+        name = replica_name(settings)
+        if name in self.replicas:
+            raise ConfigError(f"There are two replicas {name!r}; give each a 'name' of its own.", param="replicas")
+        replica = self.replicas[name] = Replica(settings, self._limits)
+        return replica
+
+    def remove(self, name: str) -> Replica:
+        self.prefixes.forget(name)
+        return self.replicas.pop(name)
+
+    def open_replicas(self) -> list[Replica]:
+        now = self.clock()
+        return [one for one in self.replicas.values() if one.is_open(now, self.settings.max_open)]
+
+    # ── choosing ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def choose(
+        self, asked: Asked, record: RequestRecord, *, excluded: Collection[str] = (), cause: str = "new"
+    ) -> tuple[Replica, OpenAttempt]:
+        """A replica for the request, and the attempt that is now open there."""
+        able = self._able(asked, excluded)
+        now = self.clock()
+        candidates = tuple(
+            Candidate(
+                name=one.name,
+                weight=one.settings.weight * one.health.share(now),
+                outstanding_tokens=one.outstanding_tokens,
+                num_open=len(one.attempts),
+                matched_tokens=min(asked.prompt_tokens, self.prefixes.matched_tokens(one.name, asked.chain)),
+                has_model=one.models.get(asked.model, True),
+                region=one.settings.region,
+            )
+            for one in able
+        )
+        moment = Moment(self._turn, self._random.random(), self.settings.region)
+        self._turn += 1
+        choice = self.policy.choose(asked, candidates, moment)
+        decision = Decision(
+            time.time(), self.settings.policy, asked, moment, candidates, choice, len(record.decisions), cause
+        )
+        self.decisions.decided(record, decision)
+        matched = next(one.matched_tokens for one in candidates if one.name == choice.replica)
+        attempt = OpenAttempt(asked, asked.prompt_tokens - matched + asked.output_tokens)
+        replica = self.replicas[choice.replica]
+        replica.add(attempt)
+        self.prefixes.sent_to(replica.name, asked.chain)
+        return replica, attempt
+
+    def _able(self, asked: Asked, excluded: Collection[str]) -> list[Replica]:
+        open_now = [one for one in self.open_replicas() if one.name not in excluded]
+        if not open_now:
+            raise NoReplica(self._why_none(excluded))
+        able = [one for one in open_now if one.takes(asked.model)] or open_now
+        apart = [one for one in able if one.settings.long_jobs == asked.is_long]
+        return apart or able
+
+    def _why_none(self, excluded: Collection[str]) -> str:
+        if not self.replicas:
+            return "This gateway has no replicas; add one with --replicas, or POST /v1/fleet/replicas."
+        states = [
+            f"{one.name} {'was tried' if one.name in excluded else _state_of(one)}" for one in self.replicas.values()
+        ]
+        return f"No replica can take this request: {'; '.join(states)}."
+
+    # ── outliers ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def eject_slow(self) -> list[Replica]:
+        """Eject replicas that are much slower than the others. Their streams go on: they are slow, not lost."""
+        if not self.settings.outlier_factor:
+            return []
+        now = self.clock()
+        known = {
+            name: one.token_ms
+            for name, one in self.replicas.items()
+            if one.num_token_samples >= MIN_TOKEN_SAMPLES and one.health.share(now) > 0
+        }
+        ejected = []
+        for name in slow_outliers(known, self.settings.outlier_factor):
+            replica = self.replicas[name]
+            if replica.health.eject(now, f"{replica.token_ms:.0f} ms per token, far above the others"):
+                replica.num_token_samples, replica.token_ms = 0, 0.0  # Measured anew when it returns.
+                ejected.append(replica)
+        return ejected
+
+    def find_stalled(self) -> list[Replica]:
+        """Replicas whose begun streams all stand still."""
+        now, found = self.clock(), []
+        for replica in self.replicas.values():
+            last = replica.stalled_since()
+            if last is not None and now - last > self.settings.stall_s:
+                found.append(replica)
+        return found
+
+
+def _state_of(replica: Replica) -> str:
+    if replica.is_draining or replica.load.draining:
+        return "drains"
+    if replica.health.state in ("starting", "ejected"):
+        return f"is {replica.health.state} ({replica.health.reason})"
+    return "is full"

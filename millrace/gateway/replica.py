@@ -1,0 +1,134 @@
+"""One replica as the gateway knows it: what it serves, how busy it is, and the requests that are open there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from millrace.gateway.health import Health, HealthLimits
+from millrace.gateway.routing.candidates import Asked
+from millrace.gateway.settings import ReplicaSettings, replica_name
+
+MIN_TOKEN_SAMPLES = 20
+ASSUMED_TOKENS = 256
+"""Work of a request that another gateway sent."""
+_SMOOTHING = 0.05
+
+
+class ModelLoad(msgspec.Struct):
+    """One model in a replica's load report. Fields that this gateway does not know are for a newer one."""
+
+    model: str = ""
+    status: str = "loaded"
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    kv_used: float = 0.0
+    step_ms: float = 0.0
+    tokens_per_s: float = 0.0
+
+
+class LoadReport(ModelLoad):
+    draining: bool = False
+    version: str = ""
+    models: list[ModelLoad] = msgspec.field(default_factory=list)
+
+
+@dataclass(eq=False)
+class OpenAttempt:
+    """A request at one replica."""
+
+    asked: Asked
+    work_tokens: int
+    """Tokens still to be computed for it, as estimated when it was sent."""
+    abort: Callable[[], None] = lambda: None
+    aborted: str = ""
+    """Why the gateway gave it up, if it did."""
+    num_frames: int = 0
+    last_frame_at: float = 0.0
+
+    def give_up(self, reason: str) -> None:
+        if not self.aborted:
+            self.aborted = reason
+            self.abort()
+
+
+@dataclass(eq=False)
+class Replica:
+    settings: ReplicaSettings
+    limits: HealthLimits
+    health: Health = field(init=False)
+    models: dict[str, bool] = field(default_factory=dict)
+    """Names of its models, and whether each is loaded."""
+    model_entries: list[dict[str, object]] = field(default_factory=list)
+    """Its part of /v1/models."""
+    load: LoadReport = field(default_factory=LoadReport)
+    is_draining: bool = False
+    """Asked of this gateway; `load.draining` is the replica's own word."""
+    attempts: set[OpenAttempt] = field(default_factory=set)
+    own_tokens: int = 0
+    """Sum of the open attempts' work."""
+    token_ms: float = 0.0
+    """Smoothed time between two frames of a stream."""
+    num_token_samples: int = 0
+    num_sent: int = 0
+    num_failed: int = 0
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.health = Health(self.limits)
+
+    @property
+    def name(self) -> str:
+        return replica_name(self.settings)
+
+    @property
+    def is_millrace(self) -> bool:
+        return self.settings.kind == "millrace"
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Of this gateway's requests, and an estimate for those of others that the replica reports."""
+        others = self.load.running + self.load.waiting - len(self.attempts)
+        mean = self.own_tokens // len(self.attempts) if self.attempts else ASSUMED_TOKENS
+        return self.own_tokens + max(0, others) * mean
+
+    def add(self, attempt: OpenAttempt) -> None:
+        self.attempts.add(attempt)
+        self.own_tokens += attempt.work_tokens
+        self.num_sent += 1
+
+    def remove(self, attempt: OpenAttempt) -> None:
+        if attempt in self.attempts:
+            self.attempts.remove(attempt)
+            self.own_tokens -= attempt.work_tokens
+
+    def takes(self, model: str) -> bool:
+        """An unknown model goes anywhere: the replica's own error says what there is."""
+        return not model or not self.models or model in self.models
+
+    def is_open(self, now: float, max_open: int) -> bool:
+        draining = self.is_draining or self.load.draining
+        return self.health.share(now) > 0 and not draining and len(self.attempts) < max_open
+
+    def saw_frame(self, attempt: OpenAttempt, now: float) -> None:
+        """Progress of a stream. The first frame's time is prefill, not decoding."""
+        if attempt.num_frames:
+            gap_ms = (now - attempt.last_frame_at) * 1e3
+            self.num_token_samples += 1
+            weight = max(_SMOOTHING, 1 / self.num_token_samples)
+            self.token_ms += weight * (gap_ms - self.token_ms)
+        attempt.num_frames += 1
+        attempt.last_frame_at = now
+
+    def stalled_since(self) -> float | None:
+        """The time of the last progress, if streams that had begun are open."""
+        begun = [one.last_frame_at for one in self.attempts if one.num_frames]
+        return max(begun) if begun else None
+
+    def give_up_all(self, reason: str) -> None:
+        for attempt in list(self.attempts):
+            attempt.give_up(reason)

@@ -1,0 +1,231 @@
+"""The gateway's own endpoints: health, metrics, merged lists, explanations, and the replicas themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+from aiohttp import web
+
+from millrace.errors import BadRequest, Conflict, Forbidden, NotFound
+from millrace.gateway.replica import Replica
+from millrace.gateway.routes_api import replica_headers
+from millrace.gateway.routing.decisions import RequestRecord
+from millrace.gateway.settings import checked
+from millrace.gateway.state import STATE, GatewayState
+from millrace.gateway.upstream import LOST
+from millrace.observe.metrics import CONTENT_TYPE
+from millrace.serve.http.body import read_body
+from millrace.serve.http.error_bodies import RETRY_AFTER_S
+from millrace.serve.http.json_answer import json_answer
+from millrace.serve.tenancy.owner import is_operator, owner_of
+
+_LIST_TIMEOUT_S = 10.0
+_SHOWN_ROUTES = 50
+_MAX_SETTINGS_BYTES = 1 << 16
+
+
+async def health(request: web.Request) -> web.Response:
+    return json_answer(request, {"status": "ok"})
+
+
+async def ready(request: web.Request) -> web.Response:
+    """Ready while a replica can take requests."""
+    state = request.app[STATE]
+    open_now = len(state.fleet.open_replicas())
+    if open_now and not state.is_draining:
+        return json_answer(request, {"status": "ready", "replicas": open_now})
+    reason = "the gateway is shutting down" if state.is_draining else "no replica can take requests"
+    body = {"status": "not ready", "reason": reason}
+    return json_answer(request, body, status=503, **{"Retry-After": str(RETRY_AFTER_S)})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    page = request.app[STATE].metrics.page()
+    return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE, "Server": "millrace"})
+
+
+async def list_models(request: web.Request) -> web.Response:
+    """The models of all replicas that can be reached, each once."""
+    merged: dict[str, object] = {}
+    for replica in request.app[STATE].fleet.open_replicas():
+        for entry in replica.model_entries:
+            merged.setdefault(str(entry["id"]), entry)
+    return json_answer(request, {"object": "list", "data": list(merged.values())})
+
+
+async def merged_list(request: web.Request) -> web.Response:
+    """A list whose entries are on several replicas: files, batches, running requests."""
+    state = request.app[STATE]
+    replicas = [one for one in state.fleet.open_replicas() if one.is_millrace]
+    pages = await asyncio.gather(*(_page(state, request, one) for one in replicas))
+    found = [page for page in pages if page is not None]
+    data = [entry for page in found for entry in page.get("data", [])]
+    first = found[0] if found else {"object": "list"}
+    more = any(page.get("has_more") for page in found)
+    merged = {**first, "data": data, **({"has_more": more} if "has_more" in first else {})}
+    if "total" in first:
+        merged["total"] = sum(page.get("total", 0) for page in found)
+    return json_answer(request, merged)
+
+
+async def _page(state: GatewayState, request: web.Request, replica: Replica) -> dict[str, Any] | None:
+    try:
+        async with (
+            asyncio.timeout(_LIST_TIMEOUT_S),
+            state.session.get(
+                replica.settings.url + request.raw_path, headers=replica_headers(state, request)
+            ) as answer,
+        ):
+            page = msgspec.json.decode(await answer.read())
+            return page if answer.status == 200 and isinstance(page, dict) else None
+    except (*LOST, msgspec.DecodeError):
+        return None
+
+
+# ── explaining ────────────────────────────────────────────────────────────────────────────────────────────────────────
+async def explain(request: web.Request) -> web.Response:
+    """Each routing decision of a request with its reason, and what its last replica says of it."""
+    state, wanted = request.app[STATE], request.match_info["request_id"]
+    record = state.fleet.decisions.find(wanted)
+    if record is None or not (is_operator(request) or record.owner == owner_of(request)):
+        raise NotFound(
+            f"Request {wanted[:128]!r} is not among the last that this gateway routed. A request's id is its header"
+            " X-Request-Id.",
+            param="request_id",
+            code="request_not_found",
+        )
+    own = _explained(record)
+    at_replica = await _explained_there(state, request, record, wanted)
+    return json_answer(request, {"id": wanted, "gateway": own, **({"replica": at_replica} if at_replica else {})})
+
+
+def _explained(record: RequestRecord) -> dict[str, Any]:
+    return {
+        "decisions": [
+            {
+                "policy": one.policy,
+                "cause": one.cause,
+                "replica": one.choice.replica,
+                "reason": one.choice.reason,
+                "candidates": [msgspec.to_builtins(candidate) for candidate in one.candidates],
+            }
+            for one in record.decisions
+        ],
+        "notes": record.notes,
+        "outcome": msgspec.to_builtins(record.outcome),
+    }
+
+
+async def _explained_there(state: GatewayState, request: web.Request, record: RequestRecord, wanted: str) -> Any:
+    name = record.decisions[-1].choice.replica if record.decisions else ""
+    replica = state.fleet.replicas.get(name)
+    if replica is None or not replica.is_millrace:
+        return None
+    url = f"{replica.settings.url}/v1/requests/{quote(wanted, safe='')}/explain"
+    try:
+        async with (
+            asyncio.timeout(_LIST_TIMEOUT_S),
+            state.session.get(url, headers=replica_headers(state, request)) as answer,
+        ):
+            return msgspec.json.decode(await answer.read()) if answer.status == 200 else None
+    except (*LOST, msgspec.DecodeError):
+        return None
+
+
+# ── the replicas ──────────────────────────────────────────────────────────────────────────────────────────────────────
+async def fleet(request: web.Request) -> web.Response:
+    """Every replica with its state and load, and the last routes with their reasons."""
+    _require_operator(request)
+    state = request.app[STATE]
+    routes = [
+        {
+            "id": record.decisions[0].asked.id,
+            "replica": record.decisions[-1].choice.replica,
+            "reason": record.decisions[-1].choice.reason,
+            "causes": [one.cause for one in record.decisions],
+            "notes": record.notes[-3:],
+            "ended": record.outcome.ended if record.outcome is not None else None,
+        }
+        for record in state.fleet.decisions.recent(_SHOWN_ROUTES)
+        if record.decisions
+    ]
+    replicas = [describe(state, one) for one in state.fleet.replicas.values()]
+    body = {"object": "fleet", "policy": state.settings.policy, "open_requests": state.num_open}
+    return json_answer(request, {**body, "replicas": replicas, "routes": routes})
+
+
+def describe(state: GatewayState, replica: Replica) -> dict[str, Any]:
+    share = replica.health.share(state.fleet.clock())
+    return {
+        "name": replica.name,
+        "url": replica.settings.url,
+        "kind": replica.settings.kind,
+        "state": "draining" if replica.is_draining or replica.load.draining else replica.health.state,
+        "reason": replica.health.reason,
+        "share": round(share, 3),
+        "models": list(replica.models),
+        "open_requests": len(replica.attempts),
+        "outstanding_tokens": replica.outstanding_tokens,
+        "token_ms": round(replica.token_ms, 2),
+        "sent": replica.num_sent,
+        "failed": replica.num_failed,
+        "ejections": replica.health.num_ejections,
+        "load": msgspec.to_builtins(replica.load),
+    }
+
+
+async def add_replica(request: web.Request) -> web.Response:
+    """Register a replica: {"url": …} and the fields of a fleet file's [[replicas]]."""
+    _require_operator(request)
+    state = request.app[STATE]
+    try:
+        tree = msgspec.json.decode(await read_body(request, _MAX_SETTINGS_BYTES))
+    except msgspec.DecodeError as error:
+        raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from None
+    settings = checked(tree, "The body")
+    replica = state.fleet.add(settings)
+    state.watch.follow(replica)
+    return json_answer(request, describe(state, replica), status=201)
+
+
+async def remove_replica(request: web.Request) -> web.Response:
+    """Forget a replica. Its open streams go on elsewhere."""
+    state, replica = _named(request)
+    state.watch.unfollow(replica)
+    state.fleet.remove(replica.name)
+    replica.give_up_all("it was removed from the fleet")
+    return json_answer(request, {"object": "replica.removed", "name": replica.name})
+
+
+async def drain_replica(request: web.Request) -> web.Response:
+    """Send nothing new there. With ?move=1 its open streams go on elsewhere at once."""
+    state, replica = _named(request)
+    others = [one for one in state.fleet.open_replicas() if one is not replica]
+    if not others and request.query.get("force") != "1":
+        raise Conflict(f"{replica.name} is the last replica that takes requests; ?force=1 drains it all the same.")
+    replica.is_draining = True
+    if request.query.get("move") == "1":
+        replica.give_up_all("it drains")
+    return json_answer(request, describe(state, replica))
+
+
+async def return_replica(request: web.Request) -> web.Response:
+    state, replica = _named(request)
+    replica.is_draining = False
+    return json_answer(request, describe(state, replica))
+
+
+def _named(request: web.Request) -> tuple[GatewayState, Replica]:
+    _require_operator(request)
+    state, name = request.app[STATE], request.match_info["name"]
+    if name not in state.fleet.replicas:
+        raise NotFound(f"There is no replica {name[:128]!r}; GET /v1/fleet lists them.", param="name")
+    return state, state.fleet.replicas[name]
+
+
+def _require_operator(request: web.Request) -> None:
+    if not is_operator(request):
+        raise Forbidden("Only an operator's key may see and change the fleet.")

@@ -1,0 +1,1 @@
+"""Which replica a request goes to: pure decisions, their inputs, their log. Start with `policies.py`."""

@@ -1,0 +1,103 @@
+"""What a gateway reads from a request before it routes it. Bodies are checked by the replica, not here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from millrace.gateway.routing.candidates import BYTES_PER_TOKEN, Asked
+from millrace.gateway.routing.prefix_map import chain_of
+
+GENERATING = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate"}
+)
+EMBEDDING = frozenset({"/v1/embeddings", "/api/embed", "/api/embeddings"})
+ASSUMED_OUTPUT_TOKENS = 256
+_MAX_CHOICES = 1024
+_LINES_BY_DEFAULT = frozenset({"/api/chat", "/api/generate"})
+_PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "prompt", "input")
+"""In the order in which templates write them."""
+_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_SESSIONS = ("prompt_cache_key", "user", "safety_identifier")
+_STORED = ("previous_response_id", "conversation", "input_file_id")
+
+
+class RequestFacts(msgspec.Struct, frozen=True):
+    asked: Asked
+    is_stream: bool
+    num_choices: int
+    can_resume: bool
+    """A stream whose choices are drawn one token at a time."""
+    prompt_bytes: int
+    stored_id: str
+    """Something stored on one replica that the request refers to."""
+    body: dict[str, Any]
+
+
+def facts_of(
+    path: str, raw: bytes, headers: Mapping[str, str], request_id: str, tenant: str, long_tokens: int
+) -> RequestFacts:
+    body = _decoded(raw)
+    prompt = b"".join(msgspec.json.encode(body[name]) for name in _PROMPT_FIELDS if name in body)
+    model = body.get("model")
+    model = model if isinstance(model, str) else ""
+    limit = _output_limit(body)
+    output_tokens = 0 if path in EMBEDDING else limit or ASSUMED_OUTPUT_TOKENS
+    prompt_tokens = _prompt_tokens(body, prompt)
+    is_long = limit + prompt_tokens >= long_tokens or headers.get("X-Priority", body.get("priority")) == "batch"
+    asked = Asked(
+        id=request_id,
+        model=model,
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        chain=chain_of(prompt, f"{model}\0{tenant}".encode()),
+        session=_session(body, headers),
+        is_long=is_long,
+    )
+    is_stream = body.get("stream", path in _LINES_BY_DEFAULT) is True and path in GENERATING
+    return RequestFacts(
+        asked,
+        is_stream,
+        _num_choices(body),
+        is_stream and not body.get("best_of") and not body.get("use_beam_search"),
+        len(prompt),
+        next((body[name] for name in _STORED if isinstance(body.get(name), str)), ""),
+        body,
+    )
+
+
+def _decoded(raw: bytes) -> dict[str, Any]:
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _num_choices(body: dict[str, Any]) -> int:
+    prompts, count = body.get("prompt"), body.get("n")
+    num_prompts = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
+    return num_prompts * (count if isinstance(count, int) and 0 < count <= _MAX_CHOICES else 1)
+
+
+def _prompt_tokens(body: dict[str, Any], prompt: bytes) -> int:
+    ids = body.get("prompt")
+    if isinstance(ids, list) and ids and isinstance(ids[0], int):
+        return len(ids)
+    return len(prompt) // BYTES_PER_TOKEN
+
+
+def _output_limit(body: dict[str, Any]) -> int:
+    options = body.get("options")
+    found = [body.get(name) for name in _LIMITS]
+    found.append(options.get("num_predict") if isinstance(options, dict) else None)
+    return next((value for value in found if isinstance(value, int) and 0 < value < 1 << 31), 0)
+
+
+def _session(body: dict[str, Any], headers: Mapping[str, str]) -> str:
+    given = headers.get("X-Session-Id", "") or next(
+        (body[name] for name in _SESSIONS if isinstance(body.get(name), str)), ""
+    )
+    return given[:256]

@@ -1,0 +1,49 @@
+"""The state of one gateway process. Everything in it can be rebuilt by another gateway."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+from millrace.gateway.fleet import Fleet
+from millrace.gateway.metrics import GatewayMetrics
+from millrace.gateway.settings import GatewaySettings
+from millrace.gateway.watch import Watch
+from millrace.serve.tenancy.keyring import Keyring
+from millrace.serve.tenancy.quotas import Quotas
+
+MAX_HOMES = 65_536
+
+
+class Homes:
+    """Which replica holds what is stored: files, batches, responses, conversations. A cache of what can be asked."""
+
+    def __init__(self) -> None:
+        self._homes: OrderedDict[str, str] = OrderedDict()
+
+    def get(self, stored_id: str) -> str:
+        return self._homes.get(stored_id, "")
+
+    def put(self, stored_id: str, replica: str) -> None:
+        self._homes[stored_id] = replica
+        self._homes.move_to_end(stored_id)
+        while len(self._homes) > MAX_HOMES:
+            self._homes.popitem(last=False)
+
+
+class GatewayState:
+    def __init__(self, settings: GatewaySettings, fleet: Fleet, session: aiohttp.ClientSession) -> None:
+        self.settings, self.fleet, self.session = settings, fleet, session
+        self.watch = Watch(fleet, session)
+        self.metrics = GatewayMetrics(fleet)
+        self.homes = Homes()
+        self.keyring = Keyring(Path(settings.keys_file)) if settings.keys_file else None
+        self.quotas = Quotas()
+        self.is_draining = False
+        self.num_open = 0
+
+
+STATE = web.AppKey("gateway", GatewayState)

@@ -1,0 +1,252 @@
+"""Requests to replicas: which headers travel, one request to one replica, and the choice of the next one on failure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+
+from millrace.gateway.fleet import Fleet, NoReplica
+from millrace.gateway.frames import BrokenFrame
+from millrace.gateway.replica import OpenAttempt, Replica
+from millrace.gateway.routing.decisions import RequestRecord
+from millrace.gateway.routing.request_facts import RequestFacts
+from millrace.gateway.settings import GatewaySettings
+from millrace.serve.http.ids import REQUEST_ID_HEADER
+
+RESUME_HEADER = "X-Millrace-Resume"
+RESUME_TOKENS_HEADER = "X-Millrace-Resume-Tokens"
+GATEWAY_KEY_HEADER = "X-Millrace-Gateway-Key"
+REPLICA_HEADER = "X-Millrace-Replica"
+_NOT_PASSED = frozenset(
+    {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding"}
+    | {"upgrade", "host", "content-length", "accept-encoding", "expect", "date", "server"}
+    | {REQUEST_ID_HEADER.lower(), RESUME_HEADER.lower(), RESUME_TOKENS_HEADER.lower(), "x-millrace-front"}
+    | {GATEWAY_KEY_HEADER.lower(), "forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip"}
+)
+"""Headers of one connection, and those that the gateway sets itself."""
+RETRIED = frozenset({429, 502, 503, 504})
+"""Statuses of a replica that cannot take the request now; another one may."""
+READ_BUFFER_BYTES = 1 << 16
+
+
+class ReplicaLost(Exception):
+    """The gateway gave the replica up while a request was open there."""
+
+
+LOST = (aiohttp.ClientError, OSError, TimeoutError, BrokenFrame, ReplicaLost)
+
+
+def passed_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _NOT_PASSED)
+
+
+def own_headers(settings: GatewaySettings) -> dict[str, str]:
+    """What shows a replica that the gateway asks."""
+    key = {"Authorization": f"Bearer {settings.replica_key}"} if settings.replica_key else {}
+    return {**key, GATEWAY_KEY_HEADER: settings.gateway_key} if settings.gateway_key else key
+
+
+def new_session(fleet: Fleet) -> aiohttp.ClientSession:
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=fleet.settings.connect_s)
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
+        timeout=timeout,
+        auto_decompress=False,
+        read_bufsize=READ_BUFFER_BYTES,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        skip_auto_headers=("User-Agent", "Accept-Encoding"),
+    )
+
+
+@dataclass(slots=True)
+class Payload:
+    """What one replica is sent."""
+
+    body: bytes
+    headers: tuple[tuple[str, str], ...] = ()
+
+
+PayloadFor = Callable[[Replica], Payload | None]
+"""None if this kind of replica cannot take the request."""
+
+
+@dataclass(slots=True)
+class Opened:
+    """A replica has begun to answer."""
+
+    replica: Replica
+    attempt: OpenAttempt
+    response: aiohttp.ClientResponse
+
+    def close(self) -> None:
+        """Idempotent. An answer that was read to its end leaves its connection to the next request."""
+        self.attempt.abort = lambda: None
+        self.replica.remove(self.attempt)
+        self.response.close()
+
+
+@dataclass(slots=True)
+class Refusal:
+    """The last answer of a replica that could not take the request."""
+
+    status: int
+    headers: CIMultiDict[str]
+    body: bytes
+
+
+@dataclass(slots=True)
+class Sender:
+    """Sends one client's request to replicas, one after the other."""
+
+    fleet: Fleet
+    session: aiohttp.ClientSession
+    request: web.Request
+    request_id: str
+    facts: RequestFacts
+    record: RequestRecord
+    tried: set[str] = field(default_factory=set)
+    only: str = ""
+    """The replica that holds what the request refers to."""
+
+    async def open(self, payload: PayloadFor, cause: str) -> Opened | Refusal:
+        """The answer of the first replica that takes the request, or the last refusal."""
+        refusal: Refusal | None = None
+        for number in range(self.fleet.settings.max_attempts):
+            try:
+                opened = await self._open_hedged(payload, cause if number == 0 else "retry")
+            except NoReplica:
+                if refusal is not None:
+                    return refusal
+                raise
+            if isinstance(opened, str):
+                continue
+            if opened.response.status not in RETRIED:
+                return opened
+            refusal = await self._read_refusal(opened) or refusal
+        if refusal is not None:
+            return refusal
+        raise NoReplica(f"{len(self.tried)} replicas failed before their first token: {self.record.notes[-1]}")
+
+    async def _read_refusal(self, opened: Opened) -> Refusal | None:
+        """A replica that is full or goes away. Full is no failure."""
+        replica, status = opened.replica, opened.response.status
+        try:
+            refusal = Refusal(status, passed_headers(opened.response.headers), await opened.response.read())
+        except LOST:
+            refusal = None
+        finally:
+            opened.close()
+        self.note_failure(replica, f"it answered {status}", counts=status != 429)
+        return refusal
+
+    async def _open_hedged(self, payload: PayloadFor, cause: str) -> Opened | str:
+        """One replica, and a second one if the first byte takes longer than `hedge_ms`. A text: why it failed."""
+        first = asyncio.ensure_future(self._open_one(payload, cause))
+        hedge_s = self.fleet.settings.hedge_ms / 1e3
+        try:
+            if not hedge_s or self.only:
+                return await first
+            await asyncio.wait((first,), timeout=hedge_s)
+            return await first if first.done() else await self._race(first, payload)
+        except asyncio.CancelledError:
+            first.cancel()
+            raise
+
+    async def _race(self, first: asyncio.Future[Opened | str], payload: PayloadFor) -> Opened | str:
+        """The first of two answers. The slower request is given up; a hedge that finds no replica changes nothing."""
+        racing = (first, asyncio.ensure_future(self._open_one(payload, "hedge")))
+        pending, failure, winner = set(racing), "", None
+        try:
+            while pending and winner is None:
+                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                for one in done:
+                    error = one.exception()
+                    if error is not None and not isinstance(error, NoReplica):
+                        raise error
+                    opened = one.result() if error is None else str(error)
+                    if isinstance(opened, Opened):
+                        winner = winner or one
+                    else:
+                        failure = opened
+            return winner.result() if winner is not None else failure
+        finally:
+            for one in racing:
+                if one is not winner:
+                    _give_up(one)
+
+    async def _open_one(self, payload: PayloadFor, cause: str) -> Opened | str:
+        excluded = self.tried if not self.only else {name for name in self.fleet.replicas if name != self.only}
+        replica, attempt = self.fleet.choose(self.facts.asked, self.record, excluded=excluded, cause=cause)
+        self.tried.add(replica.name)
+        content = payload(replica)
+        if content is None:
+            replica.remove(attempt)
+            return "its API cannot take this request"
+        try:
+            response = await self._send(replica, attempt, content)
+        except LOST as error:
+            replica.remove(attempt)
+            self.note_failure(replica, _why(error), counts=not isinstance(error, ReplicaLost))
+            return _why(error)
+        except BaseException:
+            replica.remove(attempt)
+            raise
+        return Opened(replica, attempt, response)
+
+    async def _send(self, replica: Replica, attempt: OpenAttempt, content: Payload) -> aiohttp.ClientResponse:
+        headers = passed_headers(self.request.headers)
+        headers[REQUEST_ID_HEADER] = self.request_id
+        for name, value in content.headers:
+            headers.add(name, value)
+        headers.update(own_headers(self.fleet.settings))
+        if self.fleet.settings.replica_key:
+            headers.pop("X-Api-Key", None)
+        task = asyncio.ensure_future(
+            self.session.request(
+                self.request.method,
+                replica.settings.url + self.request.raw_path,
+                data=content.body,
+                headers=headers,
+                allow_redirects=False,
+            )
+        )
+        attempt.abort = lambda: _cancel(task)
+        try:
+            response = await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if attempt.aborted and not (current is not None and current.cancelling()):
+                raise ReplicaLost(attempt.aborted) from None
+            raise
+        attempt.abort = response.close
+        return response
+
+    def note_failure(self, replica: Replica, reason: str, *, counts: bool = True) -> None:
+        self.record.notes.append(f"{replica.name}: {reason}")
+        replica.num_failed += 1
+        if counts:
+            replica.health.failed(self.fleet.clock(), reason)
+
+
+def _cancel(task: asyncio.Future[aiohttp.ClientResponse]) -> None:
+    task.cancel()
+
+
+def _give_up(task: asyncio.Future[Opened | str]) -> None:
+    """Close the answer, whenever it comes."""
+
+    def close(done: asyncio.Future[Opened | str]) -> None:
+        if not done.cancelled() and done.exception() is None and isinstance(opened := done.result(), Opened):
+            opened.close()
+
+    task.cancel()
+    task.add_done_callback(close)
+
+
+def _why(error: BaseException) -> str:
+    return (str(error) or type(error).__name__)[:200]

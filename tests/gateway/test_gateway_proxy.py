@@ -1,0 +1,193 @@
+"""What a client sees through a gateway: the same answers as from a replica, errors and cancellation included."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import aiohttp
+import pytest
+from helpers.gateways import gateway_over
+from helpers.waiting import until
+
+from millrace.bench.gateway.null_replica import MODEL, NullReplica, answer_text
+from millrace.serve.tenancy.keyring import DIGEST_PREFIX, digest_of
+
+pytestmark = pytest.mark.live
+
+
+def test_whole_answers_and_streams_pass_through() -> None:
+    async def check() -> None:
+        replica = NullReplica()
+        async with gateway_over(replica) as gateway:
+            status, body = await gateway.complete("Hello", max_tokens=5)
+            assert (status, body["choices"][0]["text"]) == (200, answer_text("Hello", 5))
+            seen = await gateway.stream("Hello", max_tokens=9, headers={"X-Request-Id": "abc"})
+            assert seen.text == answer_text("Hello", 9)
+            assert seen.is_done
+            assert seen.headers["X-Request-Id"] == "abc"
+            assert seen.headers["Content-Type"].startswith("text/event-stream")
+            assert not seen.comments, "token ids are the gateway's own"
+            assert replica.headers[-1]["X-Request-Id"] == "abc"
+
+    asyncio.run(check())
+
+
+def test_ready_models_and_metrics() -> None:
+    async def check() -> None:
+        async with gateway_over(NullReplica(), NullReplica(model="other")) as gateway:
+            assert (await gateway.get("/ready"))[0] == 200
+            _, models = await gateway.get("/v1/models")
+            assert {one["id"] for one in models["data"]} == {MODEL, "other"}
+            await gateway.complete()
+            _, page = await gateway.get("/metrics")
+            assert 'millrace_gateway_requests_total{route="/{path}",status="200"} 1.0' in page
+            assert 'millrace_gateway_replica_share{replica="r0"} 1.0' in page
+
+    asyncio.run(check())
+
+
+def test_not_ready_without_a_replica(tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text("")
+
+    async def check() -> None:
+        async with gateway_over(fleet_file=fleet) as gateway:
+            assert (await gateway.get("/ready"))[0] == 503
+            status, body = await gateway.complete()
+            assert (status, body["error"]["code"]) == (503, "engine_unavailable")
+
+    asyncio.run(check())
+
+
+def test_requests_go_where_their_model_is() -> None:
+    async def check() -> None:
+        here, there = NullReplica(), NullReplica(model="other")
+        async with gateway_over(here, there, policy="round-robin") as gateway:
+            for _ in range(4):
+                await gateway.post("/v1/completions", {"model": "other", "prompt": "x"})
+            assert (here.num_requests, there.num_requests) == (0, 4)
+
+    asyncio.run(check())
+
+
+def test_client_that_leaves_cancels_at_the_replica() -> None:
+    async def check() -> None:
+        replica = NullReplica(token_ms=5)
+        async with gateway_over(replica) as gateway:
+            body = {"model": MODEL, "prompt": "x", "stream": True, "max_tokens": 100_000}
+            async with gateway.session.post(gateway.url + "/v1/completions", json=body) as answer:
+                await answer.content.readline()
+                assert replica.num_open == 1
+                answer.close()
+            await until(lambda: replica.num_open == 0)
+            assert replica.num_cancelled == 1
+            await until(lambda: not gateway.state.fleet.replicas["r0"].attempts)
+            assert gateway.state.fleet.replicas["r0"].num_failed == 0, "a client that leaves is no failure"
+
+    asyncio.run(check())
+
+
+def test_refusals_of_a_replica_are_the_answer() -> None:
+    async def check() -> None:
+        replica = NullReplica(status=429)
+        async with gateway_over(replica) as gateway:
+            status, body = await gateway.complete()
+            assert (status, body["error"]["message"]) == (429, "told to")
+            assert gateway.state.fleet.replicas["r0"].health.state == "healthy", "full is no failure"
+            status, body = await gateway.post("/v1/completions", [])
+            assert status >= 400
+
+    asyncio.run(check())
+
+
+def test_keys_are_checked_here_and_replaced() -> None:
+    async def check(keys: Path) -> None:
+        replica = NullReplica()
+        async with gateway_over(replica, keys_file=str(keys), replica_key="inner") as gateway:
+            assert (await gateway.complete())[0] == 401
+            key = {"Authorization": "Bearer outer"}
+            assert (await gateway.post("/v1/completions", {"prompt": "x"}, headers=key))[0] == 200
+            assert replica.headers[-1]["Authorization"] == "Bearer inner"
+            assert (await gateway.get("/v1/fleet", headers=key))[0] == 403, "it is not an operator's key"
+
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        keys = Path(folder) / "keys.toml"
+        keys.write_text(f'[tenants.acme]\nkeys = ["{DIGEST_PREFIX}{digest_of("outer").hex()}"]\n')
+        asyncio.run(check(keys))
+
+
+def test_keys_pass_on_if_the_gateway_has_none() -> None:
+    async def check() -> None:
+        replica = NullReplica()
+        async with gateway_over(replica) as gateway:
+            await gateway.post("/v1/completions", {"prompt": "x"}, headers={"Authorization": "Bearer mine"})
+            assert replica.headers[-1]["Authorization"] == "Bearer mine"
+
+    asyncio.run(check())
+
+
+def test_slow_reader_holds_the_replica_back() -> None:
+    """Buffers are bounded: the replica cannot run ahead of a client that reads nothing."""
+
+    async def check() -> None:
+        replica = NullReplica(tokens_per_frame=500)
+        count = 4_000_000
+        async with gateway_over(replica) as gateway:
+            body = {"model": MODEL, "prompt": "x", "stream": True, "max_tokens": count}
+            async with gateway.session.post(gateway.url + "/v1/completions", json=body) as answer:
+                await answer.content.readline()
+                attempt = next(iter(gateway.state.fleet.replicas["r0"].attempts))
+                seen = -1
+                while seen != attempt.num_frames:  # Until it stands still.
+                    seen = attempt.num_frames
+                    await asyncio.sleep(0.2)
+                assert replica.num_open == 1, "the whole answer went into buffers"
+                answer.close()
+            await until(lambda: replica.num_open == 0)
+
+    asyncio.run(check())
+
+
+def test_replicas_come_and_go() -> None:
+    async def check() -> None:
+        other = NullReplica()
+        async with gateway_over(NullReplica()) as gateway, other.running() as url:
+            status, _ = await gateway.post("/v1/fleet/replicas", {"url": url, "name": "new"})
+            assert status == 201
+            await until(lambda: len(gateway.state.fleet.open_replicas()) == 2)
+            async with gateway.session.delete(gateway.url + "/v1/fleet/replicas/r0") as answer:
+                assert answer.status == 200
+            assert (await gateway.complete())[0] == 200
+            assert other.num_requests == 1
+
+    asyncio.run(check())
+
+
+def test_fleet_file_is_read_again(tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.toml"
+    fleet.write_text("")
+
+    async def check() -> None:
+        async with NullReplica().running() as url, gateway_over(fleet_file=fleet) as gateway:
+            fleet.write_text(f'[[replicas]]\nurl = "{url}"\nname = "a"\n')
+            await until(lambda: [one.name for one in gateway.state.fleet.open_replicas()] == ["a"])
+            fleet.write_text("# none\n")
+            await until(lambda: not gateway.state.fleet.replicas)
+
+    asyncio.run(check())
+
+
+def test_many_streams_at_once() -> None:
+    async def check() -> None:
+        replicas = [NullReplica(token_ms=20), NullReplica(token_ms=20)]
+        async with gateway_over(*replicas) as gateway:
+            connector = aiohttp.TCPConnector(limit=0)
+            async with aiohttp.ClientSession(connector=connector) as gateway.session:
+                prompts = [f"prompt {number}" for number in range(256)]
+                seen = await asyncio.gather(*(gateway.stream(prompt, max_tokens=8) for prompt in prompts))
+            assert [one.text for one in seen] == [answer_text(prompt, 8) for prompt in prompts]
+
+    asyncio.run(check())
