@@ -42,6 +42,7 @@ def build_app(state: GatewayState, fleet_file: Path | None = None) -> web.Applic
         yield
         if follower is not None:
             follower.cancel()
+        state.learner.close()
         await state.watch.close()
         await state.session.close()
         state.fleet.decisions.close()

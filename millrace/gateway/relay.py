@@ -155,6 +155,7 @@ class StreamRelay:
                     return "it went away and said so"
                 if has_data(frames):
                     replica.saw_frame(attempt, clock())
+                    replica.marks_tokens = replica.marks_tokens or frames_in.has_tokens
                 out = self._forward(opened, frames)
                 if out is not None and out.paused:
                     was_slow = True
@@ -219,7 +220,7 @@ class StreamRelay:
         self.num_resumes += 1
         if self.num_resumes > sender.fleet.settings.max_resumes:
             raise EngineUnavailable(f"This stream has lost {self.num_resumes} replicas; send it again.")
-        if not self._can_continue():
+        if not self._can_continue(lost):
             raise EngineUnavailable(
                 f"The replica was lost ({reason}), and this kind of stream cannot go on elsewhere; send it again."
             )
@@ -227,6 +228,7 @@ class StreamRelay:
         sender.tried = {lost.name}
         end = time.monotonic() + RESUME_WAIT_S
         while True:
+            sender.num_attempts = 0
             try:
                 opened = await sender.open(self._continuation, "resume")
             except NoReplica:
@@ -243,8 +245,10 @@ class StreamRelay:
             await asyncio.sleep(_POLL_S)
             sender.tried = set()
 
-    def _can_continue(self) -> bool:
-        return self._sender.facts.can_resume
+    def _can_continue(self, lost: Replica) -> bool:
+        """A Millrace replica that marks no tokens has sent nobody knows which."""
+        knows_place = self._is_foreign or self._frames.has_tokens or lost.marks_tokens
+        return self._sender.facts.can_resume and knows_place
 
     def _say_resumed(self, opened: Opened) -> None:
         by_text = self._is_foreign or not opened.replica.is_millrace
@@ -261,8 +265,6 @@ class StreamRelay:
     def _continuation(self, replica: Replica) -> Payload | None:
         """What a replica needs to go on after the last frame that the client has."""
         if replica.is_millrace and not self._is_foreign:
-            if not self._frames.has_tokens and self.num_frames > 1:
-                return None  # The first replica sent no ids.
             received = encode_received(self._frames.received(self._sender.facts.num_choices))
             names = ((RESUME_HEADER, self._created), *((RESUME_TOKENS_HEADER, part) for part in received))
             return Payload(self._raw, names)

@@ -74,6 +74,8 @@ class Replica:
     token_ms: float = 0.0
     """Smoothed time between two frames of a stream."""
     num_token_samples: int = 0
+    marks_tokens: bool = False
+    """True once a stream of it had token ids: then one without has no tokens yet."""
     num_sent: int = 0
     num_failed: int = 0
     tasks: list[asyncio.Task[None]] = field(default_factory=list)

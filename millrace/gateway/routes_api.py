@@ -14,6 +14,7 @@ from aiohttp import web
 from millrace.errors import EngineUnavailable, MillraceError
 from millrace.gateway.relay import ClientGone, StreamRelay, outcome_of, refusal_answer, relay_whole
 from millrace.gateway.replica import Replica
+from millrace.gateway.routing.decisions import RequestRecord
 from millrace.gateway.routing.request_facts import EMBEDDING, GENERATING, RequestFacts, facts_of
 from millrace.gateway.state import STATE, GatewayState
 from millrace.gateway.upstream import (
@@ -67,7 +68,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
             else:
                 answer = await relay_whole(sender, raw)
             ended = str(answer.status)
-            _note_home(state, record.decisions[-1].choice.replica, answer)
+            _learn(state, request, facts, record, answer)
             return answer
         except ClientGone:
             return web.Response(status=499)
@@ -111,6 +112,16 @@ def _count(state: GatewayState, sender: Sender, first_s: float) -> None:
         metrics.matched.inc(next(one.matched_tokens for one in first.candidates if one.name == first.choice.replica))
     if first_s:
         metrics.first_byte.observe(first_s)
+
+
+def _learn(
+    state: GatewayState, request: web.Request, facts: RequestFacts, record: RequestRecord, answer: web.StreamResponse
+) -> None:
+    """What an answer says about its replica: what is stored there, and what is cached."""
+    replica = state.fleet.replicas.get(record.decisions[-1].choice.replica)
+    if replica is not None and answer.status == 200:
+        _note_home(state, replica.name, answer)
+        state.learner.learn(replica, facts, replica_headers(state, request))
 
 
 def _note_home(state: GatewayState, replica: str, answer: web.StreamResponse) -> None:

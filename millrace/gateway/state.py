@@ -9,6 +9,7 @@ import aiohttp
 from aiohttp import web
 
 from millrace.gateway.fleet import Fleet
+from millrace.gateway.key_learner import KeyLearner
 from millrace.gateway.metrics import GatewayMetrics
 from millrace.gateway.settings import GatewaySettings
 from millrace.gateway.watch import Watch
@@ -38,6 +39,7 @@ class GatewayState:
     def __init__(self, settings: GatewaySettings, fleet: Fleet, session: aiohttp.ClientSession) -> None:
         self.settings, self.fleet, self.session = settings, fleet, session
         self.watch = Watch(fleet, session)
+        self.learner = KeyLearner(self.watch)
         self.metrics = GatewayMetrics(fleet)
         self.homes = Homes()
         self.keyring = Keyring(Path(settings.keys_file)) if settings.keys_file else None

@@ -110,19 +110,23 @@ class Sender:
     facts: RequestFacts
     record: RequestRecord
     tried: set[str] = field(default_factory=set)
+    num_attempts: int = 0
+    """Since the request came, or since its stream was last lost."""
     only: str = ""
     """The replica that holds what the request refers to."""
 
     async def open(self, payload: PayloadFor, cause: str) -> Opened | Refusal:
         """The answer of the first replica that takes the request, or the last refusal."""
         refusal: Refusal | None = None
-        for number in range(self.fleet.settings.max_attempts):
+        while self.num_attempts < self.fleet.settings.max_attempts:
+            self.num_attempts += 1
             try:
-                opened = await self._open_hedged(payload, cause if number == 0 else "retry")
+                opened = await self._open_hedged(payload, cause)
             except NoReplica:
                 if refusal is not None:
                     return refusal
                 raise
+            cause = cause if cause == "resume" else "retry"
             if isinstance(opened, str):
                 continue
             if opened.response.status not in RETRIED:
@@ -130,7 +134,9 @@ class Sender:
             refusal = await self._read_refusal(opened) or refusal
         if refusal is not None:
             return refusal
-        raise NoReplica(f"{len(self.tried)} replicas failed before their first token: {self.record.notes[-1]}")
+        raise NoReplica(
+            f"{self.num_attempts} attempts failed before the first token; the last: {self.record.notes[-1]}."
+        )
 
     async def _read_refusal(self, opened: Opened) -> Refusal | None:
         """A replica that is full or goes away. Full is no failure."""

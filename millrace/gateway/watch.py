@@ -34,13 +34,13 @@ class _KvEvent(msgspec.Struct):
 
 class Watch:
     def __init__(self, fleet: Fleet, session: aiohttp.ClientSession) -> None:
-        self._fleet, self._session = fleet, session
+        self.fleet, self.session = fleet, session
         self._tick: asyncio.Task[None] | None = None
         self.block_tokens: dict[str, int] = {}
         """Tokens per KV block of replicas that send events."""
 
     def start(self) -> None:
-        for replica in self._fleet.replicas.values():
+        for replica in self.fleet.replicas.values():
             self.follow(replica)
         self._tick = asyncio.create_task(self._check_often())
 
@@ -55,7 +55,7 @@ class Watch:
         replica.tasks.clear()
 
     async def close(self) -> None:
-        for replica in self._fleet.replicas.values():
+        for replica in self.fleet.replicas.values():
             self.unfollow(replica)
         if self._tick is not None:
             self._tick.cancel()
@@ -68,25 +68,25 @@ class Watch:
             count, lost = (count + 1, 0) if not problem else (0, lost + 1)
             if lost >= PROBES_LOST or (lost and "refused" in problem):
                 self.lost(replica, problem)
-            await asyncio.sleep(self._fleet.settings.probe_s)
+            await asyncio.sleep(self.fleet.settings.probe_s)
 
     async def probe(self, replica: Replica, *, with_models: bool) -> str:
         """Ask the replica how it is. Returns the problem, or nothing."""
-        was_lost = replica.health.share(self._fleet.clock()) == 0
+        was_lost = replica.health.share(self.fleet.clock()) == 0
         try:
-            async with asyncio.timeout(self._fleet.settings.probe_timeout_s):
+            async with asyncio.timeout(self.fleet.settings.probe_timeout_s):
                 await self._ask_load(replica)
                 if with_models or was_lost:
                     replica.model_entries, replica.models = parse_models(await self._get(replica, "/v1/models"))
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"[:200] if str(error) else "it did not answer in time"
             return f"connection refused: {problem}" if _is_refused(error) else problem
-        replica.health.succeeded(self._fleet.clock())
+        replica.health.succeeded(self.fleet.clock())
         return ""
 
     async def _ask_load(self, replica: Replica) -> None:
         path = probe_path(replica)
-        async with self._session.get(replica.settings.url + path, headers=own_headers(self._fleet.settings)) as answer:
+        async with self.session.get(replica.settings.url + path, headers=own_headers(self.fleet.settings)) as answer:
             body = await answer.read()
             if answer.status == 404 and replica.is_millrace:
                 await self._get(replica, "/ready")  # A release without load reports.
@@ -96,7 +96,7 @@ class Watch:
                 replica.load = read_report(replica, body)
 
     async def _get(self, replica: Replica, path: str) -> bytes:
-        async with self._session.get(replica.settings.url + path, headers=own_headers(self._fleet.settings)) as answer:
+        async with self.session.get(replica.settings.url + path, headers=own_headers(self.fleet.settings)) as answer:
             body = await answer.read()
             if answer.status >= 400:
                 raise ValueError(f"{path} answered {answer.status}")
@@ -105,24 +105,24 @@ class Watch:
     def lost(self, replica: Replica, reason: str) -> None:
         """Send nothing more there, and move its streams."""
         if replica.health.state == "starting":
-            replica.health.failed(self._fleet.clock(), reason)
-        elif replica.health.eject(self._fleet.clock(), reason):
+            replica.health.failed(self.fleet.clock(), reason)
+        elif replica.health.eject(self.fleet.clock(), reason):
             log.warning("Replica %s is ejected: %s.", replica.name, reason)
         replica.give_up_all(reason)
 
     # ── stalled and slow replicas ─────────────────────────────────────────────────────────────────────────────────────
     async def _check_often(self) -> None:
         while True:
-            await asyncio.sleep(self._fleet.settings.probe_s)
-            for replica in self._fleet.find_stalled():
+            await asyncio.sleep(self.fleet.settings.probe_s)
+            for replica in self.fleet.find_stalled():
                 self.lost(replica, "its streams stand still")
-            for replica in self._fleet.eject_slow():
+            for replica in self.fleet.eject_slow():
                 log.warning("Replica %s is ejected: %s.", replica.name, replica.health.reason)
-            self._fleet.decisions.flush()
+            self.fleet.decisions.flush()
 
     # ── KV events ─────────────────────────────────────────────────────────────────────────────────────────────────────
     async def _follow_events(self, replica: Replica) -> None:
-        prefixes = self._fleet.prefixes
+        prefixes = self.fleet.prefixes
         while True:
             wait_s = EVENTS_RETRY_S
             try:
@@ -135,12 +135,12 @@ class Watch:
 
     async def _read_events(self, replica: Replica) -> bool:
         """False if the replica has no events. Returns when the stream ends or numbers are missing."""
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._fleet.settings.connect_s)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.fleet.settings.connect_s)
         url = replica.settings.url + "/v1/kv/events"
-        async with self._session.get(url, headers=own_headers(self._fleet.settings), timeout=timeout) as answer:
+        async with self.session.get(url, headers=own_headers(self.fleet.settings), timeout=timeout) as answer:
             if answer.status != 200:
                 return False
-            held = self._fleet.prefixes.follow(replica.name)
+            held = self.fleet.prefixes.follow(replica.name)
             rest = b""
             async for data in answer.content.iter_any():
                 *frames, rest = (rest + data).split(b"\n\n")

@@ -58,7 +58,7 @@ class Weighted:
 
 
 class PrefixAware:
-    """Least work: what is outstanding, and tokens of the prompt that are not cached there. These count twice, since they
+    """Least work: what is outstanding, and tokens of the prompt that are not cached there. These count twice, as they
     delay others too: equal prompts that come together wait for one computation instead of repeating it. A popular
     prefix spreads once its replica has more outstanding than that."""
 

@@ -111,6 +111,10 @@ class PrefixMap:
         self._held[replica] = HeldBlocks()
         return self._held[replica]
 
+    def held_by(self, replica: str) -> HeldBlocks | None:
+        """None if it sends no events."""
+        return self._held.get(replica)
+
     def unfollow(self, replica: str) -> None:
         self._held.pop(replica, None)
 
