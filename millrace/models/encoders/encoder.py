@@ -1,0 +1,275 @@
+"""The forward pass of an encoder over packed texts: the tokens of all texts one after another, without padding.
+
+Linears and norms run over all tokens at once. Attention runs per length: texts of one length form one batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from millrace.errors import ModelError
+from millrace.models.encoders.spec import EncoderSpec
+
+Activation = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    weight: Tensor
+    """[out, in]"""
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderLayer:
+    qkv: Linear
+    out: Linear
+    attention_norm: Norm | None
+    """None in the first layer of ModernBERT, whose input is already normalised."""
+    up: Linear
+    """Of a gated MLP: the rows of the gate, then those of up."""
+    down: Linear
+    mlp_norm: Norm
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderWeights:
+    words: Tensor
+    embedding_norm: Norm
+    layers: tuple[EncoderLayer, ...]
+    positions: Tensor | None = None
+    types: Tensor | None = None
+    final_norm: Norm | None = None
+    relative_bias: Tensor | None = None
+    """[buckets, heads]"""
+
+
+@dataclass(frozen=True, slots=True)
+class LengthGroup:
+    """Texts of one length, which stand one after another."""
+
+    first: int
+    """Index of their first token."""
+    num_texts: int
+    length: int
+
+    @property
+    def tokens(self) -> slice:
+        return slice(self.first, self.first + self.num_texts * self.length)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTexts:
+    """Tokens of several texts, ordered by length."""
+
+    token_ids: Tensor
+    """int64 [tokens]"""
+    type_ids: Tensor | None
+    """int64 [tokens]: 1 for tokens of the second of two texts. None: all are 0."""
+    lengths: tuple[int, ...]
+    """Ascending."""
+    pooled_from: tuple[int, ...] = ()
+    """Of each text: tokens at its beginning that are not pooled. (): none."""
+
+    @property
+    def groups(self) -> list[LengthGroup]:
+        groups, first = [], 0
+        for length, same in groupby(self.lengths):
+            group = LengthGroup(first, len(list(same)), length)
+            groups.append(group)
+            first = group.tokens.stop
+        return groups
+
+    @property
+    def starts(self) -> list[int]:
+        starts, first = [], 0
+        for length in self.lengths:
+            starts.append(first)
+            first += length
+        return starts
+
+
+def pack(
+    texts: Sequence[Sequence[int]], second_from: Sequence[int], pooled_from: Sequence[int], device: torch.device
+) -> tuple[PackedTexts, list[int]]:
+    """The texts in order of length, and for each of them its index among those given. `second_from`: index of the first
+    token of the second of two texts; 0 for one text."""
+    order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+    ids = torch.tensor([token for index in order for token in texts[index]], dtype=torch.int64)
+    types = None
+    if any(second_from):
+        parts = [torch.arange(len(texts[index])) >= (second_from[index] or len(texts[index])) for index in order]
+        types = torch.cat(parts).to(device, torch.int64)
+    skipped = tuple(pooled_from[index] for index in order) if any(pooled_from) else ()
+    lengths = tuple(len(texts[index]) for index in order)
+    return PackedTexts(ids.to(device), types, lengths, skipped), order
+
+
+class Encoder:
+    def __init__(self, spec: EncoderSpec, weights: EncoderWeights) -> None:
+        self.spec, self._weights = spec, weights
+        self._activation = activation_of(spec.activation)
+
+    @property
+    def device(self) -> torch.device:
+        return self._weights.words.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._weights.words.dtype
+
+    @torch.inference_mode()
+    def __call__(self, texts: PackedTexts) -> Tensor:
+        """The states of all tokens after the last layer, [tokens, hidden]."""
+        spec, weights = self.spec, self._weights
+        positions = torch.cat([torch.arange(length) for length in texts.lengths]).to(self.device)
+        x = weights.embedding_norm(self._embed(texts, positions))
+        groups = texts.groups
+        angles = {theta: _angles(positions, spec.head_size, theta) for theta in set(spec.thetas)}
+        masks = {window: self._masks(groups, window) for window in set(spec.windows) or {0}}
+        for index, layer in enumerate(weights.layers):
+            rotary = angles[spec.thetas[index]] if spec.thetas else None
+            mask = masks[spec.windows[index] if spec.windows else 0]
+            x = (self._pre_norm_layer if spec.is_pre_norm else self._post_norm_layer)(x, layer, groups, rotary, mask)
+        return x if weights.final_norm is None else weights.final_norm(x)
+
+    def _embed(self, texts: PackedTexts, positions: Tensor) -> Tensor:
+        weights = self._weights
+        x = F.embedding(texts.token_ids, weights.words)
+        if weights.types is not None:
+            # A model with one type only has no second one.
+            types = texts.type_ids if weights.types.shape[0] > 1 else None
+            x = x + (weights.types[0] if types is None else F.embedding(types, weights.types))
+        if weights.positions is not None:
+            x = x + F.embedding(positions + self.spec.position_offset, weights.positions)
+        return x
+
+    def _post_norm_layer(
+        self,
+        x: Tensor,
+        layer: EncoderLayer,
+        groups: list[LengthGroup],
+        rotary: _Angles | None,
+        masks: list[Tensor | None],
+    ) -> Tensor:
+        assert layer.attention_norm is not None
+        x = layer.attention_norm(x + self._attend(x, layer, groups, rotary, masks))
+        return layer.mlp_norm(x + self._mlp(x, layer))
+
+    def _pre_norm_layer(
+        self,
+        x: Tensor,
+        layer: EncoderLayer,
+        groups: list[LengthGroup],
+        rotary: _Angles | None,
+        masks: list[Tensor | None],
+    ) -> Tensor:
+        normed = x if layer.attention_norm is None else layer.attention_norm(x)
+        x = x + self._attend(normed, layer, groups, rotary, masks)
+        return x + self._mlp(layer.mlp_norm(x), layer)
+
+    def _attend(
+        self,
+        x: Tensor,
+        layer: EncoderLayer,
+        groups: list[LengthGroup],
+        rotary: _Angles | None,
+        masks: list[Tensor | None],
+    ) -> Tensor:
+        spec = self.spec
+        qkv = layer.qkv(x).view(-1, 3, spec.num_heads, spec.head_size)
+        if rotary is not None:
+            _rotate(qkv[:, :2], rotary)
+        out = torch.empty_like(x).view(-1, spec.num_heads, spec.head_size)
+        for group, mask in zip(groups, masks, strict=True):
+            own = qkv[group.tokens].view(group.num_texts, group.length, 3, spec.num_heads, spec.head_size)
+            query, key, value = own.permute(2, 0, 3, 1, 4).unbind(0)
+            attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+            out[group.tokens].view(group.num_texts, group.length, spec.num_heads, spec.head_size).copy_(
+                attended.transpose(1, 2)
+            )
+        return layer.out(out.view(x.shape))
+
+    def _mlp(self, x: Tensor, layer: EncoderLayer) -> Tensor:
+        wide = layer.up(x)
+        if not self.spec.is_gated:
+            return layer.down(self._activation(wide))
+        gate, up = wide.chunk(2, dim=-1)
+        return layer.down(self._activation(gate) * up)
+
+    def _masks(self, groups: list[LengthGroup], window: int) -> list[Tensor | None]:
+        """What attention adds to the scores of each group, or where it may look; None: nothing, everywhere."""
+        return [self._mask(group.length, window) for group in groups]
+
+    def _mask(self, length: int, window: int) -> Tensor | None:
+        bias = self._weights.relative_bias
+        if bias is None and (window == 0 or length <= window + 1):
+            return None
+        at = torch.arange(length, device=self.device)
+        distance = at[None, :] - at[:, None]
+        if bias is None:
+            return distance.abs() <= window
+        return bias[_buckets(distance, self.spec.relative_buckets)].permute(2, 0, 1)
+
+
+_Angles = tuple[Tensor, Tensor]
+
+
+def _angles(positions: Tensor, head_size: int, theta: float) -> _Angles:
+    """Cosines and sines, float32 [tokens, 1, 1, half of a head]."""
+    half = torch.arange(0, head_size, 2, dtype=torch.float32, device=positions.device)
+    turns = positions.float()[:, None, None, None] / theta ** (half / head_size)
+    return turns.cos(), turns.sin()
+
+
+def _rotate(heads: Tensor, angles: _Angles) -> None:
+    """Rotate queries and keys [tokens, 2, heads, head] in place."""
+    cos, sin = angles
+    first, second = heads.float().chunk(2, dim=-1)
+    heads.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+
+
+def _buckets(distance: Tensor, num_buckets: int, max_distance: int = 128) -> Tensor:
+    """T5's buckets of relative positions: half for each direction, exact when near, logarithmic when far."""
+    half = num_buckets // 2
+    exact = half // 2
+    apart = distance.abs()
+    far = torch.log(apart.clamp(min=1).float() / exact) / torch.log(torch.tensor(max_distance / exact))
+    far = (exact + (far * (half - exact)).long()).clamp(max=half - 1)
+    return (distance > 0).long() * half + torch.where(apart < exact, apart, far)
+
+
+def activation_of(name: str) -> Activation:
+    known: dict[str, Activation] = {
+        "gelu": F.gelu,
+        "gelu_new": lambda x: F.gelu(x, approximate="tanh"),
+        "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+        "gelu_fast": lambda x: F.gelu(x, approximate="tanh"),
+        "relu": F.relu,
+        "silu": F.silu,
+        "swish": F.silu,
+        "tanh": torch.tanh,
+        "identity": lambda x: x,
+    }
+    if name not in known:
+        raise ModelError(f"The activation {name!r} is not known; known are {', '.join(known)}.")
+    return known[name]

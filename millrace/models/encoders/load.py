@@ -1,0 +1,195 @@
+"""Reads an encoder and its head from the files of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from millrace.errors import ModelError
+from millrace.models.encoders.encoder import (
+    Encoder,
+    EncoderLayer,
+    EncoderWeights,
+    Linear,
+    Norm,
+    activation_of,
+)
+from millrace.models.encoders.heads import Head, PooledVectors, TextLogits, TokenLogits
+from millrace.models.encoders.spec import EncoderSpec, encoder_spec
+from millrace.models.weights.safetensors_weights import SafetensorsWeights
+from millrace.sources.encoder_files import DenseModule, EncoderFiles, encoder_files
+from millrace.sources.resolve import ModelFiles
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEncoder:
+    encoder: Encoder
+    head: Head
+    files: EncoderFiles
+
+
+def load_encoder(files: ModelFiles, *, device: torch.device, dtype: torch.dtype) -> LoadedEncoder:
+    if files.kind != "safetensors":
+        raise ModelError(f"{files.path}: encoders are loaded from safetensors only. Give a directory with such files.")
+    described = encoder_files(files.path, files.config)
+    source = _Tensors(SafetensorsWeights(files.path, files.weights, files.config), device, dtype)
+    spec = encoder_spec(files.config, frozenset(source.names))
+    body = _Body(source, spec)
+    return LoadedEncoder(Encoder(spec, body.weights()), _head(body, described), described)
+
+
+class _Tensors:
+    """Tensors by name, checked against the shape that the config asks for."""
+
+    def __init__(self, source: SafetensorsWeights, device: torch.device, dtype: torch.dtype) -> None:
+        self._source, self._device, self._dtype = source, device, dtype
+        # TensorFlow's names of a norm's parts, which old checkpoints have.
+        self.names = {
+            name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias"): name
+            for name in source.names()
+        }
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def get(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        stored = self.names.get(name, name)
+        found = self._source.shape(stored)
+        if shape is not None and found != shape:
+            file = self._source.file_of(stored)
+            raise ModelError(f"{file}: tensor {stored} has the shape {found}; config.json asks for {shape}.")
+        return self._source.get(stored, device=self._device, dtype=self._dtype)
+
+    def linear(self, name: str, shape: tuple[int, int]) -> Linear:
+        bias = self.get(f"{name}.bias", shape[:1]) if f"{name}.bias" in self else None
+        return Linear(self.get(f"{name}.weight", shape), bias)
+
+    def norm(self, name: str, width: int, eps: float) -> Norm:
+        bias = self.get(f"{name}.bias", (width,)) if f"{name}.bias" in self else None
+        return Norm(self.get(f"{name}.weight", (width,)), bias, eps)
+
+
+class _Body:
+    def __init__(self, source: _Tensors, spec: EncoderSpec) -> None:
+        self.source, self.spec = source, spec
+        words = f"{spec.names.words}.weight"
+        # A model with a head stores its body under a name of its own.
+        found = [name.removesuffix(words) for name in source.names if name.endswith(words)]
+        if len(found) != 1:
+            raise ModelError(f"The files must have one tensor {words}; they have {len(found)}. Download them again.")
+        self.prefix = found[0]
+
+    def weights(self) -> EncoderWeights:
+        spec, names, hidden = self.spec, self.spec.names, self.spec.hidden_size
+        table = self._table
+        return EncoderWeights(
+            words=self.source.get(f"{self.prefix}{names.words}.weight", (spec.vocab_size, hidden)),
+            embedding_norm=self._norm(names.embedding_norm),
+            layers=tuple(self._layer(index) for index in range(spec.num_layers)),
+            positions=table(names.positions),
+            types=table(names.types),
+            final_norm=self._norm(names.final_norm) if names.final_norm else None,
+            relative_bias=table(names.relative_bias),
+        )
+
+    def _layer(self, index: int) -> EncoderLayer:
+        spec, names = self.spec, self.spec.names.names
+        before = f"{self.prefix}{self.spec.names.layer.format(index)}."
+        hidden, wide = spec.hidden_size, spec.intermediate_size
+        up = self._joined(before, names.up, wide * (2 if spec.is_gated else 1))
+        if spec.gate_is_last:
+            up = Linear(_halves_swapped(up.weight), None if up.bias is None else _halves_swapped(up.bias))
+        has_norm = f"{before}{names.attention_norm}.weight" in self.source or not (spec.is_pre_norm and index == 0)
+        return EncoderLayer(
+            qkv=self._joined(before, names.qkv, 3 * hidden),
+            out=self.source.linear(before + names.out, (hidden, hidden)),
+            attention_norm=self.source.norm(before + names.attention_norm, hidden, spec.eps) if has_norm else None,
+            up=up,
+            down=self.source.linear(before + names.down, (hidden, wide)),
+            mlp_norm=self.source.norm(before + names.mlp_norm, hidden, spec.eps),
+        )
+
+    def _joined(self, before: str, names: tuple[str, ...], num_rows: int) -> Linear:
+        rows = num_rows // len(names)
+        parts = [self.source.linear(before + name, (rows, self.spec.hidden_size)) for name in names]
+        return parts[0] if len(parts) == 1 else Linear(_cat(part.weight for part in parts), _cat_biases(parts))
+
+    def _table(self, name: str) -> Tensor | None:
+        return self.source.get(f"{self.prefix}{name}.weight") if name else None
+
+    def _norm(self, name: str) -> Norm:
+        return self.source.norm(self.prefix + name, self.spec.hidden_size, self.spec.eps)
+
+
+def _halves_swapped(rows: Tensor) -> Tensor:
+    return torch.cat(rows.chunk(2)[::-1])
+
+
+def _cat(parts: Iterable[Tensor]) -> Tensor:
+    return torch.cat(list(parts))
+
+
+def _cat_biases(parts: list[Linear]) -> Tensor | None:
+    return None if parts[0].bias is None else _cat(part.bias for part in parts if part.bias is not None)
+
+
+def _head(body: _Body, described: EncoderFiles) -> Head:
+    if described.task == "embed":
+        return _pooled(body, described)
+    source, spec, num_labels, hidden = body.source, body.spec, len(described.labels), body.spec.hidden_size
+    square, classes = (hidden, hidden), (num_labels, hidden)
+    is_modern = spec.family == "modernbert"
+    norm = source.norm("head.norm", hidden, spec.eps) if is_modern else None
+    if described.task == "tag":
+        dense = source.linear("head.dense", square) if is_modern else None
+        activation = activation_of(spec.classifier_activation)
+        return TokenLogits(dense, activation, norm, source.linear("classifier", classes), num_labels)
+    if is_modern:
+        pooling, act = spec.classifier_pooling, activation_of(spec.classifier_activation)
+        dense, last = source.linear("head.dense", square), "classifier"
+        return TextLogits(
+            "mean" if pooling == "mean" else "cls", dense, act, norm, source.linear(last, classes), num_labels
+        )
+    before, name, last = _CLASSIFIERS.get(spec.family, ("", "classifier.dense", "classifier.out_proj"))
+    if before == "body":
+        name = body.prefix + name
+    dense = source.linear(name, square)
+    act = activation_of("relu" if spec.family == "distilbert" else "tanh")
+    return TextLogits("cls", dense, act, None, source.linear(last, classes), num_labels)
+
+
+_POOLER = ("body", "pooler.dense", "classifier")
+_CLASSIFIERS = {
+    "bert": _POOLER,
+    "nomic_bert": _POOLER,
+    "gte": _POOLER,
+    "distilbert": ("", "pre_classifier", "classifier"),
+}
+"""By family: whether the hidden layer belongs to the body, its name, and the name of the last layer."""
+
+
+def _pooled(body: _Body, described: EncoderFiles) -> PooledVectors:
+    width = body.spec.hidden_size * len(described.pooling)
+    dense = []
+    for module in described.dense:
+        if module.in_features != width:
+            raise ModelError(
+                f"{module.folder} takes {module.in_features} numbers, but the module before gives {width}."
+            )
+        dense.append((_read_dense(body, module), activation_of(module.activation)))
+        width = module.out_features
+    return PooledVectors(described.pooling, tuple(dense), described.normalises, width)
+
+
+def _read_dense(body: _Body, module: DenseModule) -> Linear:
+    path = module.folder / "model.safetensors"
+    source = SafetensorsWeights(module.folder, (path,), {})
+    words = body.source.get(f"{body.prefix}{body.spec.names.embedding_norm}.weight")
+
+    def read(name: str) -> Tensor:
+        return source.get(name, device=words.device, dtype=words.dtype)
+
+    return Linear(read("linear.weight"), read("linear.bias") if module.has_bias else None)
