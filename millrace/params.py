@@ -33,8 +33,8 @@ FinishReason = Literal["stop", "length", "abort", "deadline", "error", "cancelle
 """Why a request ended."""
 
 
-Pooling = Literal["", "last", "mean"]
-POOLINGS = ("last", "mean")
+Pooling = Literal["", "last", "mean", "model"]
+POOLINGS = ("last", "mean", "model")
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf"]
 
 _GRAMMAR_NOUNS: dict[GrammarKind, str] = {
@@ -112,7 +112,12 @@ class DrawParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """None = off; k ≥ 0 = of the chosen token and of the k likeliest tokens."""
     prompt_logprobs: int | None = None
     pooling: Pooling = ""
-    """Not "": the result is no text but one vector, pooled from the prompt's hidden states and normalised."""
+    """Not "": the result is no text but one vector, pooled from the prompt's hidden states and normalised. "model":
+    what an encoder's files say, which may be logits instead."""
+    second_from: int = 0
+    """Encoders: index of the first token of the second of two texts, if the model tells them apart by type."""
+    pooled_from: int = 0
+    """Encoders: tokens at the beginning that are not pooled."""
     prediction: tuple[int, ...] = ()
     """Token ids that the answer will probably contain: drafts come from here. They never change the answer."""
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from millrace.config import Config, allowed_processors
+from millrace.engine.build_encoder import build_encoder_engine
 from millrace.engine.constrained import ConstrainedRequests
 from millrace.engine.drafting.find import DrafterSource, find_drafter
 from millrace.engine.figures.step_figures import ModelWork
@@ -49,6 +50,7 @@ from millrace.run.runner import AnyRunner, Runner
 from millrace.run.sampling.processors import load_processor
 from millrace.run.settings import RunnerSettings
 from millrace.run.step_log import StepLog
+from millrace.sources.encoder_files import is_encoder
 from millrace.sources.resolve import ModelFiles, resolve_model
 from millrace.version import __version__
 
@@ -85,7 +87,10 @@ def build_engine(
 
     for name in allowed_processors(config):
         load_processor(name)
-    decided = _decide(config, on_loading)
+    files = resolve_model(config.model.source, progress=on_loading)
+    if is_encoder(files.config):
+        return build_encoder_engine(config, files, channel, on_loading)
+    decided = _decide(config, files, on_loading)
     mirror = Mirror(config) if config.plan.mirror else None
     mirrored = None if mirror is None else StepRecorder(mirror, _setup(config, decided))  # It loads meanwhile.
     constrained = ConstrainedRequests(make_grammars(decided.files, decided.spec.vocab_size))
@@ -116,12 +121,11 @@ def build_runner(config: Config) -> tuple[Decided, Runner | CudaRunner]:
 
     def on_loading(what: str, done: int, total: int) -> None: ...
 
-    decided = _decide(config, on_loading)
-    return decided, _load_runner(config, decided, None, on_loading)
+    decided = _decide(config, resolve_model(config.model.source), on_loading)
+    return decided, _load_runner(config, decided, None, None, on_loading)
 
 
-def _decide(config: Config, on_loading: Callable[[str, int, int], None]) -> Decided:
-    files = resolve_model(config.model.source, progress=on_loading)
+def _decide(config: Config, files: ModelFiles, on_loading: Callable[[str, int, int], None]) -> Decided:
     spec = spec_from_config(files.config)
     device = open_device(config.run)
     precision = choose_precision(config.model, device, has_quantised_weights(files))
@@ -212,7 +216,7 @@ def _scheduler_settings(
 def _load_runner(
     config: Config,
     decided: Decided,
-    guide: DraftGuide,
+    guide: DraftGuide | None,
     build_pool: KernelBuildPool | None,
     on_loading: Callable[[str, int, int], None],
 ) -> Runner | CudaRunner:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TypeVar
 
 import msgspec
 import numpy as np
-from torch import Tensor
 from torch.nn.functional import normalize
 
 from millrace.engine.ledger import Ledger, front_of
@@ -16,6 +16,7 @@ from millrace.link.messages import FRONT_SHIFT, EngineStats, Finish, StepTokens,
 from millrace.plan.step import Ended, Int64s, StepOutcome
 from millrace.run.runner import StepResult
 from millrace.run.sampling.logprobs import LogprobColumns
+from millrace.run.sampling.pooling import PooledPart
 
 T = TypeVar("T")
 PromptLogprobsById = dict[int, tuple[TokenLogprobs | None, ...]]
@@ -26,8 +27,8 @@ class Outbox:
         self._channel = channel
         self._ledger = ledger
         self._prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
-        self._pooled: dict[int, Tensor] = {}
-        """Vectors of requests whose prompt is being computed."""
+        self._pooled: dict[int, PooledPart] = {}
+        """Of requests whose prompt is being computed: the sum of their parts so far."""
 
     def send_step(self, outcome: StepOutcome, result: StepResult, now: float) -> list[Finish]:
         """Send the outcome to all fronts concerned. Returns the terminal events sent."""
@@ -37,7 +38,9 @@ class Outbox:
         )
         for part in result.pooled:
             before = self._pooled.get(part.request_id) if part.first else None
-            self._pooled[part.request_id] = part.vector if before is None else before + part.vector
+            self._pooled[part.request_id] = (
+                part if before is None else replace(part, vector=before.vector + part.vector)
+            )
         logprobs = _token_logprobs(outcome, result) if result.logprobs is not None else {}
         finished = [self._finish(ended, now) for ended in outcome.ended]
         whole = StepTokens(
@@ -72,11 +75,12 @@ class Outbox:
 
     def _finish(self, ended: Ended, now: float) -> Finish:
         self._prompt_logprobs.pop(ended.request_id, None)
-        vector = self._pooled.pop(ended.request_id, None)
+        pooled = self._pooled.pop(ended.request_id, None)
         finish = self._ledger.close(ended, now)
-        if vector is None or ended.reason != "stop":
+        if pooled is None or ended.reason != "stop":
             return finish
-        return msgspec.structs.replace(finish, vector=normalize(vector, dim=0).numpy().tobytes())
+        vector = pooled.vector if pooled.is_finished else normalize(pooled.vector, dim=0)
+        return msgspec.structs.replace(finish, vector=vector.numpy().tobytes())
 
     def _complete_prompt_logprobs(self, first_ids: list[int], result: StepResult, now: float) -> PromptLogprobsById:
         """Collect log-probabilities over the chunks of a prompt; return them whole with the request's first token."""

@@ -23,7 +23,7 @@ import msgspec
 
 from millrace.errors import EngineUnavailable, Overloaded
 from millrace.link.channel import FrontChannel, NoEngine
-from millrace.link.limits import check_allowed_ends, check_named_ids, checked_ids, overflow
+from millrace.link.limits import check_allowed_ends, check_named_ids, checked_ids, overflow, text_too_long
 from millrace.link.messages import (
     FRONT_SHIFT,
     Abort,
@@ -373,7 +373,10 @@ class EngineClient:
             check_named_ids(params, ready.vocab_size)
         room = min(ready.max_context, ready.kv_tokens)
         max_tokens = params.max_tokens if params.max_tokens is not None else max(room - num_prompt, 1)
-        if num_prompt + max_tokens > room:
+        if params.pooling == "model":
+            if num_prompt > ready.max_context:
+                raise text_too_long(num_prompt, ready)
+        elif num_prompt + max_tokens > room:
             raise overflow(num_prompt, max_tokens, ready)
         if params.max_tokens is None:
             params = msgspec.structs.replace(params, max_tokens=max_tokens)

@@ -72,3 +72,12 @@ def overflow(num_prompt: int, max_tokens: int, ready: EngineReady) -> ContextOve
         f"The prompt has {num_prompt} tokens, but {what} holds {room}{after}. Shorten the prompt{more}.",
         param="prompt",
     )
+
+
+def text_too_long(num_tokens: int, ready: EngineReady) -> ContextOverflow:
+    """For models that read a text at once and write nothing after it."""
+    return ContextOverflow(
+        f"The text has {num_tokens} tokens, special tokens included, but the model reads at most {ready.max_context}."
+        " Shorten it, or ask for its end to be cut (`truncate`).",
+        param="prompt",
+    )

@@ -9,10 +9,9 @@ import torch
 
 from millrace.plan.pacing.step_time import step_parts
 from millrace.plan.shapes.table import ShapeFacts
-from millrace.plan.step import BlockCopies, CapturePlan, HeadShape, Int32s, StepPlan
-from millrace.run.drafting.drafter import DraftGuide
+from millrace.plan.step import BlockCopies, CapturePlan, HeadShape, Int32s, StepInputs, StepPlan
 from millrace.run.runner import StepResult
-from millrace.run.sampling.masks import Masks, Uint32s
+from millrace.run.sampling.masks import Uint32s
 from millrace.simulate.clock import VirtualClock
 from millrace.simulate.profile import Profile
 from millrace.simulate.requests import END_TOKEN, FIRST_TOKEN, VOCABULARY
@@ -88,7 +87,7 @@ class PricedRunner:
     def shapes(self) -> ShapeFacts | None:
         return None
 
-    def forward(self, plan: StepPlan) -> None:
+    def forward(self, plan: StepPlan, given: tuple[Int32s, ...] | None = None) -> None:
         for admission in plan.admitted:
             row = admission.row
             self._known[row], self._limit[row] = len(admission.tokens), admission.limit
@@ -104,7 +103,7 @@ class PricedRunner:
             self.outside_s += seconds
         self._free_at = max(self._free_at, self._clock()) + seconds
 
-    def draw(self, plan: StepPlan, masks: Masks | None) -> PricedStep:
+    def draw(self, plan: StepPlan, inputs: StepInputs | None = None) -> PricedStep:
         rows = plan.rows[plan.samples]
         counts, num_drafts = None, None
         if plan.draft_places is not None:
@@ -149,15 +148,13 @@ class PricedRunner:
 
     # -- what a simulation has no use for ----------------------------------------------------------------------------
 
-    def guide_drafts(self, guide: DraftGuide) -> None: ...
-
-    def masked_drafts(self) -> list[Int32s]:
-        return []
+    def drafts(self) -> tuple[Int32s, ...]:
+        return ()
 
     def mask_memory(self, count: int) -> Uint32s:
         raise AssertionError("no simulated request has a grammar")
 
-    def draw_ahead(self, plan: StepPlan, masks: Masks) -> PricedStep | None:
+    def draw_ahead(self, plan: StepPlan, inputs: StepInputs) -> PricedStep | None:
         return None
 
     def masks_ready(self) -> None: ...

@@ -18,6 +18,7 @@ from helpers.fake_runner import FakeRunner, FakeStep
 from millrace.engine.cycle import Confirmed, Cycle
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.codec.encoder import encode_plan
+from millrace.plan.encoding import EncodePlanner, EncodeSettings
 from millrace.plan.planner import Planner
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
@@ -41,6 +42,10 @@ class Case:
 def new_scheduler() -> Planner:
     settings = SchedulerSettings(num_blocks=120, block_size=4, max_running=MAX_ROWS, token_budget=32)
     return Scheduler(settings)
+
+
+def new_encode_planner() -> Planner:
+    return EncodePlanner(EncodeSettings(max_rows=MAX_ROWS, token_budget=32, max_tokens=512))
 
 
 def prompt_of(num_tokens: int, first: int) -> np.ndarray:
@@ -68,6 +73,7 @@ CASES = {
     "scheduler": Case(new_scheduler, generated),
     "scheduler, pooled": Case(new_scheduler, pooled),
     "scheduler, scored": Case(new_scheduler, scored),
+    "encoder": Case(new_encode_planner, pooled),
 }
 
 

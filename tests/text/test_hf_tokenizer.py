@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.tiny_encoders import write_tokenizer
 from text import corpus
 from text.small_vocabularies import sentence_piece_entries
 from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers, processors
@@ -18,6 +19,7 @@ from millrace.errors import ModelError
 from millrace.sources.resolve import ModelFiles
 from millrace.text.chat.template import load_chat_template
 from millrace.text.detokenizer import Detokenizer
+from millrace.text.tokenizers.hf_tokenizer import build_hf_tokenizer
 from millrace.text.tokenizers.load import load_tokenizer
 from millrace.text.tokenizers.spm_merges import derive_merges
 from millrace.text.tokenizers.tokenizer import Tokenizer
@@ -229,3 +231,35 @@ def test_broken_settings(tmp_path: Path, name: str, content: str) -> None:
     (tmp_path / f"{name}.json").write_text(content)
     with pytest.raises(ModelError, match=f"{name}.json"):
         load_tokenizer(files)
+
+
+def test_stored_padding_and_truncation_do_not_hide_the_special_tokens(tmp_path: Path) -> None:
+    """Tokenizers of encoders are stored so that every text has the same number of tokens."""
+    write_tokenizer(tmp_path)
+    plain = build_hf_tokenizer(tmp_path, {}).encode("the sea is blue")
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    backend.enable_padding(length=16)
+    backend.enable_truncation(4)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert build_hf_tokenizer(tmp_path, {}).encode("the sea is blue") == plain
+    assert plain[0] == 2
+    assert plain[-1] == 3
+
+
+def test_pairs_are_joined_as_the_tokenizer_joins_them(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = build_hf_tokenizer(tmp_path, {})
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    expected = backend.encode("the sea", "is blue")
+    first, second = (tokenizer.encode(text, add_special=False) for text in ("the sea", "is blue"))
+    token_ids, second_from = tokenizer.pair.join(first, second)
+    assert token_ids == expected.ids
+    assert second_from == expected.type_ids.index(1)
+
+
+def test_a_cut_text_keeps_its_last_special_token(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    tokenizer = build_hf_tokenizer(tmp_path, {})
+    token_ids = tokenizer.encode("the sea is blue")
+    assert tokenizer.cut(token_ids, 6) == token_ids
+    assert tokenizer.cut(token_ids, 4) == [*token_ids[:3], token_ids[-1]]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from millrace.plan.queue.fair_shares import FairShares
 from millrace.plan.queue.policy import Policy
-from millrace.plan.queue.waiting_tokens import WaitingTokens
+from millrace.plan.queue.waiting_tokens import CountedTokens
 from millrace.plan.request import NUM_CLASSES, Request
 
 SortKey = tuple[float, int]
@@ -31,7 +31,7 @@ AGING_WINDOW_S = 10.0
 
 
 class WaitingQueue:
-    def __init__(self, policy: Policy, shares: FairShares, aging_s: float, tokens: WaitingTokens) -> None:
+    def __init__(self, policy: Policy, shares: FairShares, aging_s: float, tokens: CountedTokens) -> None:
         self._policy = policy
         self._shares = shares
         self._aging_s = aging_s

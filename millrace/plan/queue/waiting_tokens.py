@@ -6,8 +6,34 @@ again. Prompts are hashed when the count is asked for, so a request that is admi
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from millrace.plan.kv.prefix import PrefixIndex
 from millrace.plan.request import NUM_CLASSES, Request
+
+
+class CountedTokens(Protocol):
+    def add(self, request: Request) -> None: ...
+
+    def remove(self, request: Request) -> None: ...
+
+    def by_class(self) -> tuple[int, ...]: ...
+
+
+class WholePrompts:
+    """Where nothing is cached, every waiting prompt counts whole."""
+
+    def __init__(self) -> None:
+        self._by_class = [0] * NUM_CLASSES
+
+    def add(self, request: Request) -> None:
+        self._by_class[request.priority] += request.num_prompt
+
+    def remove(self, request: Request) -> None:
+        self._by_class[request.priority] -= request.num_prompt
+
+    def by_class(self) -> tuple[int, ...]:
+        return tuple(self._by_class)
 
 
 class WaitingTokens:

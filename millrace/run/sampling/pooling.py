@@ -20,7 +20,9 @@ class PooledPart:
     first: int
     """Position of the part's first token."""
     vector: Tensor
-    """float32 [hidden]"""
+    """float32 [hidden]; of an encoder, what its head gives."""
+    is_finished: bool = False
+    """True if it is the result as it stands. False: a sum, which is made a vector of length 1."""
 
     def to_host(self) -> PooledPart:
         return replace(self, vector=self.vector.to("cpu", non_blocking=True))

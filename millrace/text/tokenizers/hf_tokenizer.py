@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from millrace.errors import ModelError
-from millrace.text.tokenizers.tokenizer import END_NAMES, Tokenizer
+from millrace.text.tokenizers.tokenizer import END_NAMES, PairTemplate, Tokenizer
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS_OVERRIDE = ("Llama", "CodeLlama", "Gemma")
@@ -35,6 +35,7 @@ def build_hf_tokenizer(directory: Path, config: Mapping[str, Any]) -> Tokenizer:
         end_token_ids=_end_ids(backend, eos, directory, config),
         prefix_ids=prefix,
         suffix_ids=suffix,
+        pair=_pair_template(backend),
         special_tokens=named,
         special_ids=special,
         chat_templates=_chat_templates(directory, settings),
@@ -48,9 +49,13 @@ def _read_backend(path: Path) -> Backend:
             " (transformers' save_pretrained writes it)."
         )
     try:
-        return Backend.from_file(str(path))
+        backend = Backend.from_file(str(path))
     except Exception as error:  # tokenizers raises plain `Exception`.
         raise ModelError(f"The tokenizer {path} cannot be read: {error}. Download the file again.") from error
+    # Tokenizers of encoders are often stored with both: nothing is cut or padded unasked.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -147,6 +152,22 @@ def _prefix_and_suffix(
     full = backend.encode("a", add_special_tokens=True).ids
     start = next((at for at in range(len(full)) if full[at : at + len(bare)] == bare), 0)
     return tuple(full[:start]), tuple(full[start + len(bare) :])
+
+
+def _pair_template(backend: Backend) -> PairTemplate:
+    """How tokenizer.json joins two texts."""
+    both = backend.encode("a", "b", add_special_tokens=True)
+    of_first = [at for at, number in enumerate(both.sequence_ids) if number == 0]
+    of_second = [at for at, number in enumerate(both.sequence_ids) if number == 1]
+    if not of_first or not of_second:  # A vocabulary without these letters.
+        return PairTemplate((), (), (), has_types=False)
+    first, last, second, end = of_first[0], of_first[-1] + 1, of_second[0], of_second[-1] + 1
+    return PairTemplate(
+        tuple(both.ids[:first]),
+        tuple(both.ids[last:second]),
+        tuple(both.ids[end:]),
+        has_types=both.type_ids[second] == 1,
+    )
 
 
 def _end_ids(backend: Backend, eos: int | None, directory: Path, config: Mapping[str, Any]) -> tuple[int, ...]:

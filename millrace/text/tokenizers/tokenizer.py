@@ -6,6 +6,7 @@ A `Tokenizer` is immutable and thread-safe. The `tokenizers` library does the wo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from tokenizers import Tokenizer as Backend
@@ -30,6 +31,29 @@ MarkerId = Callable[[str], int | None]
 """As `Tokenizer.marker_id`."""
 
 
+@dataclass(frozen=True, slots=True)
+class PairTemplate:
+    """Ids around and between two texts that a model reads together."""
+
+    before: tuple[int, ...]
+    between: tuple[int, ...]
+    after: tuple[int, ...]
+    has_types: bool
+    """True if tokens of the second text have a type of their own."""
+
+    @property
+    def num_added(self) -> int:
+        return len(self.before) + len(self.between) + len(self.after)
+
+    def join(self, first: Sequence[int], second: Sequence[int]) -> tuple[list[int], int]:
+        """The ids of both, and the index from which the second type holds; 0 if there is one type only."""
+        start = [*self.before, *first, *self.between]
+        return [*start, *second, *self.after], len(start) if self.has_types else 0
+
+
+NO_PAIR = PairTemplate((), (), (), has_types=False)
+
+
 class Tokenizer:
     """One model's vocabulary, special tokens and chat templates."""
 
@@ -42,6 +66,7 @@ class Tokenizer:
         end_token_ids: tuple[int, ...] = (),
         prefix_ids: tuple[int, ...] = (),
         suffix_ids: tuple[int, ...] = (),
+        pair: PairTemplate = NO_PAIR,
         special_tokens: Mapping[str, str] | None = None,
         special_ids: frozenset[int] = frozenset(),
         chat_templates: Mapping[str, str] | None = None,
@@ -53,6 +78,7 @@ class Tokenizer:
         self._backend = backend
         self._prefix = list(prefix_ids)
         self._suffix = list(suffix_ids)
+        self.pair = pair
         self.chat_templates: dict[str, str] = dict(chat_templates or {})
         """Jinja sources by name ("default", "tool_use", …)."""
         added = backend.get_added_tokens_decoder()
@@ -95,6 +121,11 @@ class Tokenizer:
         if not add_special or not (self._prefix or self._suffix):
             return [one.ids for one in encoded]
         return [self._prefix + one.ids + self._suffix for one in encoded]
+
+    def cut(self, ids: list[int], room: int) -> list[int]:
+        """An encoded text without the end of what is too long; its suffix tokens stay."""
+        num_after = len(self._suffix)
+        return ids if len(ids) <= room else [*ids[: max(0, room - num_after)], *self._suffix]
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of the ids, as Hugging Face decodes them. Ids without a token are skipped."""
