@@ -235,7 +235,7 @@ class EncodePlanner:
         self._unfence(step_no)
         for request in requests:
             self._shares.leave(request.tenant)
-            self._ended.append(end_of(request, "length", 0))
+            self._ended.append(end_of(request, "stop", 0))
         return StepOutcome(
             step_no=step_no,
             request_ids=_NO_IDS,

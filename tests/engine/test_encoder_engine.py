@@ -33,7 +33,7 @@ def run_engine(folder: Path, *messages: ToEngine, **settings: object) -> tuple[d
 
 
 def request(request_id: int, token_ids: list[int], **params: int) -> NewRequest:
-    chosen = SamplingParams(temperature=0.0, max_tokens=1, pooling="model", **params)
+    chosen = SamplingParams(temperature=0.0, max_tokens=0, pooling="model", **params)
     return NewRequest(id=request_id, prompt=pack_tokens(np.array(token_ids)), params=chosen, arrival=0.0)
 
 

@@ -8,7 +8,7 @@ from millrace.params import RowParams, SamplingParams
 from millrace.plan.encoding import EncodePlanner, EncodeSettings
 from millrace.plan.request import BATCH, INTERACTIVE, STANDARD, Request
 
-PARAMS = RowParams(SamplingParams(max_tokens=1, pooling="mean"))
+PARAMS = RowParams(SamplingParams(max_tokens=0, pooling="mean"))
 
 
 def planner(max_rows: int = 8, token_budget: int = 20, max_tokens: int = 100) -> EncodePlanner:
@@ -18,7 +18,7 @@ def planner(max_rows: int = 8, token_budget: int = 20, max_tokens: int = 100) ->
 def text(request_id: int, length: int, *, priority: int = STANDARD, tenant: str = "", arrival: float = 0.0) -> Request:
     prompt = np.zeros(length, np.int32)
     return Request(
-        request_id, prompt, max_tokens=1, priority=priority, tenant=tenant, arrival=arrival, row_params=PARAMS
+        request_id, prompt, max_tokens=0, priority=priority, tenant=tenant, arrival=arrival, row_params=PARAMS
     )
 
 

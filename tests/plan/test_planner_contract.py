@@ -22,10 +22,9 @@ from millrace.plan.encoding import EncodePlanner, EncodeSettings
 from millrace.plan.planner import Planner
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
-from millrace.plan.step import Ended, StepPlan
+from millrace.plan.step import Ended, Int32s, StepInputs, StepPlan
 from millrace.run.facts import RunnerFacts
 from millrace.run.runner import StepResult
-from millrace.run.sampling.masks import Masks
 
 MAX_ROWS = 4
 
@@ -88,7 +87,7 @@ class ContractRunner(FakeRunner):
         self.poison: int | None = None
         self.last_step_no: int | None = None
 
-    def forward(self, plan: StepPlan) -> None:
+    def forward(self, plan: StepPlan, given: tuple[Int32s, ...] | None = None) -> None:
         super().forward(plan)
         assert self.last_step_no is None or plan.step_no == self.last_step_no + 1
         self.last_step_no = plan.step_no
@@ -103,8 +102,8 @@ class ContractRunner(FakeRunner):
         assert set(rows) <= set(self.table)
         self.in_flight[plan.step_no] = set(rows)
 
-    def draw(self, plan: StepPlan, masks: Masks | None) -> Any:
-        pending = super().draw(plan, masks)
+    def draw(self, plan: StepPlan, inputs: StepInputs | None = None) -> Any:
+        pending = super().draw(plan, inputs)
         before = encode_plan(plan)
         fails = self.poison in [self.table[row] for row in plan.rows.tolist()]
 
