@@ -64,6 +64,16 @@ def busy_stats(points: int = 60) -> dict[str, Any]:
         },
         "series": {
             "time": [1.7e9 + 5 * at for at in range(points)],
+            "goodput_share": wave(0.9, 0.05, 9, points),
+            "wasted_share": {
+                name: wave(base, base / 2, 7, points, base)
+                for name, base in (
+                    ("cancelled", 0.02),
+                    ("rejected_drafts", 0.05),
+                    ("recomputed", 0.01),
+                    ("padding", 0.02),
+                )
+            },
             "ttft_s": spread(0.12),
             "tpot_s": spread(0.011),
             "queue_s": spread(0.02),
@@ -92,6 +102,10 @@ def busy_stats(points: int = 60) -> dict[str, Any]:
             "refused_per_s": wave(0.1, 0.4, 7, points),
             "bytes_per_s": [None, *wave(2.9e12, 5e11, 9, points - 1)],
             "flops": [None, *wave(1.9e14, 8e13, 7, points - 1)],
+        },
+        "latency": {
+            name: {"n": 4210, "p50": base, "p95": 2.4 * base, "p99": 4 * base, "max": 5 * base}
+            for name, base in (("ttft_s", 0.12), ("tpot_s", 0.011), ("queue_s", 0.02))
         },
         "limits": {"bytes_per_s": 4.8e12, "flops": 9.9e14},
         "tenants": [{"tenant": name, **dict(zip(figures, row, strict=True))} for name, row in tenants.items()],

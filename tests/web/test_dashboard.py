@@ -56,7 +56,7 @@ def test_figures_of_a_real_front(browser: Browser, front: Front) -> None:
         expect(pool).to_have_attribute("aria-label", "device: 10 used, 30 cached, 60 free")
         page.wait_for_selector("text=No request is running.")
         page.select_option("#window", "60")
-        page.wait_for_selector(".chart canvas[aria-label^='Requests per second']")
+        page.wait_for_selector(".chart canvas[aria-label^='Time to first token']")
 
 
 def test_objectives_and_cost_of_a_real_front(browser: Browser) -> None:
@@ -195,3 +195,73 @@ def test_operator_and_tenant_see_what_is_theirs(browser: Browser, tmp_path: Path
         assert get(front.port, "/v1/stats").status == 401
         refused = request(front.port, "GET", "/v1/requests?limit=0", headers=bearer("acme"))
         assert (refused.status, refused.error["param"]) == (400, "limit")
+
+
+RECORD_LABELS = """const write = CanvasRenderingContext2D.prototype.fillText;
+window.labels = {};
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {
+  const isOfAxis = this.textAlign === "right" && this.textBaseline === "middle";
+  if (isOfAxis) window.labels[text] = x - this.measureText(text).width;
+  return write.call(this, text, x, y);
+};"""
+
+
+def test_axis_labels_are_whole(browser: Browser, front: Front) -> None:
+    busy = busy_stats()
+    busy["series"]["ttft_s"] = {name: [0.3 for _ in busy["series"]["time"]] for name in ("p50", "p95", "p99")}
+    with watched_page(browser, front.url) as page:
+        page.add_init_script(RECORD_LABELS)
+        make_busy(page)
+        answer_with(page, r"/v1/stats", busy)
+        open_page(page, front, "/dashboard")
+        page.wait_for_function("'300 ms' in labels && Object.keys(labels).length > 10")
+        assert {text: at for text, at in page.evaluate("labels").items() if at < 0} == {}
+
+
+def test_few_requests_are_points_and_empty_panels_are_folded(browser: Browser) -> None:
+    with running_front(endless, step_s=0.01) as quiet, watched_page(browser, quiet.url) as page:
+        post(quiet.port, CHAT, BODY)
+        open_page(page, quiet, "/dashboard")
+        chart = page.locator(".chart", has_text="Time to first token")
+        expect(chart.locator("small")).to_have_text("1 measured, each a point")
+        found = get(quiet.port, "/v1/stats?window=300&step=5").json["latency"]["ttft_s"]
+        assert found["p50"] == found["p99"] == found["points"][0][1]
+        values = chart.locator(".legend b").all_inner_texts()
+        assert len(values) == 3
+        assert len(set(values)) == 1, "every percentile of one request is its own time"
+        group = page.locator(".group", has=page.locator("h2", has_text="KV cache"))
+        expect(group.locator(".folded")).to_contain_text("Evictions and preemptions per second")
+        assert not page.locator(".chart", has_text="Evictions and preemptions").is_visible()
+        group.locator("text=Show").click()
+        page.locator(".chart", has_text="Evictions and preemptions").wait_for()
+
+
+def test_running_requests_come_before_the_charts(browser: Browser, front: Front) -> None:
+    with watched_page(browser, front.url) as page:
+        make_busy(page)
+        open_page(page, front, "/dashboard")
+        page.wait_for_selector("#requests tr")
+        assert page.evaluate("document.querySelector('#requests').getBoundingClientRect().top") < 400
+        expect(page.locator(".chart", has_text="Wasted tokens").locator(".legend")).to_contain_text("rejected drafts")
+
+
+def test_the_dashboard_on_a_phone_is_short_and_its_links_are_whole(browser: Browser, front: Front) -> None:
+    with watched_page(browser, front.url, **PHONE) as page:
+        make_busy(page)
+        for path in ("/", "/dashboard", "/docs"):
+            open_page(page, front, path)
+            assert page.evaluate("(nav => nav.scrollWidth <= nav.clientWidth)(document.querySelector('.top nav'))"), (
+                path
+            )
+        open_page(page, front, "/dashboard")
+        page.wait_for_selector("#requests tr")
+        assert page.locator("details.group[open]").count() == 1
+        fits = """input => {
+            const context = document.createElement("canvas").getContext("2d"), style = getComputedStyle(input);
+            context.font = style.font;
+            const room = input.clientWidth - 2 * parseFloat(style.paddingLeft);
+            return context.measureText(input.placeholder).width <= room; }"""
+        assert page.locator("#find-id").evaluate(fits)
+        page.locator("summary", has_text="Throughput").click()
+        page.locator(".chart", has_text="Requests per second").wait_for()
+        assert has_no_sideways_scroll(page)

@@ -2,7 +2,7 @@
 
 import { el } from "../common/dom.js";
 
-const HEIGHT = 150, LEFT = 44, RIGHT = 10, TOP = 10, BOTTOM = 22;
+const HEIGHT = 150, LEAST_LEFT = 30, GAP = 8, RIGHT = 10, TOP = 10, BOTTOM = 22;
 const charts = new Set();
 const probe = document.body.appendChild(el("i", { hidden: true })), colors = new Map();
 const font = getComputedStyle(document.body).fontFamily;
@@ -27,12 +27,13 @@ function axis(most, isShare) {
 export class Chart {
   /** `series`: [{ label, color (a CSS variable), values }], `format` writes a value, `stacked` draws areas on each other. */
   constructor(title, { format, isShare = false, stacked = false, note = "" }) {
-    Object.assign(this, { format, isShare, stacked, series: [], time: [], width: 0 });
+    Object.assign(this, { format, isShare, stacked, series: [], time: [], points: null, summary: null, width: 0, left: LEAST_LEFT, usualNote: note });
     this.canvas = el("canvas", { height: HEIGHT, role: "img" });
     this.legend = el("div", { class: "legend" });
     this.empty = el("p", { class: "none" }, "Nothing measured yet");
     this.title = title;
-    this.root = el("figure", { class: "chart card" }, el("figcaption", {}, el("h3", {}, title), note ? el("small", {}, note) : null), el("div", { class: "plot" }, this.canvas, this.empty), this.legend);
+    this.note = el("small", {}, note);
+    this.root = el("figure", { class: "chart card" }, el("figcaption", {}, el("h3", {}, title), this.note), el("div", { class: "plot" }, this.canvas, this.empty), this.legend);
     this.canvas.addEventListener("pointermove", event => this.hover(event));
     this.canvas.addEventListener("pointerleave", () => { hovered = null; drawAll(); });
     charts.add(this);
@@ -42,15 +43,21 @@ export class Chart {
 
   hover(event) {
     const box = this.canvas.getBoundingClientRect();
-    hovered = Math.max(0, Math.min(1, (event.clientX - box.left - LEFT) / (box.width - LEFT - RIGHT)));
+    hovered = Math.max(0, Math.min(1, (event.clientX - box.left - this.left) / (box.width - this.left - RIGHT)));
     drawAll();
   }
 
-  update(time, series) {
-    this.time = time;
-    this.series = series;
+  /**
+   * `points`: [time, value] of each request, if there are few: they are drawn instead of the lines.
+   * `summary`: one value per series that the legend shows while nothing is pointed at; by default the last ones.
+   */
+  update(time, series, points = null, summary = null) {
+    Object.assign(this, { time, series, points, summary });
+    this.note.textContent = points?.length ? `${points.length} measured, each a point` : this.usualNote;
     this.draw();
   }
+
+  get isEmpty() { return !this.points?.length && this.series.every(one => one.values.every(value => !value)); }
 
   draw() {
     const width = this.width;
@@ -64,19 +71,22 @@ export class Chart {
     }
     context.setTransform(scale, 0, 0, scale, 0, 0);
     context.clearRect(0, 0, width, HEIGHT);
-    const lines = this.stacked ? stack(this.series) : this.series.map(one => ({ ...one, low: null, high: one.values }));
-    const values = lines.flatMap(one => one.high).filter(value => value !== null);
+    const points = this.points, lines = points ? [] : this.stacked ? stack(this.series) : this.series.map(one => ({ ...one, low: null, high: one.values }));
+    const values = points ? points.map(([, value]) => value) : lines.flatMap(one => one.high).filter(value => value !== null);
     this.empty.hidden = values.length > 0;
     const { top, ticks } = axis(Math.max(...values, 0), this.isShare);
-    const x = number => LEFT + (this.time.length < 2 ? 0 : number / (this.time.length - 1)) * (width - LEFT - RIGHT);
+    context.font = `11px ${font}`;
+    this.left = Math.max(LEAST_LEFT, ...ticks.map(tick => Math.ceil(context.measureText(this.format(tick)).width) + GAP + 2));
+    const across = share => this.left + Math.max(0, Math.min(1, share)) * (width - this.left - RIGHT);
+    const x = number => across(this.time.length < 2 ? 0 : number / (this.time.length - 1));
     const y = value => HEIGHT - BOTTOM - (value / top) * (HEIGHT - TOP - BOTTOM);
     this.drawAxes(context, width, ticks, y);
     for (const line of lines.toReversed()) drawLine(context, line, x, y, chartColor(line.color), this.stacked);
+    if (points) drawPoints(context, points, at => across((at - this.time[0]) / (this.time.at(-1) - this.time[0])), y, chartColor("1"));
     this.showLegend(this.crosshair(context, x));
   }
 
   drawAxes(context, width, ticks, y) {
-    context.font = `11px ${font}`;
     context.fillStyle = chartColor("label");
     context.strokeStyle = chartColor("grid");
     context.lineWidth = 1;
@@ -85,16 +95,16 @@ export class Chart {
     for (const tick of ticks) {
       const at = Math.round(y(tick)) + 0.5;
       context.beginPath();
-      context.moveTo(LEFT, at);
+      context.moveTo(this.left, at);
       context.lineTo(width - RIGHT, at);
       context.stroke();
-      context.fillText(this.format(tick), LEFT - 7, at);
+      context.fillText(this.format(tick), this.left - GAP, at);
     }
     if (this.time.length < 2) return;
     context.textBaseline = "alphabetic";
     const clock = seconds => new Date(seconds * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });
     context.textAlign = "left";
-    context.fillText(clock(this.time[0]), LEFT, HEIGHT - 5);
+    context.fillText(clock(this.time[0]), this.left, HEIGHT - 5);
     context.textAlign = "right";
     context.fillText(clock(this.time.at(-1)), width - RIGHT, HEIGHT - 5);
   }
@@ -114,8 +124,8 @@ export class Chart {
   }
 
   showLegend(at) {
-    const texts = this.series.map(one => {
-      let value = one.values[at] ?? null;
+    const texts = this.series.map((one, number) => {
+      let value = (hovered === null ? this.summary?.[number] : null) ?? one.values[at] ?? null;
       if (hovered === null) for (let back = at; value === null && back >= 0; back--) value = one.values[back];
       return [one, value === null || value === undefined ? "–" : this.format(value)];
     });
@@ -156,6 +166,13 @@ function drawLine(context, { high, low }, x, y, color, isFilled) {
     context.stroke();
     if (from === to) { context.beginPath(); context.arc(x(from), y(high[from]), 2.8, 0, 7); context.fill(); }
   }
+}
+
+function drawPoints(context, points, x, y, color) {
+  context.fillStyle = color;
+  context.globalAlpha = 0.75;
+  for (const [at, value] of points) { context.beginPath(); context.arc(x(at), y(value), 3, 0, 7); context.fill(); }
+  context.globalAlpha = 1;
 }
 
 /** Stretches without a gap. */

@@ -18,12 +18,14 @@ const last = values => values?.findLast(value => value !== null) ?? null;
 const shown = (value, format) => (value === null || value === undefined ? "–" : format(value));
 
 // ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-function tiles({ now, series, totals }) {
+const measured = latency => (latency?.n ? `${count(latency.n)} in this time` : "none in this time");
+
+function tiles({ now, series, totals, latency = {} }) {
   const blocks = now.kv_blocks?.device;
   const list = [
     ["Running", shown(now.running, count), `${shown(now.waiting, count)} waiting`],
-    ["TTFT, p95", shown(last(series.ttft_s?.p95), seconds), `p50 ${shown(last(series.ttft_s?.p50), seconds)}`],
-    ["TPOT, p50", shown(last(series.tpot_s?.p50), seconds), `p95 ${shown(last(series.tpot_s?.p95), seconds)}`],
+    ["TTFT, p95", shown(latency.ttft_s?.p95, seconds), `p50 ${shown(latency.ttft_s?.p50, seconds)}, ${measured(latency.ttft_s)}`],
+    ["TPOT, p50", shown(latency.tpot_s?.p50, seconds), `p95 ${shown(latency.tpot_s?.p95, seconds)}, ${measured(latency.tpot_s)}`],
     ["Output tokens/s", shown(last(series.output_tokens_per_s), count), `${shown(last(series.input_tokens_per_s), count)} input`],
     ["KV pool in use", blocks?.total ? share(blocks.used / blocks.total) : "–", blocks ? `${count(blocks.cached)} blocks cached` : ""],
     ["Prefix hits", shown(last(series.prefix_hit_rate), share), `${shown(totals.cached_tokens, count)} tokens so far`],
@@ -40,13 +42,16 @@ function tenants({ tenants: list = [], view }) {
   byId("tenant-rows").replaceChildren(...named.map(one => el("tr", {}, el("td", {}, one.tenant), ...["running", "waiting", "requests", "input_tokens", "cached_tokens", "output_tokens"].map(name => el("td", { class: "number" }, count(one[name] ?? 0))))));
 }
 
+/** 99.9 % must not read 100 %. */
+const fineShare = value => `${+(value * 100).toFixed(value > 0.99 ? 3 : 1)} %`;
+
 function objectives({ slos = [] }) {
   byId("objectives").hidden = !slos.length && !cost;
   byId("slos").replaceChildren(...slos.map(one => {
     const left = Math.max(0, Math.min(1, one.budget_left ?? 0)), bar = el("i");
     bar.style.setProperty("--share", left);
     return el("div", { class: "card slo" }, el("strong", {}, one.slo), el("span", { class: `pill ${one.is_met ? "good" : "bad"}` }, one.is_met ? "met" : "missed"),
-      el("small", {}, [one.class, one.total ? `${share(one.good / one.total)} of ${count(one.total)} good, objective ${share(one.objective)}` : "no requests yet"].filter(Boolean).join(" · ")), el("span", { class: "meter" }, bar),
+      el("small", {}, [one.class, one.total ? `${fineShare(one.good / one.total)} of ${count(one.total)} good, objective ${fineShare(one.objective)}` : "no requests yet"].filter(Boolean).join(" · ")), el("span", { class: "meter" }, bar),
       el("small", {}, `Error budget left: ${share(left)}${one.burn ? ` · burn rate ${Object.entries(one.burn).map(([span, rate]) => `${span} ${shown(rate, value => value.toFixed(2))}`).join(", ")}` : ""}`),
       (one.used_by ?? []).slice(0, 2).map(minute => el("small", {}, `${new Date(minute.time * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit" })}: ${minute.beyond_limit} of ${minute.of} beyond the limit${minute.cause ? ` (${minute.cause})` : ""}`)));
   }));

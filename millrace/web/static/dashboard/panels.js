@@ -11,13 +11,15 @@ const perLimit = (name, limit) => [line("of the machine", "1", (series, limits) 
 
 const GROUPS = [
   ["Latency", [
-    ["Time to first token", { format: seconds }, percentiles("ttft_s")],
-    ["Time per output token", { format: seconds }, percentiles("tpot_s")],
-    ["Time in the queue", { format: seconds }, percentiles("queue_s")],
+    ["Time to first token", { format: seconds, latency: "ttft_s" }, percentiles("ttft_s")],
+    ["Time per output token", { format: seconds, latency: "tpot_s" }, percentiles("tpot_s")],
+    ["Time in the queue", { format: seconds, latency: "queue_s" }, percentiles("queue_s")],
   ]],
   ["Throughput", [
     ["Tokens per second", { format: count }, [line("input", "1", series => series.input_tokens_per_s), line("cached", "3", series => series.cached_tokens_per_s), line("output", "2", series => series.output_tokens_per_s)]],
     ["Requests per second", { format: count }, [line("ended", "1", series => series.requests_per_s)]],
+    ["Useful tokens", { format: share, isShare: true, note: "of computed tokens" }, [line("useful", "1", series => series.goodput_share)]],
+    ["Wasted tokens", { format: share, stacked: true, note: "of computed tokens" }, [["cancelled", "bad"], ["rejected_drafts", "2"], ["recomputed", "4"], ["padding", "3"]].map(([cause, color]) => line(cause.replace("_", " "), color, series => series.wasted_share?.[cause]))],
     ["Errors per second", { format: count }, [line("errors", "bad", series => series.errors_per_s), line("refused", "2", series => series.refused_per_s)]],
   ]],
   ["Scheduling", [
@@ -41,26 +43,43 @@ const GROUPS = [
   ]],
 ];
 
+const isPhone = () => matchMedia("(max-width: 44rem)").matches;
+
 export class Panels {
   constructor(container) {
-    this.panels = [];
-    for (const [title, charts] of GROUPS) {
+    this.groups = GROUPS.map(([title, charts], number) => {
       const grid = el("div", { class: "charts" });
-      container.append(el("section", {}, el("h2", {}, title), grid));
+      const names = el("span"), showAll = el("button", { type: "button", class: "link" }, "Show");
+      const folded = el("p", { class: "folded soft", hidden: true }, names, " ", showAll);
+      const group = { folded, names, isUnfolded: false, panels: [] };
+      showAll.addEventListener("click", () => { group.isUnfolded = true; this.update(this.data); });
+      // A phone shows one group at first: the others are a tap away.
+      container.append(el("details", { class: "group", open: !isPhone() || number === 0 }, el("summary", {}, el("h2", {}, title)), grid, folded));
       for (const [name, options, lines] of charts) {
         const chart = new Chart(name, options);
         grid.append(chart.root);
-        this.panels.push({ chart, lines, needs: options.needs ?? (() => true) });
+        group.panels.push({ name, chart, lines, latency: options.latency, needs: options.needs ?? (() => true) });
       }
-    }
+      return group;
+    });
   }
 
   update(data) {
-    for (const { chart, lines, needs } of this.panels) {
-      chart.root.hidden = !needs(data);
-      if (chart.root.hidden) continue;
-      const none = data.series.time.map(() => null);
-      chart.update(data.series.time, lines.map(one => ({ ...one, values: one.pick(data.series, data.limits) ?? none })));
+    this.data = data;
+    const none = data.series.time.map(() => null);
+    for (const group of this.groups) {
+      const empty = [];
+      for (const { name, chart, lines, latency, needs } of group.panels) {
+        chart.root.hidden = !needs(data);
+        if (chart.root.hidden) continue;
+        const measured = data.latency?.[latency];
+        chart.update(data.series.time, lines.map(one => ({ ...one, values: one.pick(data.series, data.limits) ?? none })), measured?.points ?? null, measured ? [measured.p50, measured.p95, measured.p99] : null);
+        if (!chart.isEmpty || group.isUnfolded) continue;
+        chart.root.hidden = true;
+        empty.push(name);
+      }
+      group.folded.hidden = !empty.length;
+      group.names.textContent = `Nothing in this time: ${empty.join(", ")}.`;
     }
   }
 }
