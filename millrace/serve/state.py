@@ -186,6 +186,19 @@ class FrontState:
         return self.metrics.models[self.model_name]
 
     @property
+    def capabilities(self) -> list[str]:
+        """What requests to this model may ask for."""
+        has_template = bool(self.template.source)
+        found = {
+            "completion": True,
+            "chat": has_template,
+            "tools": has_template,
+            "thinking": self.formats.reasoning is not None,
+            "embedding": self.is_embedder,
+        }
+        return [name for name, is_there in found.items() if is_there]
+
+    @property
     def draining(self) -> bool:
         return self.lifecycle.draining
 

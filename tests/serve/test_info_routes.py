@@ -13,7 +13,11 @@ from serve.front_under_test import MODEL, Front, running_front, saying
 from serve.wire import CHAT, COMPLETIONS, get, post, request, stream
 
 from millrace.config import Config, replace
+from millrace.params import SamplingDefaults
 from millrace.serve import api_routes
+from millrace.serve.describe import routes_models
+from millrace.sources.suggestion import Suggestion
+from millrace.text.chat.template import ChatTemplate
 
 pytestmark = pytest.mark.live
 
@@ -45,7 +49,7 @@ def test_models(front: Front) -> None:
     assert model["id"] == MODEL
     assert model["object"] == "model"
     assert model["max_model_len"] == 4096
-    assert get(front.port, f"/v1/models/{MODEL}").json == model
+    assert get(front.port, f"/v1/models/{MODEL}").json.items() >= model.items()
 
 
 def test_metrics_add_up() -> None:
@@ -171,3 +175,18 @@ def test_input_tokens_is_not_taken_for_a_response(front: Front, method: str) -> 
 def test_a_response_allows_get_and_delete(front: Front) -> None:
     reply = request(front.port, "PUT", "/v1/responses/resp_1")
     assert (reply.status, reply.headers["allow"]) == (405, "DELETE, GET, HEAD")
+
+
+def test_one_model_is_described_with_what_it_can_do_and_its_sampling(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes_models, "suggest", lambda num_parameters: Suggestion("larger-1b", 700_000_000))
+    with running_front(saying("hi")) as front:
+        front.state.sampling_defaults = SamplingDefaults(temperature=0.2, top_p=0.9)
+        found = get(front.port, f"/v1/models/{MODEL}").json
+        assert found["capabilities"] == ["completion", "chat", "tools"]
+        assert found["sampling"] == {"temperature": 0.2, "top_p": 0.9}
+        assert found["suggestion"] == {"name": "larger-1b", "download_bytes": 700_000_000}
+        assert "sampling" not in get(front.port, "/v1/models").json["data"][0]
+        shown = post(front.port, "/api/show", {"model": MODEL}).json
+        assert [line.split() for line in shown["parameters"].splitlines()] == [["temperature", "0.2"], ["top_p", "0.9"]]
+    with running_front(saying("hi"), template=ChatTemplate({}, {})) as base:
+        assert get(base.port, f"/v1/models/{MODEL}").json["capabilities"] == ["completion"]

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from aiohttp import web
 
 from millrace.errors import Forbidden
 from millrace.serve.anthropic import models as anthropic
 from millrace.serve.http.json_answer import json_answer
-from millrace.serve.openai.answers import Model, ModelList
+from millrace.serve.openai.answers import Model, ModelList, SuggestedModel
 from millrace.serve.served_models import ServedModel
 from millrace.serve.state import STATE, FrontState
 from millrace.serve.tenancy.owner import is_operator
+from millrace.sources.suggestion import suggest
 
 UNLOAD_WAIT_S = 10.0
 """How long the answer to an unload waits for the engine to stop."""
@@ -39,8 +42,23 @@ async def list_models(request: web.Request) -> web.Response:
 
 async def get_model(request: web.Request) -> web.Response:
     state, name = request.app[STATE], request.match_info["model"]
-    describe = anthropic.described if anthropic.is_anthropic(request) else _model
-    return json_answer(request, describe(state, state.models.find(name), name))
+    model = state.models.find(name)
+    if anthropic.is_anthropic(request):
+        return json_answer(request, anthropic.described(state, model, name))
+    described, own = _model(state, model, name), await state.for_model(name)
+    described.capabilities, described.sampling = own.capabilities, own.sampling_defaults.fields()
+    described.suggestion = await asyncio.to_thread(_suggestion, await _num_parameters(model))
+    return json_answer(request, described)
+
+
+async def _num_parameters(model: ServedModel[FrontState]) -> int:
+    limits = model.client.limits
+    return limits.num_parameters if limits is not None else (await model.file_facts()).num_parameters
+
+
+def _suggestion(num_parameters: int) -> SuggestedModel | None:
+    found = suggest(num_parameters)
+    return SuggestedModel(found.name, found.download_bytes) if found is not None else None
 
 
 async def load(request: web.Request) -> web.Response:

@@ -179,24 +179,14 @@ async def show(request: web.Request) -> web.Response:
         request,
         OllamaShowAnswer(
             f"FROM {state.model_name}\n",
-            "",
+            "\n".join(f"{name:<30} {value:g}" for name, value in state.sampling_defaults.fields().items()),
             state.template.source,
             model.details,
             info,
-            _capabilities(state),
+            [name for name in state.capabilities if name != "chat"],
             model.modified_at,
         ),
     )
-
-
-def _capabilities(state: FrontState) -> list[str]:
-    """Clients offer tools and thinking only for models that list them."""
-    found = ["completion"]
-    if state.template.source:
-        found.append("tools")
-    if state.formats.reasoning is not None:
-        found.append("thinking")
-    return found
 
 
 async def version(request: web.Request) -> web.Response:

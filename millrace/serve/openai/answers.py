@@ -210,6 +210,18 @@ class Model(msgspec.Struct):
     """The model's own name; differs from `id` for an alias."""
     status: Literal["loaded", "loading", "unloaded", "failed"]
     """An unloaded model is loaded when a request names it."""
+    capabilities: list[str] | UnsetType = UNSET
+    """Of one model: completion; chat, where it has a chat template; tools; thinking; embedding, if trained for it."""
+    sampling: dict[str, float] | UnsetType = UNSET
+    """Of one model: sampling of requests that leave these fields out. Others have the neutral value."""
+    suggestion: SuggestedModel | UnsetType | None = UNSET
+    """Of one model, if it is small: a better one that fits this machine."""
+
+
+class SuggestedModel(msgspec.Struct):
+    name: str
+    download_bytes: int
+    """0 if it is downloaded."""
 
 
 class ModelList(msgspec.Struct):
