@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from serve.front_under_test import MODEL, Front, endless, running_front
+from serve.front_under_test import END, MODEL, Front, endless, running_front
 from web.watched import PHONE, answering, event_stream, has_no_sideways_scroll, open_page, prompt_of, watched_page
 
 from millrace.config import Config, replace
 from millrace.serve.tenancy.keyring import Keyring, digest_of
+from millrace.text.chat.template import ChatTemplate
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page, Route
@@ -35,6 +36,12 @@ def ask(page: Page, text: str, number: int = 0) -> None:
     page.fill("#input", text)
     page.keyboard.press("Enter")
     page.wait_for_selector(f"{DONE} >> nth={number}")
+
+
+def describe(page: Page, **facts: Any) -> None:
+    """What the server says of its model."""
+    whole = {"id": MODEL, "object": "model", "capabilities": ["completion", "chat", "tools"], "sampling": {}, **facts}
+    page.route(f"**/v1/models/{MODEL}", lambda route: route.fulfill(json=whole))
 
 
 def test_chat_branches_and_saving(browser: Browser, front: Front) -> None:
@@ -72,6 +79,11 @@ def test_chat_branches_and_saving(browser: Browser, front: Front) -> None:
         page.hover("#chat-list li")
         page.click("[aria-label^='Delete the chat']")
         page.wait_for_function("!Object.keys(localStorage).some(one => one.startsWith('millrace.chat.'))")
+        page.click(".toast >> text=Undo")
+        page.click(".chat-name")
+        page.wait_for_selector(".message.user .bubble >> text='Tell me'")
+        page.reload()
+        page.wait_for_selector(".message.user .bubble >> text='Tell me'")
 
 
 def test_stop_and_errors(browser: Browser) -> None:
@@ -189,7 +201,6 @@ def test_tools_and_reasoning_in_openai_shape(browser: Browser, front: Front) -> 
     with watched_page(browser, front.url) as page:
         open_page(page, front)
         page.check("text=Offer tools to the model")
-        page.click("text=Insert an example >> visible=true")
         page.route("**/v1/chat/completions", answer)
         ask(page, "Weather?")
         assert '"city": "Bonn"' in page.locator(".call pre").inner_text()
@@ -256,8 +267,7 @@ def test_images_only_where_the_model_takes_them(browser: Browser, front: Front, 
         route.fulfill(status=200, content_type="text/event-stream", body=event_stream({"content": "A pixel."}))
 
     with watched_page(browser, front.url) as page:
-        capable = json.dumps({"capabilities": ["completion", "vision"]})
-        page.route("**/api/show", lambda route: route.fulfill(content_type="application/json", body=capable))
+        describe(page, capabilities=["completion", "chat", "vision"])
         page.route("**/v1/chat/completions", answer)
         open_page(page, front)
         page.wait_for_selector("#attach")
@@ -271,13 +281,102 @@ def test_images_only_where_the_model_takes_them(browser: Browser, front: Front, 
 
 
 def test_several_models(browser: Browser, front: Front) -> None:
-    models = {"object": "list", "data": [{"id": MODEL, "object": "model"}, {"id": "other-model", "object": "model"}]}
+    names = {MODEL: MODEL, "an-alias": MODEL, "other-model": "other-model"}
+    listed = [{"id": name, "object": "model", "root": root} for name, root in names.items()]
+    models = {"object": "list", "data": listed}
     with watched_page(browser, front.url, allowed_errors=("404",)) as page:
         page.route("**/v1/models", lambda route: route.fulfill(json=models))
         open_page(page, front)
         page.wait_for_selector("#set-model option[value=other-model]", state="attached")
+        assert page.locator("#set-model option").all_inner_texts() == [MODEL, "other-model"], "an alias is no model"
         page.click("#compare")
+        assert page.evaluate(
+            "[...document.querySelectorAll('.empty')].every(one => one.scrollWidth <= one.clientWidth)"
+        )
         expect(page.locator(".pane-name strong")).to_have_text([MODEL, "other-model"])
         ask(page, "Both", 1)
         page.wait_for_selector(".pane:nth-child(2) .error-card:has-text('other-model')")
         assert page.locator(".pane:nth-child(1) .error-card").count() == 0
+
+
+def test_placeholders_show_the_values_in_force_and_controls_without_effect_say_why(
+    browser: Browser, front: Front
+) -> None:
+    with watched_page(browser, front.url) as page:
+        describe(page, sampling={"temperature": 0.2, "top_p": 0.9, "repetition_penalty": 1.1})
+        open_page(page, front)
+        expect(page.locator("#set-temperature")).to_have_attribute("placeholder", "0.2")
+        expect(page.locator("#set-top_p")).to_have_attribute("placeholder", "0.9")
+        expect(page.locator("#set-repetition_penalty")).to_have_attribute("placeholder", "1.1")
+        expect(page.locator("#set-top_k")).to_have_attribute("placeholder", "off")
+        expect(page.locator(".why")).to_contain_text("does not reason")
+        assert page.locator("#set-reasoning").count() == 0
+        page.fill("#set-temperature", "0.7")
+        page.click("text=Reset the settings")
+        expect(page.locator("#set-temperature")).to_have_value("")
+        describe(page, capabilities=["completion", "chat", "tools", "thinking"])
+        page.reload()
+        page.wait_for_selector("#set-reasoning")
+
+
+def test_a_small_model_gets_starters_it_can_answer_with_a_cap_and_a_better_model(browser: Browser) -> None:
+    with running_front(endless, step_s=0.0005) as front, watched_page(browser, front.url) as page:
+        describe(page, suggestion={"name": "qwen3-4b", "download_bytes": 2_450_000_000})
+        open_page(page, front)
+        expect(page.locator(".nudge")).to_contain_text(
+            "millrace serve qwen3-4b, a download of 2.5 GB, fits this machine"
+        )
+        page.click("text=What is the capital of France?")
+        page.wait_for_selector(".notice:has-text('limit of tokens')")
+        assert front.engine.received[-1].params.max_tokens == 300
+        page.fill("#input", "Go on")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".message.running")
+        assert front.engine.received[-1].params.max_tokens != 300, "only starters are capped"
+
+
+def test_a_schema_is_prefilled_checked_while_typing_and_the_answer_judged(browser: Browser) -> None:
+    answers = {"Wrong": '{"city": "Bonn"}'}
+    script = answering(answers, '{"city":"Bonn","country":"Germany","population":330000}')
+    with running_front(script) as front, watched_page(browser, front.url) as page:
+        open_page(page, front)
+        page.select_option("#set-format", "json_schema")
+        assert json.loads(page.input_value("#set-schema"))["required"] == ["city", "country", "population"]
+        expect(page.locator("#verdict-schema")).to_have_text("Valid")
+        whole = page.input_value("#set-schema")
+        page.fill("#set-schema", '{"type": ')
+        expect(page.locator("#verdict-schema")).to_contain_text("not valid JSON")
+        expect(page.locator("#send")).to_be_disabled()
+        page.fill("#input", "Which city?")
+        page.keyboard.press("Enter")
+        assert page.input_value("#input") == "Which city?", "the message is not spent"
+        page.fill("#set-schema", whole)
+        expect(page.locator("#send")).to_be_enabled()
+        page.focus("#input")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(f"{DONE} .notice.good:has-text('Matches your schema')")
+        assert page.locator(f"{DONE} pre").inner_text().startswith('{\n  "city": "Bonn",\n')
+        ask(page, "Wrong", 1)
+        page.wait_for_selector(".notice.bad:has-text('answer.country is missing')")
+        page.check("text=Offer tools to the model")
+        assert json.loads(page.input_value("#set-tools"))[0]["function"]["name"] == "get_weather"
+        page.fill("#set-tools", "[{}]")
+        expect(page.locator("#verdict-tools")).to_contain_text("wrong form")
+        expect(page.locator("#send")).to_be_disabled()
+
+
+def test_a_base_model_continues_text(browser: Browser) -> None:
+    running = running_front(lambda request: [*b" and so on.", END], template=ChatTemplate({}, {}))
+    with running as front, watched_page(browser, front.url) as page:
+        open_page(page, front)
+        page.wait_for_selector(".empty:has-text('base model')")
+        expect(page.locator("#input")).to_have_attribute("placeholder", "Text to continue")
+        expect(page.locator(".why")).to_contain_text("no chat template")
+        assert page.locator("#set-system, #set-format, #set-reasoning").count() == 0
+        ask(page, "One, two")
+        expect(page.locator(f"{DONE} .plain-text")).to_have_text(" and so on.")
+        assert prompt_of(front.engine.received[-1]) == "One, two"
+        ask(page, " Then three", 1)
+        assert prompt_of(front.engine.received[-1]) == "One, two and so on. Then three"
+        page.click("#code")
+        assert f"{front.url}/v1/completions" in page.locator("dialog[open] pre").inner_text()

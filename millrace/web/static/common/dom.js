@@ -69,9 +69,10 @@ export function copyButton(text, label = "Copy") {
 }
 
 let toasts;
-/** A message at the bottom of the page, also read out. */
-export function toast(text, kind = "") {
+/** A message at the bottom of the page, also read out. `action`: [label, function], offered as a button. */
+export function toast(text, kind = "", action = null) {
   toasts ??= document.body.appendChild(el("div", { class: "toasts", role: "status", "aria-live": "polite" }));
-  const item = toasts.appendChild(el("div", { class: `toast ${kind}` }, text));
-  setTimeout(() => item.remove(), kind === "bad" ? 8000 : 3500);
+  const button = action ? el("button", { type: "button", class: "link", on: { click: () => { item.remove(); action[1](); } } }, action[0]) : null;
+  const item = toasts.appendChild(el("div", { class: `toast ${kind}` }, text, button));
+  setTimeout(() => item.remove(), kind === "bad" || action ? 8000 : 3500);
 }

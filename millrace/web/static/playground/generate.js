@@ -6,6 +6,7 @@ const MAX_TOKENS_KEPT = 4000;  // Token probabilities beyond this many are not k
 
 /** `onChange` is called after each event. Resolves when the answer has ended, also with an error or after a stop. */
 export async function generate(node, body, signal, onChange) {
+  const path = "prompt" in body ? "/v1/completions" : "/v1/chat/completions";
   const sentAt = performance.now();
   const stats = node.stats = { ttft: null, seconds: 0, rate: null, prompt: null, cached: null, output: 0 };
   let firstAt = null, firstOutput = 0;
@@ -15,7 +16,7 @@ export async function generate(node, body, signal, onChange) {
     const choice = event.choices?.[0];
     if (choice) applyDelta(node, choice);
     if (event.usage) Object.assign(stats, { prompt: event.usage.prompt_tokens, cached: event.usage.prompt_tokens_details?.cached_tokens ?? 0, output: event.usage.completion_tokens });
-    const hasText = choice && (choice.delta?.content || choice.delta?.reasoning_content || choice.delta?.reasoning || choice.delta?.tool_calls);
+    const hasText = choice && (choice.text || choice.delta?.content || choice.delta?.reasoning_content || choice.delta?.reasoning || choice.delta?.tool_calls);
     if (hasText && firstAt === null) { firstAt = now; stats.ttft = (now - sentAt) / 1000; firstOutput = stats.output || 1; }
     if (choice && firstAt !== null) {
       stats.seconds = (now - sentAt) / 1000;
@@ -24,7 +25,7 @@ export async function generate(node, body, signal, onChange) {
     onChange();
   };
   try {
-    await stream("/v1/chat/completions", { ...body, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } },
+    await stream(path, { ...body, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } },
       { signal, onStart: id => { node.requestId = id; onChange(); }, onEvent });
     node.status = "done";
   } catch (error) {
@@ -36,7 +37,8 @@ export async function generate(node, body, signal, onChange) {
 
 function applyDelta(node, choice) {
   const delta = choice.delta ?? {};
-  if (delta.content) node.content += delta.content;
+  const text = delta.content ?? choice.text;  // A completion has the text itself.
+  if (text) node.content += text;
   const thought = delta.reasoning_content ?? delta.reasoning;
   if (thought) node.reasoning = (node.reasoning ?? "") + thought;
   for (const part of delta.tool_calls ?? []) {

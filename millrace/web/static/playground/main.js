@@ -1,11 +1,11 @@
 // The playground: chats, panes, composer and settings, wired together.
 
-import { getJson, postJson } from "../common/api.js";
 import { byId, el, icon, iconButton, toast } from "../common/dom.js";
 import { startShell } from "../common/shell.js";
 import { readImage, thumbnail } from "./images.js";
 import { Pane } from "./pane.js";
-import { settingsForm, SettingsError } from "./settings.js";
+import { Models } from "./facts.js";
+import { problemOf, settingsForm, SettingsError } from "./settings.js";
 import { snippetDialog } from "./snippets.js";
 import { deleteChat, lastSettings, listChats, loadChat, newChat, rememberSettings, saveChat } from "./store.js";
 import { path } from "./tree.js";
@@ -13,7 +13,8 @@ import { path } from "./tree.js";
 const MAX_PANES = 2;
 const input = byId("input");
 const drawers = { chats: byId("chats"), settings: byId("settings") };
-let models = [], chat, panes = [], active = 0, images = [], visionModels = new Set(), submitWhenReady = false;
+const models = new Models();
+let chat, panes = [], active = 0, images = [], submitWhenReady = false;
 
 // ── chats ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 function open(next) {
@@ -43,16 +44,26 @@ function showChats() {
   const chats = listChats();
   byId("chat-list").replaceChildren(...chats.map(one => el("li", { class: one.id === chat.id ? "current" : "" },
     el("button", { type: "button", class: "chat-name", "aria-current": one.id === chat.id ? "true" : null, title: one.title, on: { click: () => { const found = loadChat(one.id); if (found) open(found); toggle("chats", false); } } }, one.title),
-    iconButton("trash", `Delete the chat ${one.title}`, () => { deleteChat(one.id); if (one.id === chat.id) open(fresh()); else showChats(); }))));
+    iconButton("trash", `Delete the chat ${one.title}`, () => dropChat(one)))));
   byId("no-chats").hidden = chats.length > 0;
 }
 
+function dropChat({ id, title }) {
+  const restore = deleteChat(id), wasOpen = id === chat.id;
+  if (wasOpen) open(fresh()); else showChats();
+  toast(`The chat “${title.slice(0, 40)}” is deleted.`, "", ["Undo", () => {
+    restore();
+    const found = wasOpen ? loadChat(id) : null;
+    if (found) open(found); else showChats();
+  }]);
+}
+
 const fresh = () => newChat({ ...lastSettings(), model: defaultModel(lastSettings().model) });
-const defaultModel = wanted => (models.some(model => model.id === wanted) ? wanted : models[0]?.id ?? wanted ?? "");
+const defaultModel = wanted => (models.has(models.rootOf(wanted)) ? models.rootOf(wanted) : models.list[0]?.id ?? wanted ?? "");
 
 // ── panes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 function showPanes() {
-  panes = chat.panes.map(data => new Pane(data, { changed: save, runningChanged: showRunning, openSettings: pane => openSettings(panes.indexOf(pane)), close: closePane, start: text => { input.value = text; submit(); } }));
+  panes = chat.panes.map(data => new Pane(data, { changed: save, runningChanged: showRunning, openSettings: pane => openSettings(panes.indexOf(pane)), close: closePane, start: (text, maxTokens) => { input.value = text; submit(maxTokens); } }, models));
   byId("panes").replaceChildren(...panes.map(pane => pane.root));
   byId("panes").classList.toggle("two", panes.length > 1);
   byId("compare").setAttribute("aria-pressed", String(panes.length > 1));
@@ -65,7 +76,7 @@ function compare() {
   if (chat.panes.length >= MAX_PANES) chat.panes.pop();
   else {
     chat.panes.push(structuredClone(chat.panes[0]));
-    const other = models.find(model => model.id !== chat.panes[0].settings.model);
+    const other = models.list.find(model => model.id !== models.rootOf(chat.panes[0].settings.model));
     if (other) chat.panes[1].settings.model = other.id;
   }
   active = chat.panes.length - 1;
@@ -88,6 +99,10 @@ function showRunning() {
   button.title = running ? "Stop (Esc)" : "Send (Enter)";
   button.setAttribute("aria-label", running ? "Stop" : "Send");
   button.classList.toggle("stop", running);
+  const problem = running ? null : panes.map(pane => problemOf(pane.data.settings, models)).find(Boolean) ?? null;
+  button.disabled = problem !== null;
+  if (problem) button.title = problem;
+  input.placeholder = panes.every(pane => pane.isBase) ? "Text to continue" : "Message";
 }
 
 // ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -100,6 +115,7 @@ function showSettings() {
     pane.showSettings();
     rememberSettings(pane.data.settings);
     showAttach();
+    showRunning();
     if (path(pane.data.tree).length) saveSoon();
   });
   byId("model-name").textContent = panes.map(one => one.data.settings.model || "no model").join(" | ");
@@ -116,9 +132,10 @@ function openSettings(number) {
 }
 
 // ── composer ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-function submit() {
-  if (panes.some(pane => pane.isRunning)) return;
-  const text = input.value.trim();
+/** `maxTokens`: for answers whose settings have no limit. */
+function submit(maxTokens = null) {
+  if (panes.some(pane => pane.isRunning) || byId("send").disabled) return;
+  const text = panes.every(pane => pane.isBase) ? input.value : input.value.trim();
   if (!text && !images.length) return;
   if (!panes.every(pane => pane.data.settings.model)) { submitWhenReady = true; toast("Waiting for the server's list of models."); return; }
   input.value = "";
@@ -126,7 +143,7 @@ function submit() {
   const attached = images;
   images = [];
   showImages();
-  panes.forEach(pane => pane.send(text, attached));
+  panes.forEach(pane => pane.send(text, attached, maxTokens));
   save();
 }
 
@@ -137,7 +154,7 @@ function grow() {
   input.style.height = `${Math.min(input.scrollHeight, innerHeight * 0.4)}px`;
 }
 
-function showAttach() { byId("attach").hidden = !panes.some(pane => visionModels.has(pane.data.settings.model)); }
+function showAttach() { byId("attach").hidden = !panes.some(pane => models.can(pane.data.settings.model, "vision")); }
 
 function showImages() {
   byId("attached").replaceChildren(...images.map((url, number) => thumbnail(url, () => { images = images.filter((_, other) => other !== number); showImages(); })));
@@ -193,19 +210,19 @@ addEventListener("resize", () => { if (!isNarrow("settings")) byId("backdrop").h
 // ── start ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 async function loadModels() {
   try {
-    models = (await getJson("/v1/models")).data;
-    visionModels = new Set();
-    await Promise.all(models.map(async model => {
-      const shown = await postJson("/api/show", { model: model.id }).catch(() => null);
-      if (shown?.capabilities?.includes("vision")) visionModels.add(model.id);
-    }));
+    await models.load();
   } catch (error) {
     toast(error.message, "bad");
     return;
   }
-  panes.forEach(pane => { if (!path(pane.data.tree).length) pane.data.settings.model = defaultModel(pane.data.settings.model); pane.showSettings(); });
+  panes.forEach(pane => {
+    const { settings, tree } = pane.data;
+    settings.model = path(tree).length ? models.rootOf(settings.model) : defaultModel(settings.model);
+    pane.showSettings();
+  });
   showSettings();
-  if (submitWhenReady && models.length) { submitWhenReady = false; submit(); }
+  showRunning();
+  if (submitWhenReady && models.list.length) { submitWhenReady = false; submit(); }
 }
 
 byId("new-chat").append(icon("plus"), "New chat");

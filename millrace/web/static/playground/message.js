@@ -3,6 +3,7 @@
 import { copyButton, el, icon, iconButton } from "../common/dom.js";
 import { codeBlock, renderMarkdown } from "../common/markdown.js";
 import { thumbnail } from "./images.js";
+import { compare } from "./schema_check.js";
 import { tokenView } from "./tokens.js";
 
 const seconds = value => (value < 1 ? `${Math.round(value * 1000)} ms` : `${value.toFixed(value < 10 ? 2 : 1)} s`);
@@ -91,7 +92,9 @@ function assistantMessage(node, place, actions) {
       if (shownMode !== "tokens") { text.blockSources = null; text.replaceChildren(tokenView(node, prefix => actions.continueFrom(node, prefix))); }
     } else {
       if (shownMode === "tokens") { text.blockSources = null; text.replaceChildren(); }
-      renderMarkdown(text, node.content);
+      if (node.isPlain) text.replaceChildren(el("div", { class: "plain-text" }, node.content));
+      else if (node.format === "json" && node.status === "done") { text.blockSources = null; text.replaceChildren(codeBlock(prettyJson(node.content), "json")); }
+      else renderMarkdown(text, node.content);
     }
     if (node.content || node.tokens) shownMode = effective;
   }
@@ -108,7 +111,7 @@ function assistantMessage(node, place, actions) {
     if (node.error) notice.replaceChildren(errorCard(node.error, () => actions.regenerate(node)));
     else if (FINISH[node.finish]) notice.replaceChildren(el("p", { class: "notice" }, FINISH[node.finish],
       place.isLast && !node.toolCalls ? el("button", { type: "button", class: "link", on: { click: () => actions.continueFrom(node, node.content) } }, "Continue") : null));
-    else if (node.format === "json" && node.status === "done") notice.replaceChildren(jsonVerdict(node.content));
+    else if (node.format === "json" && node.status === "done") notice.replaceChildren(jsonVerdict(node.content, node.schema));
   }
 
   function footer() {
@@ -150,6 +153,12 @@ function errorCard(error, retry) {
 
 const looksLikeJson = text => /^\s*[[{]/.test(text);
 function prettyJson(text) { try { return JSON.stringify(JSON.parse(text), null, 2); } catch { return text; } }
-function jsonVerdict(text) {
-  try { JSON.parse(text); return el("p", { class: "notice good" }, icon("check"), "Parses as JSON"); } catch (error) { return el("p", { class: "notice bad" }, `Does not parse as JSON: ${error.message}`); }
+function jsonVerdict(text, schema) {
+  const good = verdict => el("p", { class: "notice good" }, icon("check"), verdict), bad = verdict => el("p", { class: "notice bad" }, verdict);
+  let value;
+  try { value = JSON.parse(text); } catch (error) { return bad(`Does not parse as JSON: ${error.message}`); }
+  if (!schema) return good("Parses as JSON");
+  const { problem, isComplete } = compare(value, schema);
+  if (problem) return bad(`Does not match your schema: ${problem}`);
+  return good(isComplete ? "Matches your schema" : "Parses as JSON, and matches the parts of your schema that this page knows");
 }

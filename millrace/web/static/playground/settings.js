@@ -14,6 +14,7 @@ const NUMBERS = [
   ["repetition_penalty", "Repetition penalty", "1", { min: 0.01, step: 0.05 }, ""],
 ];
 const FIRST_NUMBERS = 6;
+const NEUTRAL_TOP_K = 0;
 
 const EXAMPLE_SCHEMA = {
   type: "object",
@@ -41,31 +42,44 @@ function parsed(text, what, check) {
 }
 const isObject = value => value !== null && typeof value === "object" && !Array.isArray(value);
 
-/** The fields of the request that the settings ask for, without messages. Throws `SettingsError`. */
-export function requestFields(settings) {
+const readSchema = text => parsed(text || "null", "The schema", isObject);
+const isTool = value => isObject(value) && typeof value.function?.name === "string" && value.function.name !== "";
+const readTools = text => parsed(text || "null", "The list of tools", value => Array.isArray(value) && value.length > 0 && value.every(isTool));
+const readExtra = text => (text?.trim() ? parsed(text, "The further fields", isObject) : {});
+
+/** Why nothing can be sent with these settings, or null. */
+export function problemOf(settings, models) {
+  try { requestFields(settings, models); return null; } catch (error) { if (!(error instanceof SettingsError)) throw error; return error.message; }
+}
+
+/** The fields of the request that the settings ask for and the model can honour, without messages. Throws `SettingsError`. */
+export function requestFields(settings, models) {
+  const can = what => models.can(settings.model, what), isChat = can("chat");
   const fields = { model: settings.model };
   for (const [name] of NUMBERS) if (settings[name] !== undefined && settings[name] !== "") fields[name] = Number(settings[name]);
   const stops = (settings.stop ?? "").split("\n").filter(Boolean).map(one => one.replaceAll("\\n", "\n"));
   if (stops.length) fields.stop = stops;
   if (settings.priority) fields.priority = settings.priority;
-  if (settings.reasoning) fields.reasoning_effort = settings.reasoning;
-  if (settings.logprobs) Object.assign(fields, { logprobs: true, top_logprobs: 5 });
-  if (settings.format === "json_object") fields.response_format = { type: "json_object" };
-  if (settings.format === "json_schema") {
-    const schema = parsed(settings.schema || "null", "The schema", isObject);
+  if (settings.reasoning && can("thinking")) fields.reasoning_effort = settings.reasoning;
+  if (settings.logprobs && isChat) Object.assign(fields, { logprobs: true, top_logprobs: 5 });
+  if (settings.format === "json_object" && isChat) fields.response_format = { type: "json_object" };
+  if (settings.format === "json_schema" && isChat) {
+    const schema = readSchema(settings.schema);
     fields.response_format = { type: "json_schema", json_schema: { name: "answer", schema, strict: true } };
   }
-  if (settings.useTools) {
-    fields.tools = parsed(settings.tools || "null", "The list of tools", value => Array.isArray(value) && value.length > 0);
+  if (settings.useTools && isChat && can("tools")) {
+    fields.tools = readTools(settings.tools);
     if (settings.toolChoice) fields.tool_choice = settings.toolChoice;
   }
-  if (settings.extra?.trim()) Object.assign(fields, parsed(settings.extra, "The further fields", isObject));
-  return fields;
+  return { ...fields, ...readExtra(settings.extra) };
 }
 
-export function requestBody(settings, messages) {
+/** `messages` for a model that chats; a base model continues their text. */
+export function requestBody(settings, messages, models) {
+  const fields = requestFields(settings, models);
+  if (!models.can(settings.model, "chat")) return { ...fields, prompt: messages.map(one => one.content).join("") };
   const system = settings.system?.trim() ? [{ role: "system", content: settings.system }] : [];
-  return { ...requestFields(settings), messages: [...system, ...messages] };
+  return { ...fields, messages: [...system, ...messages] };
 }
 
 /** One line for the head of a pane: what differs from the defaults. */
@@ -80,6 +94,8 @@ export function summary(settings) {
 // ── the form ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 /** Fill `container` with the form for `settings`; `onChange` is called after each edit. */
 export function settingsForm(container, settings, models, onChange) {
+  const again = () => { settingsForm(container, settings, models, onChange); document.getElementById("set-model").focus(); };
+  const can = what => models.can(settings.model, what), isChat = can("chat"), inForce = models.sampling(settings.model);
   const set = (name, value) => { settings[name] = value; onChange(); };
   const input = (name, props) => el("input", { id: `set-${name}`, value: settings[name] ?? "", ...props, on: { input: event => set(name, event.target.value) } });
   const area = (name, props) => el("textarea", { id: `set-${name}`, spellcheck: "false", value: settings[name] ?? "", ...props, on: { input: event => set(name, event.target.value) } });
@@ -91,36 +107,64 @@ export function settingsForm(container, settings, models, onChange) {
     return control;
   };
   const number = ([name, label, unset, props, hint]) => el("div", { class: "field", title: hint || null }, el("label", { for: `set-${name}` }, label),
-    input(name, { type: "number", inputmode: "decimal", placeholder: unset, ...props }));
+    input(name, { type: "number", inputmode: "decimal", placeholder: name in inForce && !(name === "top_k" && inForce[name] <= NEUTRAL_TOP_K) ? String(inForce[name]) : unset, ...props }));
   const check = (name, label, after) => {
     const box = el("input", { type: "checkbox", checked: Boolean(settings[name]), on: { change: event => { set(name, event.target.checked); after?.(); } } });
     return el("label", { class: "check" }, box, label);
   };
-  const example = (name, value, control) => el("button", { type: "button", class: "link", on: { click: () => { control.value = pretty(value); set(name, control.value); } } }, "Insert an example");
-
-  const schema = area("schema", { rows: 9, class: "code", placeholder: '{"type": "object", …}' });
-  const schemaBox = el("div", { class: "field" }, el("label", { for: "set-schema" }, "JSON schema"), schema, example("schema", EXAMPLE_SCHEMA, schema));
-  const tools = area("tools", { rows: 9, class: "code", placeholder: '[{"type": "function", …}]' });
-  const toolBox = el("div", { class: "stack" }, el("div", { class: "field" }, el("label", { for: "set-tools" }, "Tools, as JSON"), tools, example("tools", EXAMPLE_TOOLS, tools)),
+  /** A field for JSON: begins with an example, and says while one types whether it can be sent. */
+  const json = (name, label, read, example, props) => {
+    const verdict = el("small", { class: "verdict", id: `verdict-${name}`, role: "status" });
+    const control = area(name, { rows: 9, class: "code", "aria-describedby": `verdict-${name}`, ...props });
+    const judge = () => {
+      let problem = null;
+      try { read(control.value); } catch (error) { if (!(error instanceof SettingsError)) throw error; problem = error.message; }
+      verdict.textContent = problem ?? (control.value.trim() ? "Valid" : "");
+      verdict.classList.toggle("bad", problem !== null);
+      control.setAttribute("aria-invalid", String(problem !== null));
+    };
+    const restore = () => { control.value = pretty(example); set(name, control.value); judge(); };
+    control.addEventListener("input", judge);
+    judge();
+    const box = el("div", { class: "field" }, el("label", { for: `set-${name}` }, label), control, verdict, example ? el("button", { type: "button", class: "link", on: { click: restore } }, "Restore the example") : null);
+    return { box, prefill: () => { if (!control.value.trim()) restore(); } };
+  };
+  const schema = json("schema", "JSON schema", readSchema, EXAMPLE_SCHEMA, {});
+  const tools = json("tools", "Tools, as JSON", readTools, EXAMPLE_TOOLS, {});
+  const extra = json("extra", "Further fields, as JSON", readExtra, null, { rows: 2, placeholder: '{"ignore_eos": true}' });
+  const toolBox = el("div", { class: "stack" }, tools.box,
     row("toolChoice", "Tool choice", choice("toolChoice", [["", "auto"], ["required", "required"], ["none", "none"]]), "When the model calls a tool, you type its result."));
-  const show = () => { schemaBox.hidden = settings.format !== "json_schema"; toolBox.hidden = !settings.useTools; };
+  const show = () => {
+    if (settings.format === "json_schema") schema.prefill();
+    if (settings.useTools) tools.prefill();
+    schema.box.hidden = settings.format !== "json_schema";
+    toolBox.hidden = !settings.useTools;
+  };
+  const reset = () => {
+    for (const name of Object.keys(settings)) if (name !== "model") delete settings[name];
+    onChange();
+    again();
+  };
+  const why = text => el("p", { class: "why soft" }, text);
   const group = (title, ...content) => el("section", {}, el("h3", {}, title), content);
-  const names = models.map(model => [model.id, model.id]);
-  if (settings.model && !models.some(model => model.id === settings.model)) names.push([settings.model, `${settings.model} (not served)`]);
+  const names = models.list.map(model => [model.id, model.id]);
+  if (settings.model && !models.has(settings.model)) names.push([settings.model, `${settings.model} (not served)`]);
 
   container.replaceChildren(
-    el("section", {}, row("model", "Model", choice("model", names.length ? names : [["", "not known yet"]])),
-      row("system", "System prompt", area("system", { rows: 4, spellcheck: "true", placeholder: "You are …" }))),
+    el("section", {}, row("model", "Model", choice("model", names.length ? names : [["", "not known yet"]], again)),
+      isChat ? row("system", "System prompt", area("system", { rows: 4, spellcheck: "true", placeholder: "You are …" })) : why("A base model: it continues text. It has no chat template, so there are no system prompt, formats, reasoning or tools.")),
     group("Sampling", el("div", { class: "grid" }, NUMBERS.slice(0, FIRST_NUMBERS).map(number)),
       el("details", { open: NUMBERS.slice(FIRST_NUMBERS).some(([name]) => settings[name]) || Boolean(settings.stop) },
         el("summary", {}, "Penalties and stop strings"), el("div", { class: "grid" }, NUMBERS.slice(FIRST_NUMBERS).map(number)),
         row("stop", "Stop strings, one per line", area("stop", { rows: 2, class: "code" })))),
-    group("Output", row("format", "Format", choice("format", [["text", "Text"], ["json_object", "JSON object"], ["json_schema", "JSON schema"]], show)), schemaBox,
-      row("reasoning", "Reasoning effort", choice("reasoning", [["", "default"], ["none", "none"], ["low", "low"], ["medium", "medium"], ["high", "high"]])),
-      check("logprobs", "Token probabilities")),
-    group("Tools", check("useTools", "Offer tools to the model", show), toolBox),
-    group("Request", row("priority", "Priority", choice("priority", [["", "default"], ["interactive", "interactive"], ["standard", "standard"], ["batch", "batch"]])),
-      row("extra", "Further fields, as JSON", area("extra", { rows: 2, class: "code", placeholder: '{"ignore_eos": true}' }))),
+    ...(isChat ? [
+      group("Output", row("format", "Format", choice("format", [["text", "Text"], ["json_object", "JSON object"], ["json_schema", "JSON schema"]], show)), schema.box,
+        can("thinking") ? row("reasoning", "Reasoning effort", choice("reasoning", [["", "default"], ["none", "none"], ["low", "low"], ["medium", "medium"], ["high", "high"]])) : why("No reasoning effort: this model does not reason before it answers."),
+        check("logprobs", "Token probabilities")),
+      group("Tools", ...(can("tools") ? [check("useTools", "Offer tools to the model", show), toolBox] : [why("This model takes no tools.")])),
+    ] : []),
+    group("Request", row("priority", "Priority", choice("priority", [["", "default"], ["interactive", "interactive"], ["standard", "standard"], ["batch", "batch"]])), extra.box),
+    el("section", {}, el("button", { type: "button", class: "plain", on: { click: reset } }, "Reset the settings")),
   );
   show();
 }

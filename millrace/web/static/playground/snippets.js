@@ -4,12 +4,12 @@ import { codeBlock } from "../common/markdown.js";
 import { el } from "../common/dom.js";
 import { getKey } from "../common/api.js";
 
-const STANDARD = new Set(["model", "messages", "temperature", "top_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty", "stop", "stream", "logprobs", "top_logprobs", "response_format", "tools", "tool_choice", "reasoning_effort", "n", "logit_bias"]);
+const STANDARD = new Set(["model", "messages", "prompt", "temperature", "top_p", "max_tokens", "seed", "presence_penalty", "frequency_penalty", "stop", "stream", "logprobs", "top_logprobs", "response_format", "tools", "tool_choice", "reasoning_effort", "n", "logit_bias"]);
 
 export function asCurl(body) {
   const data = JSON.stringify({ ...body, stream: true }, null, 2).replaceAll("'", "'\\''");
   const key = getKey() ? ` \\\n  -H "Authorization: Bearer $MILLRACE_KEY"` : "";
-  return `curl -N ${location.origin}/v1/chat/completions \\\n  -H 'Content-Type: application/json'${key} \\\n  -d '${data}'`;
+  return `curl -N ${location.origin}${"prompt" in body ? "/v1/completions" : "/v1/chat/completions"} \\\n  -H 'Content-Type: application/json'${key} \\\n  -d '${data}'`;
 }
 
 export function asPython(body) {
@@ -18,8 +18,8 @@ export function asPython(body) {
   const lines = own.map(([name, value]) => `    ${name}=${literal(value, 1)},`);
   if (Object.keys(extra).length) lines.push(`    extra_body=${literal(extra, 1)},`);
   const key = getKey() ? 'os.environ["MILLRACE_KEY"]' : '"none"';
-  return `${getKey() ? "import os\n\n" : ""}from openai import OpenAI\n\nclient = OpenAI(base_url=${literal(`${location.origin}/v1`)}, api_key=${key})\nanswer = client.chat.completions.create(\n${lines.join("\n")}\n    stream=True,\n)\n`
-    + "for chunk in answer:\n    if chunk.choices:\n        print(chunk.choices[0].delta.content or \"\", end=\"\", flush=True)\n";
+  return `${getKey() ? "import os\n\n" : ""}from openai import OpenAI\n\nclient = OpenAI(base_url=${literal(`${location.origin}/v1`)}, api_key=${key})\nanswer = client.${"prompt" in body ? "completions" : "chat.completions"}.create(\n${lines.join("\n")}\n    stream=True,\n)\n`
+    + `for chunk in answer:\n    if chunk.choices:\n        print(chunk.choices[0].${"prompt" in body ? "text" : "delta.content"} or "", end="", flush=True)\n`;
 }
 
 /** A value as a Python literal. */

@@ -34,9 +34,18 @@ export function saveChat(chat) {
   }
 }
 
+/** Returns the function that brings the chat back, to its place. */
 export function deleteChat(id) {
+  const text = localStorage.getItem(entry(id)), index = localStorage.getItem(INDEX);
+  const at = listChats().findIndex(one => one.id === id), listed = listChats()[at];
   localStorage.removeItem(entry(id));
   localStorage.setItem(INDEX, JSON.stringify(listChats().filter(one => one.id !== id)));
+  return () => {
+    if (text === null || index === null) return;
+    localStorage.setItem(entry(id), text);
+    const rest = listChats().filter(one => one.id !== id);
+    localStorage.setItem(INDEX, JSON.stringify(listed ? rest.toSpliced(at, 0, listed) : rest));
+  };
 }
 
 export const lastSettings = () => read("millrace.settings", {});

@@ -1,0 +1,29 @@
+// What is known of the served models: names without aliases, what each can do, and its sampling defaults.
+
+import { getJson } from "../common/api.js";
+
+const pathOf = id => `/v1/models/${id.split("/").map(encodeURIComponent).join("/")}`;
+
+export class Models {
+  constructor() { Object.assign(this, { list: [], roots: new Map(), facts: new Map() }); }
+
+  async load() {
+    const { data } = await getJson("/v1/models");
+    this.roots = new Map(data.map(model => [model.id, model.root ?? model.id]));
+    this.list = data.filter(model => (model.root ?? model.id) === model.id);
+    await Promise.all(this.list.map(async ({ id }) => {
+      const described = await getJson(pathOf(id)).catch(() => null);
+      if (described) this.facts.set(id, described);
+    }));
+  }
+
+  /** The model's own name for a name or alias; an unknown name as it is. */
+  rootOf(name) { return this.roots.get(name) ?? name; }
+  has(name) { return this.list.some(model => model.id === name); }
+
+  /** True unless the server says that the model cannot do it. */
+  can(name, what) { return this.facts.get(this.rootOf(name))?.capabilities?.includes(what) ?? what !== "vision"; }
+  sampling(name) { return this.facts.get(this.rootOf(name))?.sampling ?? {}; }
+  /** A better model for this machine: only small models have one. */
+  suggestion(name) { return this.facts.get(this.rootOf(name))?.suggestion ?? null; }
+}
