@@ -147,7 +147,7 @@ function tight(nodes) {
 
 function renderTable({ head, align, rows }, depth) {
   const cell = (tag, text, column) => el(tag, { class: align[column] === "left" ? null : align[column] }, inline(text, depth));
-  return el("div", { class: "scroll-x" }, el("table", {},
+  return el("div", { class: "scroll-x", tabindex: "0", role: "region", "aria-label": "Table" }, el("table", {},
     el("thead", {}, el("tr", {}, head.map((text, column) => cell("th", text, column)))),
     el("tbody", {}, rows.map(row => el("tr", {}, head.map((_, column) => cell("td", row[column] ?? "", column)))))));
 }
@@ -155,7 +155,7 @@ function renderTable({ head, align, rows }, depth) {
 export function codeBlock(text, language) {
   return el("figure", { class: "code" },
     el("figcaption", {}, el("span", {}, language.slice(0, 30) || "text"), copyButton(() => text, "Copy code")),
-    el("pre", {}, el("code", {}, highlight(text, language))));
+    el("pre", { tabindex: "0" }, el("code", {}, highlight(text, language))));
 }
 
 // ── inline ───────────────────────────────────────────────────────────────────────────────────────────────────────────
