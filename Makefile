@@ -21,7 +21,7 @@ SIZE ?= 100
 SEED := $(or $(SEED),$(shell date +%s))
 FUZZED := tests/contract tests/plan tests/engine/test_cycle_properties.py tests/text tests/sources
 
-.PHONY: help serve chat docs test test-agents test-clients test-gpu test-models fuzz lint format bench bench-peers setup setup-dev fetch clean
+.PHONY: help serve chat docs test test-agents test-clients test-gpu test-models fuzz lint format screenshots bench bench-peers setup setup-dev fetch clean
 
 help: ## Show this list
 	@echo "Millrace: an LLM serving engine. Each command does all the set-up it needs."
@@ -89,6 +89,9 @@ format: setup-dev ## Rewrite the sources in the house style
 docs: setup-dev ## Build the documentation as a site that needs no network: site/index.html
 	@test -e $(VENV)/.requirements-docs || { echo "mkdocs could not be installed; see above."; exit 1; }
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict && echo "Open site/index.html; for its search: $(BIN)/python -m http.server -d site"
+
+screenshots: setup-dev fetch ## Take the pictures of the documentation from a running server; ARGS="--model M --out DIR"
+	@PYTHONPATH=$(CURDIR) $(BIN)/python tools/screenshots.py $(ARGS)
 
 bench: setup ## Measure this machine: startup, TTFT, TPOT, throughput, prefix reuse, memory
 	@$(BIN)/millrace bench $(ARGS)
