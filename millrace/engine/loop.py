@@ -20,6 +20,7 @@ from millrace.engine.figures.draft_figures import DraftFigures
 from millrace.engine.figures.row_drafts import RowDraftCounts, step_drafts
 from millrace.engine.figures.step_figures import ModelWork, StepFigures
 from millrace.engine.figures.uncounted import UncountedSteps, UncountedTimes
+from millrace.engine.kv_events import KvEventFeed
 from millrace.engine.ledger import Ledger
 from millrace.engine.outbox import Outbox
 from millrace.engine.ranks.mirror import Mirror
@@ -44,6 +45,7 @@ from millrace.link.messages import (
     Retire,
     Stop,
     ToEngine,
+    WatchKv,
     unpack_tokens,
 )
 from millrace.params import FinishReason, RowParams, SamplingParams
@@ -93,6 +95,7 @@ class Engine:
         self._ledger = Ledger(None if has_figures else UncountedTimes())
         self._rates = MeasuredRates()
         self._outbox = Outbox(channel, self._ledger)
+        self._kv_events = KvEventFeed(channel, scheduler.watched_blocks)
         count_steps = StepFigures if has_figures else UncountedSteps
         self._figures = count_steps(scheduler.rows, self._ledger.histograms, work or ModelWork())
         self._drafts = DraftFigures(drafter)
@@ -204,6 +207,7 @@ class Engine:
         self._rates.on_step(done.plan.num_tokens, done.device_s)
         self._figures.on_step(done)
         self._drafts.on_step(done.plan, done.result)
+        self._kv_events.on_step(done.at)
         if done.at - self._stats_at >= STATS_EVERY_S:  # After the tokens, which clients wait for.
             self._report(done.at)
         if done.plan.step_no % CHECK_POOL_EVERY == 0:
@@ -242,6 +246,7 @@ class Engine:
             self._reported_idle = True
             if self._mirror is not None:
                 self._mirror.settle()
+            self._kv_events.flush()
             self._report(self._clock())
             self.on_idle()
         if self._clock() - self._idle_since < idle_memory.IDLE_S:
@@ -287,7 +292,7 @@ class Engine:
         else:
             self._scheduler.abort(request_id, reason, message)
 
-    def _handle_rare(self, message: AbortFront | EndSearch | Hello | Query | Retire) -> None:
+    def _handle_rare(self, message: AbortFront | EndSearch | Hello | Query | Retire | WatchKv) -> None:
         if isinstance(message, EndSearch):
             self._ledger.close_search(message.finish)
             self._used_at = self._clock()
@@ -295,11 +300,14 @@ class Engine:
             for request_id in self._ledger.of_front(message.front):
                 self._abort(request_id, "abort")
             self._ledger.abort_searches(message.front, self._clock())
+            self._kv_events.watch(message.front, is_on=False)
         elif isinstance(message, Hello):
             if self.ready is not None:
                 self._channel.send(message.front, self.ready)
         elif isinstance(message, Retire):
             self._retire(message)
+        elif isinstance(message, WatchKv):
+            self._kv_events.watch(message.front, is_on=message.is_on)
         else:
             self._channel.send(message.front, Reply(message.query_id, self._answer(message)))
 

@@ -23,6 +23,7 @@ import msgspec
 
 from millrace.errors import EngineUnavailable, Overloaded
 from millrace.link.channel import FrontChannel, NoEngine
+from millrace.link.kv_listeners import KvListeners
 from millrace.link.limits import check_allowed_ends, check_named_ids, checked_ids, overflow, text_too_long
 from millrace.link.messages import (
     FRONT_SHIFT,
@@ -37,6 +38,7 @@ from millrace.link.messages import (
     Finish,
     Hello,
     Idleness,
+    KvEvents,
     NewRequest,
     Query,
     Reply,
@@ -46,6 +48,7 @@ from millrace.link.messages import (
     ToEngine,
     ToFront,
     TokenLogprobs,
+    WatchKv,
     pack_tokens,
     unpack_ids,
     unpack_tokens,
@@ -121,6 +124,7 @@ class EngineClient:
         self._next_query_id = 0
         self.requests = OpenRequests(resume_s)
         self._searches: set[int] = set()
+        self.kv = KvListeners(lambda is_on: self._channel.send(WatchKv(front_index, is_on)))
         self._changed = asyncio.Event()
         self._finish_times: deque[float] = deque(maxlen=256)
         self._last_progress = time.monotonic()
@@ -408,9 +412,13 @@ class EngineClient:
             if message.query_id in self._queries and not self._queries[message.query_id].done():
                 self._queries[message.query_id].set_result(message.body)
             return
+        if isinstance(message, KvEvents):
+            self.kv.on_events(message)
+            return
         if isinstance(message, EngineReady):
             if self.ready is None:
                 self.num_engine_starts += 1
+                self.kv.on_new_engine()
             self.ready, self.failure, self.limits = message, None, message
             self._recheck(message)
             self.requests.resume()

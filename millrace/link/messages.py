@@ -16,6 +16,7 @@ from millrace.link.frames import HEADER
 from millrace.params import FinishReason, SamplingParams
 
 FRONT_SHIFT = 48
+KV_KEY_BYTES = 8
 MAX_FINISHED_KEPT = 4096
 """Finished requests that the engine keeps, to answer a `Query` about them."""
 
@@ -119,11 +120,18 @@ class Idleness(msgspec.Struct, frozen=True):
     """Seconds since its last request ended or since it started; 0 while requests are open."""
 
 
+class WatchKv(msgspec.Struct, frozen=True, tag="watch_kv"):
+    """A front listens to KV events, from a snapshot on, or no longer does."""
+
+    front: int
+    is_on: bool
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """The engine stops at once, without finishing open requests."""
 
 
-ToEngine = NewRequest | Abort | AbortFront | EndSearch | Hello | Query | Retire | Stop
+ToEngine = NewRequest | Abort | AbortFront | EndSearch | Hello | Query | Retire | WatchKv | Stop
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -332,6 +340,15 @@ class Reply(msgspec.Struct, frozen=True, tag="reply"):
     body: bytes = b""
 
 
+class KvEvents(msgspec.Struct, frozen=True, tag="kv"):
+    """Blocks that entered or left the cache, or all that are there."""
+
+    kind: Literal["snapshot", "filled", "evicted", "cleared"]
+    tier: Literal["device", "host"]
+    keys: bytes
+    """The first `KV_KEY_BYTES` of each block's hash."""
+
+
 class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     """Sent when the engine can run steps, with the limits that fronts check requests against."""
 
@@ -382,7 +399,7 @@ class EngineRetired(msgspec.Struct, frozen=True, tag="retired"):
     next engine."""
 
 
-ToFront = StepTokens | Reply | EngineReady | EngineLoading | EngineFailed | EngineRetired
+ToFront = StepTokens | Reply | KvEvents | EngineReady | EngineLoading | EngineFailed | EngineRetired
 
 _TOKEN: np.dtype[np.int32] = np.dtype("<i4")
 _ID: np.dtype[np.int64] = np.dtype("<i8")

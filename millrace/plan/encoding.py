@@ -6,13 +6,14 @@ class, the tenant's fair share, arrival. A text longer than the budget runs alon
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from millrace.params import FinishReason
 from millrace.plan.in_flight import StepsInFlight
+from millrace.plan.journal import Tier, WatchedBlocks
 from millrace.plan.planner import NONE_FORCED, ChosenRows, Forced, PlannerFigures
 from millrace.plan.queue.delays import Cause, Delays
 from millrace.plan.queue.fair_shares import FairShares
@@ -102,6 +103,10 @@ class EncodePlanner:
     @property
     def has_work(self) -> bool:
         return bool(self.rows.requests or len(self._waiting) or self._ended)
+
+    @property
+    def watched_blocks(self) -> Mapping[Tier, WatchedBlocks]:
+        return {}
 
     @property
     def num_in_flight(self) -> int:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from millrace.params import FinishReason
+from millrace.plan.journal import Tier, WatchedBlocks
 from millrace.plan.request import NUM_CLASSES, Request
 from millrace.plan.shapes.captures import Captures
 from millrace.plan.step import (
@@ -138,6 +139,10 @@ class Planner(Protocol):
     @property
     def has_drafts(self) -> bool:
         """False if no step ever has drafts."""
+
+    @property
+    def watched_blocks(self) -> Mapping[Tier, WatchedBlocks]:
+        """The cached blocks by tier, for those who are told of changes. Empty without a KV cache."""
 
     @property
     def num_in_flight(self) -> int:

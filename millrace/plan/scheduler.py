@@ -11,7 +11,7 @@ Its parts: `seating` (rows and their blocks), `admitting` (the queue), `budget`,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +24,7 @@ from millrace.plan.composing import Composer
 from millrace.plan.confirming import Confirming
 from millrace.plan.drafts import DraftPlaces, DraftSettings
 from millrace.plan.in_flight import StepsInFlight
+from millrace.plan.journal import Tier, WatchedBlocks
 from millrace.plan.kv.block_pool import BlockPool
 from millrace.plan.kv.groups import ONE_GROUP, KvGroups
 from millrace.plan.kv.host_index import HostIndex
@@ -122,6 +123,11 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._seating)
+
+    @property
+    def watched_blocks(self) -> Mapping[Tier, WatchedBlocks]:
+        tier = self.host_tier
+        return {"device": self.pool} if tier is None else {"device": self.pool, "host": tier.index}
 
     @property
     def has_drafts(self) -> bool:

@@ -11,7 +11,7 @@ from millrace.serve.anthropic import models as anthropic_models
 from millrace.serve.anthropic import routes as anthropic
 from millrace.serve.anthropic.write import error_body as anthropic_error_body
 from millrace.serve.describe import routes_info as info
-from millrace.serve.describe import routes_load, routes_stats, routes_steps
+from millrace.serve.describe import routes_kv, routes_load, routes_stats, routes_steps
 from millrace.serve.describe import routes_models as models
 from millrace.serve.describe import routes_requests as requests
 from millrace.serve.generate.work import Prepare
@@ -85,6 +85,7 @@ GET: dict[str, Handler] = {
     "/v1/requests/{request_id}/explain": requests.explain,
     "/v1/stats": routes_stats.stats,
     "/v1/load": routes_load.load,
+    "/v1/kv/events": routes_kv.events,
     "/v1/steps": routes_steps.steps,
     "/v1/cost": routes_steps.cost,
     "/tokenizer_info": info.tokenizer_info,

@@ -20,6 +20,7 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 
+from millrace.plan.journal import KvJournal
 from millrace.plan.kv.host_index import HostIndex, Key
 
 NO_FENCE = -1
@@ -35,6 +36,8 @@ class BlockPool:
         """Dirty blocks that were evicted."""
         self.num_evicted = 0
         self.num_evicted_for_arrivals = 0
+        self.journal: KvJournal | None = None
+        """Notes the blocks of group 0; None while nobody reads it."""
         self._free = list(range(num_blocks, 0, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Cached blocks that are not dirty."""
@@ -103,6 +106,8 @@ class BlockPool:
             del by_hash[group][digest]
             if group == 0:
                 self._leave_parent(block)
+                if self.journal is not None:
+                    self.journal.note("evicted", "device", digest)
             hash_of[block] = tokens_of[block] = None
             blocks.append(block)
         self.num_evicted += count
@@ -139,6 +144,10 @@ class BlockPool:
         block = self._by_hash[group].get(digest)
         return block if block is not None and self._tokens_of[block] == tokens else None
 
+    def digests(self) -> list[bytes]:
+        """Hashes of all blocks of group 0 that `find` finds."""
+        return list(self._by_hash[0])
+
     def share(self, blocks: Iterable[int]) -> None:
         """Add a reference to each of these blocks, which `find` returned."""
         refs, fence_of, cached = self._refs, self._fence_of, self._cached
@@ -168,6 +177,8 @@ class BlockPool:
                 hash_of[block], tokens_of[block], group_of[block] = digest, own, group
                 if group == 0:
                     self._follow(block, before, parent)
+                    if self.journal is not None:
+                        self.journal.note("filled", "device", digest)
             before, parent = registered, digest
 
     def _follow(self, block: int, before: int, parent: bytes) -> None:

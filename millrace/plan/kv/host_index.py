@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from millrace.plan.journal import KvJournal
+
 Key = tuple[int, bytes]
 """KV group and block hash."""
 
@@ -19,6 +21,8 @@ Key = tuple[int, bytes]
 class HostIndex:
     def __init__(self, num_slots: int) -> None:
         self.total = num_slots
+        self.journal: KvJournal | None = None
+        """Notes the blocks of group 0; None while nobody reads it."""
         self._free = list(range(num_slots - 1, -1, -1))
         self._ready: OrderedDict[Key, None] = OrderedDict()
         self._filling: set[Key] = set()
@@ -67,6 +71,8 @@ class HostIndex:
         self._ready[key] = None
         if failed:
             self._drop(key)
+        elif self.journal is not None and key[0] == 0:
+            self.journal.note("filled", "host", key[1])
 
     def pin(self, key: Key) -> None:
         """A copy will read the block's slot, which `find` returned."""
@@ -88,6 +94,12 @@ class HostIndex:
         del self._ready[key]
         del self._tokens_of[key]
         self._free.append(self._slot_of.pop(key))
+        if self.journal is not None and key[0] == 0:
+            self.journal.note("evicted", "host", key[1])
+
+    def digests(self) -> list[bytes]:
+        """Hashes of the blocks of group 0 that can be loaded."""
+        return [digest for group, digest in self._slot_of if group == 0 and (group, digest) not in self._filling]
 
     def check(self) -> None:
         """Check the equation, and that no slot is used twice."""

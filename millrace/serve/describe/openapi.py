@@ -11,7 +11,7 @@ import msgspec
 
 from millrace.serve.anthropic import models as anthropic_models
 from millrace.serve.anthropic import schemas as schemas_anthropic
-from millrace.serve.describe import routes_load, routes_requests
+from millrace.serve.describe import routes_kv, routes_load, routes_requests
 from millrace.serve.describe.openapi_limits import tighten
 from millrace.serve.describe.openapi_paths import paths
 from millrace.serve.generate.messages import RESERVED
@@ -46,7 +46,7 @@ _TYPES = (
     *(stored_chat.StoredList, stored_chat.StoredDeleted, routes_stored.ChatUpdate),
     *(FileAnswer, FileList, FileDeleted, BatchRequest, BatchAnswer, BatchList),
     *(routes_requests.RunningRequest, routes_requests.RunningRequests, routes_requests.RequestOutcome),
-    *(routes_requests.CancelledRequest, routes_load.Load),
+    *(routes_requests.CancelledRequest, routes_load.Load, routes_kv.KvEvent),
     *(schemas_anthropic.MessagesRequest, schemas_anthropic.CountTokensRequest),
     *(schemas_anthropic.MessageAnswer, schemas_anthropic.MessageEvent, schemas_anthropic.CountTokensAnswer),
     *(schemas_ollama.OllamaChatRequest, schemas_ollama.OllamaGenerateRequest, schemas_ollama.OllamaShowRequest),

@@ -443,6 +443,8 @@ def _own_paths() -> dict[str, Any]:
     described = {"description": "What it has done so far, or how it ended.", "content": _as_json(either)}
     explained = {"description": "Its stages, in figures and in sentences.", "content": _as_json({"type": "object"})}
     figures = {"description": "Present figures and series.", "content": _as_json({"type": "object"})}
+    one_event = {"text/event-stream": {"schema": _event("KvEvent")}}
+    kv_events = {"description": "Server-sent events without end; the first is a snapshot.", "content": one_event}
     encode = _operation("text", "tokenize", "Text or messages to token ids", "TokenizeAnswer", BODY_ERRORS)
     decode = _operation("text", "detokenize", "Token ids to text", "DetokenizeAnswer", BODY_ERRORS)
     return {
@@ -472,6 +474,13 @@ def _own_paths() -> dict[str, Any]:
                 "How busy this server is, for gateways",
                 "Load",
                 ("400", "404"),
+                parameters=[_of_model()],
+            )
+        },
+        "/v1/kv/events": {
+            "get": _operation(
+                *("operate", "kvEvents", "Which KV blocks are cached, for gateways", kv_events),
+                ("400", "403", "404", "503"),
                 parameters=[_of_model()],
             )
         },

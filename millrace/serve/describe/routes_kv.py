@@ -1,0 +1,74 @@
+"""/v1/kv/events: which KV blocks are cached, for gateways that send a prompt where its prefix is."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+import msgspec
+from aiohttp import web
+
+from millrace.errors import Forbidden
+from millrace.link.messages import KV_KEY_BYTES, KvEvents
+from millrace.serve.describe.asked_model import asked_model, loaded_engine
+from millrace.serve.http.app_keys import REQUEST_ID
+from millrace.serve.http.event_stream import SERVER_SENT_EVENTS, comment
+from millrace.serve.http.ids import REQUEST_ID_HEADER
+from millrace.serve.http.json_answer import encode
+from millrace.serve.http.queries import check_query
+from millrace.serve.state import STATE
+from millrace.serve.tenancy.trust import is_gateway
+
+PING_EVERY_S = 5.0
+Tier = Literal["device", "host"]
+TIERS: tuple[Tier, ...] = ("device", "host")
+
+
+class KvEvent(msgspec.Struct, frozen=True):
+    seq: int
+    """One more than that of the event before."""
+    kind: Literal["snapshot", "filled", "evicted", "cleared"]
+    tier: Tier
+    blocks: list[str]
+    """The first 16 hex digits of each block's key."""
+    block_tokens: int
+
+
+async def events(request: web.Request) -> web.StreamResponse:
+    """Writing waits for the client, and what waits for a slow one is bounded."""
+    state = request.app[STATE]
+    check_query(request, ("model",))
+    server = state.config.server
+    if not is_gateway(request, server.host, server.gateway_key, has_keys=state.keyring is not None):
+        raise Forbidden("KV events show what all tenants ask; use an operator's key or --gateway-key.")
+    model = asked_model(request)
+    block_tokens = loaded_engine(request, model).block_size
+    response = web.StreamResponse(
+        headers={
+            "Content-Type": SERVER_SENT_EVENTS,
+            "Cache-Control": "no-cache",
+            REQUEST_ID_HEADER: request[REQUEST_ID],
+            "Server": "millrace",
+        }
+    )
+    await response.prepare(request)
+    listener, seq = model.client.kv.add(), 0
+    try:
+        while not state.draining:
+            try:
+                event = await asyncio.wait_for(listener.next(), PING_EVERY_S)
+            except TimeoutError:
+                await response.write(comment("no changes"))
+                continue
+            for tier in TIERS if event.kind == "cleared" else (event.tier,):
+                seq += 1
+                await response.write(b"data: %b\n\n" % encode(_shown(event, seq, tier, block_tokens)))
+    finally:
+        model.client.kv.remove(listener)
+    return response
+
+
+def _shown(event: KvEvents, seq: int, tier: Tier, block_tokens: int) -> KvEvent:
+    keys, step = event.keys.hex(), 2 * KV_KEY_BYTES
+    blocks = [keys[start : start + step] for start in range(0, len(keys), step)]
+    return KvEvent(seq, event.kind, tier, blocks, block_tokens)
