@@ -49,6 +49,10 @@ COMMANDS = {
     "ps": "list the running servers on this machine",
     "stop": "stop a running server",
     "reload": "make a running server read its settings again, with a preview",
+    "up": "start the replicas and the gateway of a fleet's file, watch them and restart them",
+    "status": "say how the members of a running fleet are",
+    "restart": "restart a fleet's replicas one after the other, without losing a stream",
+    "down": "end a running fleet gracefully",
     "faults": "inject faults into a server and check how it behaves",
     "keys": "create, list and revoke API keys",
     "config": "print every setting with its value, source and meaning",
@@ -68,7 +72,7 @@ _PLANNING = frozenset({"calibrate", "simulate"})
 _LIBRARY = ("models", "pull", "ls", "show", "kv", "rm", "alias", "ps", "stop", "reload")
 """Commands whose modules are in `millrace/commands/library`."""
 
-_FLEET = ("gateway",)
+_FLEET = ("gateway", "up", "status", "restart", "down")
 """Commands whose modules are in `millrace/commands/fleet`."""
 
 _SETUP = ("doctor", "completion")

@@ -20,6 +20,7 @@ OF_OTHER_PROGRAMS = {
     *("--from", "--start-period", "--plat-name"),
     "--steps",  # Of `millrace trace`.
     "--operator",  # Of `millrace keys`.
+    "--check",  # Of `millrace up`.
 }
 
 

@@ -1,1 +1,1 @@
-"""Commands about many replicas: gateway."""
+"""Commands about many replicas: a gateway, and a fleet on one machine."""
