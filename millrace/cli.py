@@ -53,6 +53,7 @@ COMMANDS = {
     "status": "say how the members of a running fleet are",
     "restart": "restart a fleet's replicas one after the other, without losing a stream",
     "down": "end a running fleet gracefully",
+    "postmortem": "write the timeline of an incident from events, logs, decisions and traces",
     "router": "train and evaluate the choice between a small and a large model",
     "faults": "inject faults into a server and check how it behaves",
     "keys": "create, list and revoke API keys",
@@ -73,7 +74,7 @@ _PLANNING = frozenset({"calibrate", "simulate"})
 _LIBRARY = ("models", "pull", "ls", "show", "kv", "rm", "alias", "ps", "stop", "reload")
 """Commands whose modules are in `millrace/commands/library`."""
 
-_FLEET = ("gateway", "up", "status", "restart", "down", "router")
+_FLEET = ("gateway", "up", "status", "restart", "down", "router", "postmortem")
 """Commands whose modules are in `millrace/commands/fleet`."""
 
 _SETUP = ("doctor", "completion")

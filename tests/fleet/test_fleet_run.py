@@ -129,6 +129,13 @@ def test_a_fleet_lives_through_kills_and_a_restart_and_ends(tmp_path: Path, caps
     assert "No fleet runs" in capsys.readouterr().err
     ended = [one["member"] for one in fleet.events() if one["event"] == "draining"][-3:]
     assert ended[0] == "gateway", "no client meets a replica that is gone"
+    capsys.readouterr()
+    assert main(["postmortem", str(fleet.state)]) == 0
+    away = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("- r0 for", "- r1 for"))]
+    assert [line.rpartition(": ")[2] for line in away] == [
+        *("signal 9 ended it.", "it answered nothing for 2 s."),
+        *["it was restarted on purpose."] * 2,
+    ]
 
 
 def test_a_replica_that_cannot_start_waits_longer_each_time_and_harms_no_other(tmp_path: Path) -> None:
