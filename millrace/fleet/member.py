@@ -75,7 +75,11 @@ class Member:
         self.command = list(command)
         self._back_off = BackOff(self._settings)
         before, self._is_planned = self.state.pid, self._process is not None
-        await self._stop()
+        if self._is_planned:
+            self._change("draining")
+            await asyncio.sleep(self._settings.leave_s)
+        if self.state.pid == before:
+            await self._stop()
         async with self._changed:
             await self._changed.wait_for(lambda: self.state.state == "ready" and self.state.pid != before)
 
@@ -132,7 +136,8 @@ class Member:
         process = self._process
         if process is None:
             return
-        self._change("draining")
+        if self.state.state != "draining":
+            self._change("draining")
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
         try:

@@ -36,6 +36,8 @@ class FleetSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A replica that is not ready after this time is restarted."""
     silent_s: float = 30.0
     """A replica that was ready and answers nothing for this long is killed and restarted."""
+    leave_s: float = 2.0
+    """A rolling restart sends SIGTERM this long after a replica has left the gateway's list."""
     stop_s: float = 60.0
     """How long a process may take to end after SIGTERM."""
     back_off_s: float = 1.0

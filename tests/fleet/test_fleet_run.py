@@ -46,7 +46,9 @@ class Fleet:
         self.file, self.state = directory / "fleet.toml", directory / ".millrace-fleet"
         tables = [f'[[serve]]\nname = "r{n}"\nmodel = "m"\nport = {self.ports[n]}\n' for n in (0, 1)]
         tables.append(f"[gateway]\nport = {self.ports[2]}\n")
-        tables.append("[fleet]\nback_off_s = 0.05\nmax_back_off_s = 0.2\nsilent_s = 2.0\nstop_s = 20.0\n")
+        tables.append(
+            "[fleet]\nback_off_s = 0.05\nmax_back_off_s = 0.2\nsilent_s = 2.0\nleave_s = 0.2\nstop_s = 20.0\n"
+        )
         self.file.write_text("\n".join(tables) + extra)
 
     def members(self) -> dict[str, dict[str, Any]]:
