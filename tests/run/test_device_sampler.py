@@ -62,6 +62,7 @@ class Pair:
         plan = plan_of(list(admissions))
         self.table.update(plan)
         self.reference.update(plan)
+        self.device_table.update_host(plan)
         self.ours.admit(plan)
 
     def expect(

@@ -118,6 +118,7 @@ def chi_square(
             masked=ones > 0 if is_masked else None,
         )  # fmt: skip
         admitted = ()
+        drafted.leave(plan)
         table.update_host(plan)
         sampler.update(plan)
         drafted.admit(plan)

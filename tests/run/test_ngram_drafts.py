@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,12 @@ import pytest
 
 from millrace.params import DEFAULT_ROW_PARAMS
 from millrace.plan.step import Admission, StepPlan, exact_shape
+from millrace.run.device.device import CpuDevice
 from millrace.run.drafting.drafted_rows import DraftedRows
 from millrace.run.drafting.drafter import DraftAsk, Drafter
 from millrace.run.drafting.drafters import Drafters
 from millrace.run.drafting.ngram import propose_ngram
+from millrace.run.table.request_table import RequestTable
 
 NONE = np.zeros(0, np.int32)
 
@@ -48,16 +49,6 @@ def test_drafts_follow_the_definition(seed: int) -> None:
                 expected = history[starts[-1] + length :][:count]
                 break
         assert drafts(history, count) == expected
-
-
-def table_of(rows: int) -> Any:
-    return SimpleNamespace(
-        tokens=[NONE] * rows,
-        num_admitted=np.zeros(rows, np.int32),
-        last_tokens=np.zeros(rows, np.int64),
-        num_prompt=np.zeros(rows, np.int32),
-        request_ids=np.zeros(rows, np.int64),
-    )
 
 
 def plan_of(
@@ -98,7 +89,7 @@ def test_any_drafts_give_the_tokens_of_a_run_without(seed: int) -> None:
                 guessed.append(guess if rng.random() < 0.7 else (guess + 1) % 7)
             return np.array(guessed, np.int32)
 
-    table, prompts = table_of(3), [[1, 2, 3], [4], [5, 6]]
+    table, prompts = RequestTable(CpuDevice(1), max_rows=3, max_blocks=1), [[1, 2, 3], [4], [5, 6]]
     limits = [40, 23, 31]
     rows = DraftedRows(table, 3, Drafters({"ngram": Guesses()}, "ngram"))
     admitted = tuple(
@@ -109,6 +100,8 @@ def test_any_drafts_give_the_tokens_of_a_run_without(seed: int) -> None:
     first = True
     for _ in range(60):
         plan = plan_of([0, 1, 2], [0, 0, 0], [rng.randrange(0, 5) for _ in range(3)], admitted if first else ())
+        rows.leave(plan)
+        table.update_host(plan)
         rows.admit(plan)
         first = False
         step = rows.expand(plan)

@@ -51,6 +51,9 @@ class SamplerUnderTest:
             shape=exact_shape(nothing),
             admitted=(admission,),
         )
+        self.update(plan)
+
+    def update(self, plan: StepPlan) -> None:
         self.table.update(plan)
         self.sampler.update(plan)
 

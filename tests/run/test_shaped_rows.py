@@ -223,14 +223,14 @@ def test_preemption_changes_nothing(params: SamplingParams) -> None:
 
     def run(preempt_at: int | None) -> list[int]:
         sampler, row, tokens = SamplerUnderTest(vocab=VOCAB), 0, [1, 2, 3]
-        sampler.sampler.update(_plan((admission(row, tokens),)))
+        sampler.update(_plan((admission(row, tokens),)))
         for step in range(20):
             if step == preempt_at:
                 # A step in flight draws once more; its token is lost and drawn again after the preemption.
                 sampler.draw(logits[step : step + 1], [row], [len(tokens)])
-                sampler.sampler.update(_plan(released=(Release(row, 42, "preempted"),)))
+                sampler.update(_plan(released=(Release(row, 42, "preempted"),)))
                 row = 5
-                sampler.sampler.update(_plan((admission(row, tokens),)))
+                sampler.update(_plan((admission(row, tokens),)))
             tokens.append(int(sampler.draw(logits[step : step + 1], [row], [len(tokens)]).tokens[0]))
         return tokens
 
@@ -246,8 +246,8 @@ def test_preempted_requests_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> N
     rows: ShapedRows = sampler.sampler._shaped
     for request in range(9):
         admission = Admission(0, request, np.array([1], np.int32), 1, RowParams(SamplingParams(mirostat=2)))
-        sampler.sampler.update(_plan((admission,)))
-        sampler.sampler.update(_plan(released=(Release(0, request, "preempted"),)))
+        sampler.update(_plan((admission,)))
+        sampler.update(_plan(released=(Release(0, request, "preempted"),)))
     assert list(rows._preempted) == [6, 7, 8]
     assert not rows._rows
     assert math.isclose(float(rows._preempted[8][0]), 10.0)

@@ -95,7 +95,7 @@ def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, shape: Step
         assert layout.token_rows.of(packet).tolist() == np.repeat(np.arange(shape.rows), lengths).tolist()
     tokens = []
     for row, start, count in zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
-        given = table.tokens[row][start : start + count].tolist()
+        given = table.known_tokens(row)[start : start + count].tolist()
         tokens += given + [ON_DEVICE] * (count - len(given))
     assert layout.tokens_in.of(packet).tolist() == tokens + [0] * padding
     tiles = [

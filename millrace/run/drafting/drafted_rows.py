@@ -94,16 +94,10 @@ class DraftedRows:
     def __init__(self, table: RequestTable, max_rows: int, drafters: Drafters, guide: DraftGuide | None = None) -> None:
         """`guide`: shown the drafts of masked rows before they are verified."""
         self._table, self._drafters, self._guide = table, drafters, guide
-        self._tokens: list[Int32s] = [np.zeros(0, np.int32)] * max_rows
-        """Room for all tokens up to the limit, and the drafts of a step."""
-        self._known = np.zeros(max_rows, np.int64)
-        self._computed = np.zeros(max_rows, np.int64)
-        """Tokens that the target has computed: less than all but the last while a prompt is computed in parts."""
-        self._limit = np.zeros(max_rows, np.int64)
         self._untold = np.zeros(max_rows, np.int64)
         """Tokens of each row that drafters were not told of: they are when they are asked for drafts."""
         self._unsettled: list[tuple[StepPlan, Int32s]] = []
-        """Steps without drafts whose tokens are not in the columns yet."""
+        """Steps without drafts whose tokens are not in the table yet."""
         self.num_drafted = self.num_accepted = 0
 
     def needs_hidden(self, step: StepRows) -> bool:
@@ -113,40 +107,34 @@ class DraftedRows:
         self._drafters.take_hidden(hidden, rows, positions)
 
     def admit(self, plan: StepPlan) -> None:
-        """Begin a step: rows change hands."""
-        for release in plan.released:
-            tokens = self._tokens[release.row][: self._known[release.row]]
-            self._drafters.release(release.row, tokens, has_ended=release.reason != "preempted")
+        """Begin a step. Call it after the table is updated."""
         for admission in plan.admitted:
-            row, known = admission.row, len(admission.tokens)
-            self._tokens[row] = tokens = np.zeros(max(admission.limit, known + 1), np.int32)
-            tokens[:known] = admission.tokens
-            self._known[row], self._limit[row] = known, admission.limit
-            self._computed[row], self._untold[row] = admission.num_computed, 0
-            self._table.tokens[row] = tokens
+            self._untold[admission.row] = 0
             self._drafters.admit(admission)
         if plan.trained_rests:
             self._drafters.rest(plan.rows)
-        for appended in plan.appended:
-            row, end = appended.row, appended.start + len(appended.tokens)
-            num_new = end - int(self._known[row])
-            self._tokens[row][appended.start : end] = appended.tokens
-            self._known[row] = end
-            self._untold[row] += num_new
-            self._tell([row])
+        if plan.appended:
+            self._tell([appended.row for appended in plan.appended])
 
     def leave(self, plan: StepPlan) -> None:
-        """Call it before the table is updated. A row has blocks only for what was computed."""
-        if plan.released or plan.admitted or plan.appended:
-            self._settle()
-        rows = [gone.row for gone in plan.released if self._table.request_ids[gone.row] == gone.request_id]
+        """Rows change hands. Call it before the table is updated. A row has blocks only for what was computed."""
+        if not (plan.released or plan.admitted or plan.appended):
+            return
+        self._settle()
+        table = self._table
+        rows = [gone.row for gone in plan.released if table.request_ids[gone.row] == gone.request_id]
         if rows:
-            self._drafters.leave([RowTokens(row, self._tokens[row][: self._computed[row]]) for row in rows])
+            self._drafters.leave([RowTokens(row, table.tokens[row][: table.computed[row]]) for row in rows])
+        for release in plan.released:
+            tokens = table.known_tokens(release.row)
+            self._drafters.release(release.row, tokens, has_ended=release.reason != "preempted")
+        for appended in plan.appended:
+            self._untold[appended.row] += appended.start + len(appended.tokens) - table.known[appended.row]
 
     def _tell(self, rows: list[int]) -> None:
         """Tell drafters of the tokens that they have not heard of."""
         counts = [(row, int(self._untold[row])) for row in rows]
-        progress = [RowProgress(row, self._tokens[row][: self._known[row]], new, 0, 0) for row, new in counts if new]
+        progress = [RowProgress(row, self._table.known_tokens(row), new, 0, 0) for row, new in counts if new]
         if progress:
             self._untold[rows] = 0
             self._drafters.confirm(progress)
@@ -162,21 +150,22 @@ class DraftedRows:
         rows = []
         for row, start, count, num_draws in columns:
             is_prompt = num_draws != count
-            self._computed[row] = end = start + (count if is_prompt else 1)
-            rows.append(RowTokens(row, self._tokens[row][:end], is_prompt))
+            self._table.computed[row] = end = start + (count if is_prompt else 1)
+            rows.append(RowTokens(row, self._table.tokens[row][:end], is_prompt))
         self._drafters.feed(rows)
 
     def expand(self, plan: StepPlan, given: tuple[Int32s, ...] | None = None) -> VerifiedStep:
         """Propose drafts for the plan's places, and leave out rows that are past their limit. `given`: what another
         rank proposed, see `StepInputs.drafts`."""
         self._settle()
+        table = self._table
         starts, counts, keeps = plan.starts.copy(), plan.counts.copy(), np.ones(len(plan.rows), np.bool_)
         draws = plan.samples.astype(np.int32)
         places = np.zeros(len(plan.rows), np.int32) if plan.draft_places is None else plan.draft_places
         indices, asks = [], []
         for index in np.flatnonzero(plan.samples & (plan.counts == 1)).tolist():
             row = int(plan.rows[index])
-            known, limit = int(self._known[row]), int(self._limit[row])
+            known, limit = int(table.known[row]), int(table.limit[row])
             if known >= limit:
                 keeps[index] = False
                 continue
@@ -195,14 +184,14 @@ class DraftedRows:
         for index, at, ask, drafts in zip(indices, asked, asks, proposed, strict=True):
             own[at] = drafts
             known, num_drafts = len(ask.tokens), len(drafts)
-            self._tokens[ask.row][known : known + num_drafts] = drafts
+            table.tokens[ask.row][known : known + num_drafts] = drafts
             counts[index] += num_drafts
             draws[index] += num_drafts
             self.num_drafted += num_drafts
         num_drawing = len(own)
         if plan.masked is None and keeps.all() and (counts == plan.counts).all() and (starts == plan.starts).all():
             return VerifiedStep(plan, draws, np.arange(num_drawing), num_drawing, (), True)
-        self._table.num_admitted[plan.rows] = np.maximum(self._known[plan.rows], starts + counts)
+        table.num_admitted[plan.rows] = np.maximum(table.known[plan.rows], starts + counts)
         drawing = np.flatnonzero(keeps[plan.samples])
         batch = StepBatch(
             plan.rows[keeps],
@@ -224,10 +213,8 @@ class DraftedRows:
         return proposed
 
     def _ask(self, plan: StepPlan, index: int, max_drafts: int) -> DraftAsk:
-        row, trained = int(plan.rows[index]), plan.trained
-        ask = DraftAsk(
-            row, self._tokens[row][: self._known[row]], int(self._table.num_prompt[row]), max_drafts, plan.draft_floor
-        )
+        row, trained, table = int(plan.rows[index]), plan.trained, self._table
+        ask = DraftAsk(row, table.known_tokens(row), int(table.num_prompt[row]), max_drafts, plan.draft_floor)
         if trained is None:
             return ask
         return replace(ask, max_trained=min(int(trained.places[index]), max_drafts), min_gain=trained.worth)
@@ -243,13 +230,14 @@ class DraftedRows:
         parts = []
         draws = step.draws[step.batch.samples].tolist()
         for row, num_draws in zip(step.batch.rows[step.batch.samples].tolist(), draws, strict=True):
-            known = int(self._known[row])
-            parts += [_FIRST, self._tokens[row][known : known + num_draws - 1]]
+            known = int(self._table.known[row])
+            parts += [_FIRST, self._table.tokens[row][known : known + num_draws - 1]]
         return np.concatenate(parts) if parts else _NO_TOKENS
 
     def accept(self, plan: StepPlan, step: VerifiedStep, drawn: Int32s) -> AcceptedStep:
         """`step`: what was computed for the plan. `drawn`: a token for each of its draws."""
         counts, num_drafts, num_trained = np.zeros((3, step.num_drawing), np.int32)
+        table = self._table
         accepted: list[Int32s] = []
         drafted: list[RowDrafts] = []
         progress: list[RowProgress] = []
@@ -259,15 +247,14 @@ class DraftedRows:
         for place, row, num_draws in zip(step.drawing.tolist(), rows, draws, strict=True):
             own = drawn[first : first + num_draws]
             first += num_draws
-            tokens, known = self._tokens[row], int(self._known[row])
+            known = int(table.known[row])
             # A draft is right if it is the token drawn before it.
-            wrong = np.flatnonzero(own[:-1] != tokens[known : known + num_draws - 1])
+            wrong = np.flatnonzero(own[:-1] != table.tokens[row][known : known + num_draws - 1])
             count = int(wrong[0]) + 1 if len(wrong) else num_draws
-            tokens[known : known + count] = own[:count]
-            self._known[row] = known + count
-            self._computed[row] = known + count - 1
-            self._table.last_tokens[row] = int(own[count - 1])
-            self._table.num_admitted[row] = known + count - 1  # The step after reads the row's last token.
+            table.append(row, known, own[:count])
+            table.computed[row] = known + count - 1
+            table.last_tokens[row] = int(own[count - 1])
+            table.num_admitted[row] = known + count - 1  # The step after reads the row's last token.
             counts[place], num_drafts[place] = count, num_draws - 1
             if num_draws > 1 and self._drafters.is_trained(row):
                 num_trained[place] = num_draws - 1
@@ -284,7 +271,7 @@ class DraftedRows:
     def _progress(self, row: int, num_new: int, num_drafts: int, drafted: list[RowDrafts]) -> RowProgress:
         """What drafters are told. Notes drafts in `drafted`."""
         source, num_accepted = self._drafters.source_of(row) if num_drafts else "", num_new - 1
-        tokens = self._tokens[row][: self._known[row]]
+        tokens = self._table.known_tokens(row)
         if num_drafts:
             self.num_accepted += num_accepted
             drafted.append(RowDrafts(int(self._table.request_ids[row]), source, num_drafts, num_accepted))
@@ -302,9 +289,7 @@ class DraftedRows:
         step has displaced everything from the caches."""
         for plan, drawn in self._unsettled:
             rows = plan.rows[plan.samples]
-            for row, known, token in zip(rows.tolist(), self._known[rows].tolist(), drawn.tolist(), strict=True):
-                self._tokens[row][known] = token
-            self._known[rows] += 1
+            self._table.append_each(rows, drawn)
             self._untold[rows] += 1
             if self._drafters.is_followed(rows):
                 self._tell(rows.tolist())

@@ -343,7 +343,7 @@ def _write_host_tokens(
     """Write the token ids known to the host since admission; the others were drawn on the device."""
     for index in _rows_with_host_tokens(rows, starts, table):
         start, count, first = int(starts[index]), int(counts[index]), int(query_starts[index])
-        known = table.tokens[int(rows[index])][start : start + count]
+        known = table.host_part(int(rows[index]), start, count)
         tokens_in[first : first + len(known)] = known
 
 

@@ -77,7 +77,7 @@ class DeviceSampler:
         self._device = device
         self._vocab_size = vocab_size
         self._cut = cut
-        self._last_tokens = table.last_tokens
+        self._table, self._last_tokens = table, table.last_tokens
         self._columns = torch.zeros((max_rows, ROW_WORDS), dtype=torch.int32, device=torch_device)
         self._ends = torch.zeros((max_rows, MAX_ENDS), dtype=torch.int32, device=torch_device)
         self._draft_tokens = torch.zeros(max_rows, dtype=torch.int64, device=torch_device)
@@ -88,7 +88,7 @@ class DeviceSampler:
         self._counts = VocabBuffers(vocab_size, torch.int32, torch_device)
         self._bias = VocabBuffers(vocab_size, torch.float32, torch_device)
         self.row_params = RowParamTable(max_rows=max_rows, vocab_size=vocab_size)
-        self._shaped = ShapedRows(device, self.row_params, vocab_size=vocab_size)
+        self._shaped = ShapedRows(device, table, self.row_params, vocab_size=vocab_size)
         self._records = np.zeros((max_rows, ROW_WORDS), np.int32)
         """The records on the host, as last sent."""
 
@@ -170,6 +170,7 @@ class DeviceSampler:
         become the table's last tokens. Not captured."""
         adjusted = torch.stack([self._adjusted.take(row) for row in rows.tolist()])
         tokens = self._shaped.draw(adjusted, rows, positions)
+        self._table.append_drawn(rows, positions, tokens)
         self._last_tokens[self._device.upload(rows.astype(np.int64))] = tokens
         return tokens
 

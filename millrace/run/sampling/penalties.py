@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from millrace.params import DrawParams
-from millrace.plan.step import Admission
+from millrace.plan.step import Int32s
 
 NO_DRAFT = -1
 """In a column of drafts: there is none before this draw."""
@@ -21,11 +21,11 @@ class Penalties:
         self._slot_of: dict[int, int] = {}
         self._free: list[int] = []
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, row: int, known: Int32s, num_prompt: int) -> None:
         """Count a row's tokens; those of a request resumed after preemption include its output."""
-        slot = self._take(admission.row)
-        tokens = torch.from_numpy(admission.tokens.copy()).to(self._device).long()
-        prompt, output = tokens[: admission.num_prompt], tokens[admission.num_prompt :]
+        slot = self._take(row)
+        tokens = torch.from_numpy(known).to(self._device).long()
+        prompt, output = tokens[:num_prompt], tokens[num_prompt:]
         self._in_prompt[slot] = False
         self._in_prompt[slot, prompt] = True
         self._in_output[slot] = torch.bincount(output, minlength=self._vocab_size).to(torch.int32)

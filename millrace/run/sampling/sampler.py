@@ -46,7 +46,7 @@ class Sampler:
         has_native = device.kind == "cpu" and not native_missing(device.torch_device)
         self._draw_native = NativeDraw() if has_native else None
         self.row_params = RowParamTable(max_rows=max_rows, vocab_size=vocab_size)
-        self._shaped = ShapedRows(device, self.row_params, vocab_size=vocab_size)
+        self._shaped = ShapedRows(device, table, self.row_params, vocab_size=vocab_size)
 
     def update(self, plan: StepPlan) -> None:
         for release in plan.released:
@@ -55,7 +55,7 @@ class Sampler:
         for admission in plan.admitted:
             values = self.row_params.admit(admission)
             if values.has_penalties:
-                self._penalties.admit(admission)
+                self._penalties.admit(admission.row, self._table.known_tokens(admission.row), admission.num_prompt)
             else:
                 self._penalties.release(admission.row)
             self._shaped.update(admission, is_shaped=values.is_shaped)
@@ -69,7 +69,8 @@ class Sampler:
         drafts: Int32s | None = None,
     ) -> Drawn:
         """`logits` float32 [n, vocab], may be overwritten; `positions`: those of the new tokens. `drafts`: the draft
-        before each draw, which penalties count; what is drawn is then counted only by `count`."""
+        before each draw, which penalties count; what is drawn is then counted only by `count`, and who verifies the
+        drafts appends what is accepted."""
         num_logprobs = self.row_params.num_logprobs[rows]
         scored = np.flatnonzero(num_logprobs >= 0)
         raw = logits[torch.from_numpy(scored).to(logits.device)] if len(scored) else None
@@ -89,6 +90,7 @@ class Sampler:
                 tokens[own_index] = self._shaped.draw(own, rows[shaped], positions[shaped])
         if drafts is None:
             self.count(rows, tokens)
+            self._table.append_drawn(rows, positions, tokens)
         logprobs = None
         if raw is not None:
             num_top = max(1, int(num_logprobs[scored].max()))

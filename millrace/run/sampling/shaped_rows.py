@@ -34,6 +34,7 @@ from millrace.run.sampling.processors import Processor, load_processor
 from millrace.run.sampling.repetition import penalise_recent, penalise_repeats
 from millrace.run.sampling.row_params import RowParamTable
 from millrace.run.sampling.token_limits import BadWords, bad_words_of, forbidden_tokens
+from millrace.run.table.request_table import RequestTable
 
 MU_RING = 8
 """Values of mu kept per row, by position: a preempted row may draw again at a position that it has drawn before."""
@@ -48,8 +49,8 @@ class _Row:
     request_id: int
     num_prompt: int
     params: DrawParams
-    tokens: Tensor | None
-    """int64: all tokens and room for more, if the options need them."""
+    reads_text: bool
+    """True if the options depend on the row's tokens, which the request table then keeps on the device."""
     is_breaker: Tensor | None
     """bool [vocab], with DRY."""
     processors: tuple[Processor, ...]
@@ -59,8 +60,8 @@ class _Row:
 
 
 class ShapedRows:
-    def __init__(self, device: Device, row_params: RowParamTable, *, vocab_size: int) -> None:
-        self._device, self._row_params, self._vocab_size = device, row_params, vocab_size
+    def __init__(self, device: Device, table: RequestTable, row_params: RowParamTable, *, vocab_size: int) -> None:
+        self._device, self._table, self._row_params, self._vocab_size = device, table, row_params, vocab_size
         self._rows: dict[int, _Row] = {}
         self._mu: dict[int, Tensor] = {}
         """By row: mu for the draw at position p is at index p % MU_RING."""
@@ -84,28 +85,24 @@ class ShapedRows:
             self._mu.pop(admission.row, None)
 
     def _admit(self, admission: Admission) -> None:
-        """The tokens of a request resumed after preemption include its output."""
         row, params = admission.row, admission.row_params.params
         last = self._rows.get(row)
         if params.mirostat and (last is None or last.request_id != admission.request_id):
             first = torch.full((MU_RING,), 2 * params.mirostat_tau, device=self._device.torch_device)
             self._mu[row] = self._preempted.pop(admission.request_id, first)
+        reads_text = params.needs_tokens or params.uses_penalties
+        if reads_text:
+            self._table.keep_text(admission)
         self._rows[row] = _Row(
             admission.request_id,
             admission.num_prompt,
             params,
-            self._room_for(admission) if params.needs_tokens or params.uses_penalties else None,
+            reads_text,
             self._breakers(params) if params.dry_multiplier > 0 else None,
             tuple(load_processor(name) for name in params.logits_processors),
             forbidden_tokens(admission.row_params, self._device, self._vocab_size),
             bad_words_of(admission.row_params, self._device, self._vocab_size),
         )
-
-    def _room_for(self, admission: Admission) -> Tensor:
-        known = admission.tokens.astype(np.int64)
-        room = np.zeros(max(admission.limit, len(known)) + 1, np.int64)
-        room[: len(known)] = known
-        return self._device.upload(room)
 
     def _breakers(self, params: DrawParams) -> Tensor:
         is_breaker = np.zeros(self._vocab_size, np.bool_)
@@ -116,21 +113,15 @@ class ShapedRows:
     def draw(self, logits: Tensor, rows: Int32s, positions: Int32s) -> Tensor:
         """int64 [n]. `logits` float32 [n, vocab], changed; `positions`: those of the new tokens."""
         records = [self._rows[row] for row in rows.tolist()]
-        places = positions.tolist()
-        for index, (record, place) in enumerate(zip(records, places, strict=True)):
-            if record.tokens is not None:
-                self._penalise(logits[index], record, record.tokens[:place])
+        for index, (row, record, place) in enumerate(zip(rows.tolist(), records, positions.tolist(), strict=True)):
+            text = self._table.text(row, place) if record.reads_text else None
+            if text is not None:
+                self._penalise(logits[index], record, text)
             if record.forbidden is not None:
                 logits[index].masked_fill_(record.forbidden, -torch.inf)
-            if record.bad_words is not None and record.tokens is not None:
-                record.bad_words.forbid(logits[index], record.tokens[record.num_prompt : place])
-        tokens = self._choose(logits, rows, positions, [record.params for record in records])
-        for index, (record, place) in enumerate(zip(records, places, strict=True)):
-            if record.tokens is not None:
-                if place >= len(record.tokens):
-                    record.tokens = torch.nn.functional.pad(record.tokens, (0, place + 1))
-                record.tokens[place : place + 1] = tokens[index : index + 1]
-        return tokens
+            if record.bad_words is not None and text is not None:
+                record.bad_words.forbid(logits[index], text[record.num_prompt :])
+        return self._choose(logits, rows, positions, [record.params for record in records])
 
     def _penalise(self, logits: Tensor, record: _Row, tokens: Tensor) -> None:
         params = record.params

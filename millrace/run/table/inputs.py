@@ -99,7 +99,7 @@ def host_tokens(step: StepRows, table: RequestTable, query_starts: Int32s) -> In
     from_host = np.flatnonzero(step.starts < table.num_admitted[step.rows])
     for index in from_host.tolist():
         start, count = int(step.starts[index]), int(step.counts[index])
-        known = table.tokens[int(step.rows[index])][start : start + count]
+        known = table.host_part(int(step.rows[index]), start, count)
         first = int(query_starts[index])
         tokens[first : first + len(known)] = known
     return tokens
