@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
+from millrace.params import RowParams, SamplingParams
+from millrace.plan.drafts import DraftSettings
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes.choice import ExactShapes, PaddedShapes, StepSizes
@@ -151,3 +154,31 @@ def test_plans_carry_the_shapes_of_the_choice() -> None:
     assert [plan.shape.is_decode for plan in plans] == [False] + 8 * [True]
     assert {plan.shape.rows for plan in plans[1:]} == {4}
     assert [plan.captures for plan in plans] == [False, False, True] + 6 * [False]
+
+
+@pytest.mark.parametrize("params", [SamplingParams(prompt_logprobs=0), SamplingParams(max_tokens=0, pooling="last")])
+@pytest.mark.parametrize("max_drafts", [0, 3])
+def test_a_row_that_draws_nothing_is_in_no_decode_shape(params: SamplingParams, max_drafts: int) -> None:
+    """Every row of a decode shape draws, and one with places is computed only below its limit."""
+    scheduler = Scheduler(
+        SchedulerSettings(
+            num_blocks=64, block_size=16, max_running=8, token_budget=256, drafts=DraftSettings(max_drafts, 8)
+        ),
+        shapes=PaddedShapes(replace(FACTS, has_drafts=bool(max_drafts))),
+    )
+    scheduler.submit(Request(0, np.arange(3, dtype=np.int32), max_tokens=20))
+    first = scheduler.plan(0.0)
+    assert first is not None
+    scheduler.apply(first.step_no, np.array([7], np.int32))
+    scheduler.submit(Request(1, np.array([5], np.int32), max_tokens=0, row_params=RowParams(params)))
+    plan = scheduler.plan(1.0)
+    assert plan is not None
+    assert plan.counts.tolist() == [1, 1]
+    assert plan.samples.tolist() == [True, False]
+    assert not plan.shape.is_decode
+    outcome = scheduler.apply(plan.step_no, np.array([7], np.int32), None if plan.draft_places is None else ints(1))
+    assert [(event.request_id, event.reason) for event in outcome.ended] == [(1, "stop")]
+    last = scheduler.plan(2.0)
+    assert last is not None
+    assert last.shape.is_decode
+    assert last.rows.tolist() == [0]
