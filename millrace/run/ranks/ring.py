@@ -22,6 +22,11 @@ FREED = 0
 """Kind of the replies that give bytes back to the writer. Others are the caller's."""
 
 
+FREED_PARTS, MAX_PARTS = 8, 4
+"""Bytes are given back when they are an eighth of the ring: seldom, and in time for a part of a record. A part is at
+most a quarter of the ring, and skips less than that at its end."""
+
+
 class RingClosed(Exception):
     """The other process has ended."""
 
@@ -56,13 +61,13 @@ class RingWriter:
 
     def write(self, kind: int, data: bytes, timeout_s: float) -> None:
         """Raises `RingClosed`, and a TimeoutError if there is no room for so long."""
-        most = self._size // 4
+        most = self._size // MAX_PARTS
         view, first = memoryview(data), 0
         while True:
             part = view[first : first + most]
             first += len(part)
             offset = self._take(len(part), timeout_s)
-            self._memory[offset : offset + len(part)] = bytes(part)
+            self._memory[offset : offset + len(part)] = part
             try:
                 self._socket.sendall(_HEAD.pack(kind, first < len(data), offset, len(part)))
             except OSError as error:
@@ -72,7 +77,8 @@ class RingWriter:
 
     def _take(self, length: int, timeout_s: float) -> int:
         """The offset of so many bytes in a row. Those that the end of the ring cuts off count as used."""
-        skipped = self._size - self._at if self._at + length > self._size else 0
+        wraps = self._at + length > self._size
+        skipped = self._size - self._at if wraps else 0
 
         def has_room() -> bool:
             return self._is_closed or self._used + skipped + length <= self._size
@@ -82,7 +88,7 @@ class RingWriter:
                 raise TimeoutError
             if self._is_closed:
                 raise RingClosed
-            offset = 0 if skipped else self._at
+            offset = 0 if wraps else self._at
             self._used += skipped + length
             self._at = offset + length
             return offset
@@ -114,7 +120,8 @@ class RingReader:
 
     def __init__(self, memory_fd: int, socket_fd: int, size: int = RING_BYTES) -> None:
         self._memory, self._socket, self._size = mmap.mmap(memory_fd, size), socket.socket(fileno=socket_fd), size
-        self._at = 0
+        self._at = self._freed = 0
+        """Where the next part may be, and bytes that are read and not given back yet."""
 
     def read(self) -> tuple[int, bytes]:
         """Waits for a record: its kind and its bytes. Raises `RingClosed`."""
@@ -124,7 +131,10 @@ class RingReader:
             parts.append(self._memory[offset : offset + length])
             skipped = self._size - self._at if offset < self._at else 0
             self._at = offset + length
-            self.reply(FREED, (skipped + length).to_bytes(8, "little"))
+            self._freed += skipped + length
+            if self._freed >= self._size // FREED_PARTS:
+                self.reply(FREED, self._freed.to_bytes(8, "little"))
+                self._freed = 0
             if not has_more:
                 return kind, parts[0] if len(parts) == 1 else b"".join(parts)
 
@@ -133,6 +143,9 @@ class RingReader:
             self._socket.sendall(_REPLY.pack(kind, len(body)) + body)
         except OSError as error:
             raise RingClosed from error
+
+    def close(self) -> None:
+        self._socket.close()
 
 
 def _receive(source: socket.socket, length: int) -> bytes:
