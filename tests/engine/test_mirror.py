@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import logging
+import dataclasses
 import os
 import signal
 from collections.abc import Callable
@@ -22,8 +22,10 @@ from millrace import LLM, SamplingParams
 from millrace.engine.ranks.mirror import Mirror
 from millrace.errors import EngineUnavailable, RequestFailed
 from millrace.link.messages import MirrorStats
+from millrace.observe.engine_metrics import engine_metrics
 from millrace.plan.queue.admission_forecast import AdmissionForecast
 from millrace.plan.step import StepPlan
+from millrace.run.device.defaults import CPU_DEFAULTS
 from millrace.run.runner import Runner, StepResult
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
@@ -103,8 +105,10 @@ def test_a_difference_is_named_and_the_engine_goes_on(
     with LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000, mirror=True) as llm:
         answers = [generation.token_ids for generation in llm.generate(PROMPTS, GREEDY)]
         stats = mirror_stats(llm, len(PROMPTS))
+        metrics = {one.name: one.value for family in engine_metrics(llm._client) for one in family.samples}
         again = llm.generate([PROMPTS[0]], GREEDY)[0].token_ids
     assert len(again) == 12
+    assert (metrics["millrace_mirror_up"], metrics["millrace_mirror_differences_total"]) == (0, 1)
     assert stats == MirrorStats(is_up=False, steps=4, differences=1)
     step_tokens = {tokens[4] for tokens in answers}
     sentence = next(line for line in caplog.text.splitlines() if "The draws differ in step 4, row " in line)
@@ -152,5 +156,12 @@ def test_a_mirror_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch,
 def test_the_process_ends_with_the_engine(mirrors: list[Mirror], tmp_path: Path) -> None:
     with LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000, mirror=True) as llm:
         llm.generate(PROMPTS, GREEDY)
-        pid, level = mirrors[0].pid, logging.getLogger("millrace").level
-    assert mirrors[0]._process.poll() is not None, (pid, level)
+        assert mirrors[0]._process.poll() is None
+    assert mirrors[0]._process.poll() is not None
+
+
+def test_a_device_without_mirrors_refuses_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    defaults = dataclasses.replace(CPU_DEFAULTS, can_mirror=False)
+    monkeypatch.setattr("millrace.run.device.device.CPU_DEFAULTS", defaults)
+    with pytest.raises(EngineUnavailable, match="--mirror runs on a CPU only; use --device cpu"):
+        LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000, mirror=True).__enter__()

@@ -18,6 +18,8 @@ _HEAD = struct.Struct("<BBxxII")
 """Of a part of a record: its kind, whether more parts follow, its offset in the ring and its length."""
 _REPLY = struct.Struct("<BxxxI")
 """Of a reply: its kind and its length."""
+_SEND_LIMIT = struct.pack("ll", 60, 0)
+"""Seconds and microseconds for which a reader that takes nothing is waited for."""
 FREED = 0
 """Kind of the replies that give bytes back to the writer. Others are the caller's."""
 
@@ -44,6 +46,7 @@ class RingWriter:
         self._size, self._fd = size, _shared_memory(size)
         self._memory = mmap.mmap(self._fd, size)
         self._socket, self._far = socket.socketpair()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_LIMIT)
         self._at = self._used = 0
         """Where the next part goes, and bytes that the reader has not given back."""
         self._changed = threading.Condition()
@@ -70,6 +73,8 @@ class RingWriter:
             self._memory[offset : offset + len(part)] = part
             try:
                 self._socket.sendall(_HEAD.pack(kind, first < len(data), offset, len(part)))
+            except BlockingIOError as error:
+                raise TimeoutError from error
             except OSError as error:
                 raise RingClosed from error
             if first >= len(data):
