@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -18,14 +18,27 @@ from millrace.plan.drafting import trained as trained_control
 from millrace.plan.drafting.trained import TrainedControl
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
-from millrace.plan.step import Admission, Int32s
-from millrace.run.drafting.drafted_rows import RowDrafts
+from millrace.plan.step import Admission, Int32s, StepPlan
 from millrace.run.drafting.drafter import DraftAsk, Drafter, RowProgress
-from millrace.run.drafting.drafters import Drafters, make_drafters, offered_drafters
-from millrace.run.runner import Runner
+from millrace.run.drafting.drafters import SOURCES, Drafters, make_drafters, offered_drafters
+from millrace.run.runner import Runner, StepResult
 
 FIXED = DraftSettings(max_drafts=3, max_places=4 * ROWS)
 CONTROLLED = DraftSettings(max_drafts=7, max_places=8 * ROWS, is_fixed=False, has_trained=True)
+
+
+class RowDrafts(NamedTuple):
+    source: str
+    num_drafts: int
+    num_accepted: int
+
+
+def drafts_of(result: StepResult) -> list[RowDrafts]:
+    """Of the rows that had any."""
+    if result.sources is None or result.num_drafts is None or result.counts is None:
+        return []
+    columns = (result.sources.tolist(), result.num_drafts.tolist(), result.counts.tolist())
+    return [RowDrafts(SOURCES[source], own, count - 1) for source, own, count in zip(*columns, strict=True) if own]
 
 
 def drive(
@@ -57,7 +70,7 @@ def drive(
         if len(flying) > 1 or plan is None:
             plan, pending = flying.pop(0)
             result = pending.wait()
-            drafted += result.drafted
+            drafted += drafts_of(result)
             found = scheduler.confirm(plan.step_no, result.drawn(), result.counts, result.num_drafts, result.trained)
             scheduler.run_deferred()
             for request_id, token in zip(found.request_ids.tolist(), found.tokens.tolist(), strict=True):
@@ -114,7 +127,12 @@ def test_a_drafter_that_rests_is_told_nothing_and_no_token_changes(
     for name in ("feed", "take_states", "confirm"):
         monkeypatch.setattr(drafter, name, told_while(rests, told, getattr(drafter, name)))
     execute = runner._execute
-    monkeypatch.setattr(runner, "_execute", lambda plan: (rests.__setitem__(0, plan.trained_rests), execute(plan))[1])
+
+    def watched(plan: StepPlan, given: Any) -> StepResult:
+        rests[0] = plan.trained_rests
+        return execute(plan, given)
+
+    monkeypatch.setattr(runner, "_execute", watched)
     tokens, drafted = drive(runner, CONTROLLED)
     assert tokens == expected
     assert sources(drafted) == {"suffix", kind}, "later requests try it again"
@@ -169,7 +187,7 @@ def test_results_say_which_drafts_the_trained_drafter_made() -> None:
         result = runner.launch(plan).wait()
         scheduler.confirm(plan.step_no, result.drawn(), result.counts, result.num_drafts, result.trained)
         scheduler.run_deferred()
-        of_model = sum(part.num_drafts for part in result.drafted if part.source == "draft")
+        of_model = sum(part.num_drafts for part in drafts_of(result) if part.source == "draft")
         if result.trained is None:
             assert not of_model
             continue
