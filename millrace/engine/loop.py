@@ -191,8 +191,6 @@ class Engine:
 
     def on_tokens(self, done: Confirmed) -> None:
         self._step_no = done.plan.step_no
-        for part in done.result.drafted:
-            self._ledger.on_drafts(part.request_id, {part.source: (1, part.num_drafts, part.num_accepted)})
         drafted = step_drafts(done.plan, done.result)
         if drafted is not None:
             self._row_drafts.add(drafted)

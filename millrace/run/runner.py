@@ -32,7 +32,7 @@ from millrace.run.cpu.model_drafter import make_model_drafter
 from millrace.run.cpu.native_step import NativeStep
 from millrace.run.device.block_copier import JointCopier, OrderedCopier
 from millrace.run.device.device import Device, Pending
-from millrace.run.drafting.drafted_rows import DraftedRows, RowDrafts, VerifiedStep
+from millrace.run.drafting.drafted_rows import DraftedRows, VerifiedStep
 from millrace.run.drafting.drafter import Drafter, DraftGuide
 from millrace.run.drafting.drafters import make_drafters
 from millrace.run.drafting.models import DrafterModel, allocate_pools, kind_of, read_layers
@@ -77,9 +77,7 @@ class StepResult:
     num_drafts: Int32s | None = None
     """With draft places: how many drafts each drawing row had. None: only the device knows."""
     sources: Int32s | None = None
-    """On a GPU with draft places: where each drawing row's drafts came from, see `ops/base/draft_sources.py`."""
-    drafted: tuple[RowDrafts, ...] = ()
-    """On a CPU: the rows that had drafts."""
+    """With draft places: where each drawing row's drafts came from, see `SOURCES`."""
     proposed: tuple[Int32s, ...] = ()
     """On a CPU: the drafts of each drawing row. Empty: none had any."""
     trained: TrainedDrafts | None = None
@@ -399,7 +397,7 @@ class Runner:
             verified.places()[scored],
             counts=accepted.counts if has_places else None,
             num_drafts=accepted.num_drafts if has_places else None,
-            drafted=accepted.drafted,
+            sources=accepted.sources if has_places else None,
             proposed=verified.drafts if verified.has_drafts else (),
             trained=accepted.trained,
         )
@@ -467,7 +465,6 @@ def copy_to_host(result: StepResult, into: Tensor | None = None, view: Int32s | 
         places=result.places,
         num_drafts=result.num_drafts,
         sources=result.sources,
-        drafted=result.drafted,
         proposed=result.proposed,
         trained=result.trained,
         pooled=tuple(part.to_host() for part in result.pooled),

@@ -9,8 +9,12 @@ import numpy as np
 
 from millrace.engine.figures.draft_figures import DraftFigures
 from millrace.engine.figures.row_drafts import RowDraftCounts, step_drafts
+from millrace.ops.base.draft_sources import PREDICTED
 from millrace.plan.step import ForcedDrafts
-from millrace.run.drafting.drafted_rows import RowDrafts
+from millrace.run.drafting.drafters import PREDICTION, SOURCES
+
+SUFFIX = SOURCES.index("suffix")
+assert SOURCES[PREDICTED] == PREDICTION
 
 
 def plan(places: list[int]) -> Any:
@@ -22,11 +26,14 @@ def plan(places: list[int]) -> Any:
     )
 
 
+def columns_of(**columns: list[int]) -> Any:
+    return SimpleNamespace(**{name: np.array(own, np.int32) for name, own in columns.items()})
+
+
 def test_a_cpu_says_who_drafted_what() -> None:
     figures = DraftFigures("suffix")
-    drafted = (RowDrafts(1, "suffix", 3, 2), RowDrafts(2, "prediction", 2, 0))
-    figures.on_step(plan([3, 3]), SimpleNamespace(sources=None, drafted=drafted))
-    figures.on_step(plan([3, 3]), SimpleNamespace(sources=None, drafted=()))
+    figures.on_step(plan([3, 3]), columns_of(counts=[3, 1], num_drafts=[3, 2], sources=[SUFFIX, PREDICTED]))
+    figures.on_step(plan([3, 3]), columns_of(counts=[1, 1], num_drafts=[0, 0], sources=[0, 0]))
     stats = figures.stats()
     assert stats["suffix"].proposed[:4] == (1, 1, 1, 0)
     assert stats["suffix"].accepted[:4] == (1, 1, 0, 0)
@@ -40,7 +47,7 @@ def test_a_gpu_says_it_in_columns_and_counts_no_empty_places() -> None:
     step = plan([3, 3, 3, 3, 3])
     step.forced = (ForcedDrafts(6, np.array([1, 2], np.int32)),)
     columns = {"counts": [3, 1, 0, 3, 2], "num_drafts": [3, 0, 0, 2, 2], "sources": [0, 1, 0, 1, 1]}
-    result: Any = SimpleNamespace(drafted=(), **{name: np.array(own, np.int32) for name, own in columns.items()})
+    result = columns_of(**columns)
     figures.on_step(step, result)
     stats = figures.stats()
     assert {name: own.proposed[:4] for name, own in stats.items()} == {

@@ -226,7 +226,7 @@ def test_text_must_promise_more_than_the_trained_drafter() -> None:
     def proposed(tokens: Int32s, max_trained: int, worth: float) -> tuple[str, int]:
         ask = DraftAsk(0, tokens, 1, 4, max_trained=max_trained, min_gain=worth)
         (drafts,) = drafters.propose([ask])
-        return (drafters.source_of(0) if len(drafts) else "", len(drafts))
+        return (SOURCES[drafters.source_of(0)] if len(drafts) else "", len(drafts))
 
     assert proposed(repeated, 2, 0.5) == ("suffix", 4), "a long match promises more"
     drafters.admit(admission(0))
@@ -244,7 +244,7 @@ def test_each_drafter_hears_of_its_own_drafts() -> None:
     drafters.admit(admission(1, "eagle"))
     tokens = np.arange(5, dtype=np.int32)
     drafters.propose([DraftAsk(0, tokens, 1, 3), DraftAsk(1, tokens, 1, 3)])
-    assert (drafters.source_of(0), drafters.source_of(1)) == ("suffix", "eagle")
+    assert (SOURCES[drafters.source_of(0)], SOURCES[drafters.source_of(1)]) == ("suffix", "eagle")
     assert (drafters.is_trained(0), drafters.is_trained(1)) == (False, True)
     drafters.confirm([RowProgress(0, tokens, 2, 3, 1), RowProgress(1, tokens, 3, 3, 2)])
     assert [(one.row, one.num_drafts, one.num_accepted) for one in text.told] == [(0, 3, 1)]

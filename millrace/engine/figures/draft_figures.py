@@ -13,7 +13,7 @@ from millrace.run.runner import StepResult
 
 class DraftFigures:
     def __init__(self, drafter: str) -> None:
-        """`drafter`: the engine's own, on a GPU."""
+        """`drafter`: the engine's own."""
         self._names = source_names(drafter)
         self._counts: dict[str, Int64s] = {}
         """By drafter: int64 [2, MAX_DRAFTS], proposed and accepted."""
@@ -21,17 +21,10 @@ class DraftFigures:
         """Steps that verified drafts."""
 
     def on_step(self, plan: StepPlan, result: StepResult) -> None:
-        for part in result.drafted:
-            self._add(part.source, part.num_drafts, part.num_accepted)
         drafted = step_drafts(plan, result)
         if drafted is not None:
             self._add_rows(drafted)
-        self.num_steps += bool(result.drafted) or drafted is not None
-
-    def _add(self, drafter: str, num_drafts: int, num_accepted: int) -> None:
-        counts = self._of(drafter)
-        counts[0, :num_drafts] += 1
-        counts[1, :num_accepted] += 1
+            self.num_steps += 1
 
     def _add_rows(self, drafted: StepDrafts) -> None:
         place = np.arange(1, MAX_DRAFTS + 1)

@@ -1,4 +1,4 @@
-"""Drafts of running requests on a GPU, as columns by table row and source: Python touches a row only when its request
+"""Drafts of running requests, as columns by table row and source: Python touches a row only when its request
 ends or is explained."""
 
 from __future__ import annotations
@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from millrace.ops.base.draft_sources import OWN_DRAFTS, PREDICTED
 from millrace.plan.step import Int32s, Int64s, StepPlan
-from millrace.run.drafting.drafters import GRAMMAR, PREDICTION
+from millrace.run.drafting.drafters import GRAMMAR, SOURCES
 from millrace.run.runner import StepResult
 
-FORCED = 2
-"""Source of drafts that came with the plan, beside those that the device knows."""
-NUM_SOURCES = 3
+FORCED = SOURCES.index(GRAMMAR)
+"""Source of drafts that came with the plan: a device does not know that."""
 NO_REQUEST = -1
 DraftCounts = dict[str, tuple[int, int, int]]
 """By drafter: steps that verified its drafts, drafts, and those accepted."""
@@ -31,7 +29,7 @@ class StepDrafts:
 
 
 def step_drafts(plan: StepPlan, result: StepResult) -> StepDrafts | None:
-    """None if the result does not say where drafts come from, as on a CPU, or if no row had any."""
+    """None if no row had any."""
     if result.sources is None or result.num_drafts is None or result.counts is None:
         return None
     has = result.num_drafts > 0
@@ -45,15 +43,14 @@ def step_drafts(plan: StepPlan, result: StepResult) -> StepDrafts | None:
 
 def source_names(drafter: str) -> tuple[str, ...]:
     """By source. `drafter`: the engine's own."""
-    names = {OWN_DRAFTS: drafter, PREDICTED: PREDICTION, FORCED: GRAMMAR}
-    return tuple(names[source] for source in range(NUM_SOURCES))
+    return (drafter, *SOURCES[1:])
 
 
 class RowDraftCounts:
     def __init__(self, capacity: int, drafter: str) -> None:
         self._names = source_names(drafter)
         self._request_ids = np.full(capacity, NO_REQUEST, np.int64)
-        self._counts = np.zeros((3, NUM_SOURCES, capacity), np.int64)
+        self._counts = np.zeros((3, len(SOURCES), capacity), np.int64)
         """Steps, drafts and accepted drafts."""
         self._has_any = False
         """True once a step had drafts. Without, nothing is looked up."""

@@ -66,17 +66,6 @@ class VerifiedStep:
 
 
 @dataclass(frozen=True, slots=True)
-class RowDrafts:
-    """Drafts of one request in one step, and how many of them were accepted."""
-
-    request_id: int
-    source: str
-    """The drafter, "prediction", or "grammar" for tokens that the grammar forces."""
-    num_drafts: int
-    num_accepted: int
-
-
-@dataclass(frozen=True, slots=True)
 class AcceptedStep:
     tokens: Int32s
     """Accepted tokens, row after row."""
@@ -84,8 +73,8 @@ class AcceptedStep:
     """How many each drawing row of the plan has."""
     num_drafts: Int32s
     """Drafts that each of these rows had."""
-    drafted: tuple[RowDrafts, ...]
-    """What became of them."""
+    sources: Int32s
+    """Where they came from: an index of `SOURCES`."""
     trained: TrainedDrafts | None
     """Those of a trained drafter, if there is one beside drafts from text."""
 
@@ -236,10 +225,9 @@ class DraftedRows:
 
     def accept(self, plan: StepPlan, step: VerifiedStep, drawn: Int32s) -> AcceptedStep:
         """`step`: what was computed for the plan. `drawn`: a token for each of its draws."""
-        counts, num_drafts, num_trained = np.zeros((3, step.num_drawing), np.int32)
+        counts, num_drafts, sources, num_trained = np.zeros((4, step.num_drawing), np.int32)
         table = self._table
         accepted: list[Int32s] = []
-        drafted: list[RowDrafts] = []
         progress: list[RowProgress] = []
         first = 0
         rows = step.batch.rows[step.batch.samples].tolist()
@@ -256,27 +244,25 @@ class DraftedRows:
             table.last_tokens[row] = int(own[count - 1])
             table.num_admitted[row] = known + count - 1  # The step after reads the row's last token.
             counts[place], num_drafts[place] = count, num_draws - 1
-            if num_draws > 1 and self._drafters.is_trained(row):
-                num_trained[place] = num_draws - 1
+            if num_draws > 1:
+                sources[place] = self._drafters.source_of(row)
+                num_trained[place] = num_draws - 1 if self._drafters.is_trained(row) else 0
             accepted.append(own[:count])
-            progress.append(self._progress(row, count, num_draws - 1, drafted))
+            progress.append(self._progress(row, count, num_draws - 1))
         self._drafters.confirm(progress)
         tokens = np.concatenate(accepted) if accepted else drawn[:0]
-        return AcceptedStep(tokens, counts, num_drafts, tuple(drafted), self.trained_of(plan, num_trained))
+        return AcceptedStep(tokens, counts, num_drafts, sources, self.trained_of(plan, num_trained))
 
     def trained_of(self, plan: StepPlan, num_drafts: Int32s) -> TrainedDrafts | None:
         """What a trained drafter did beside drafts from text, if there is one. `num_drafts`: its own."""
         return None if plan.trained is None else TrainedDrafts(num_drafts, self._drafters.trained_s)
 
-    def _progress(self, row: int, num_new: int, num_drafts: int, drafted: list[RowDrafts]) -> RowProgress:
-        """What drafters are told. Notes drafts in `drafted`."""
-        source, num_accepted = self._drafters.source_of(row) if num_drafts else "", num_new - 1
-        tokens = self._table.known_tokens(row)
-        if num_drafts:
-            self.num_accepted += num_accepted
-            drafted.append(RowDrafts(int(self._table.request_ids[row]), source, num_drafts, num_accepted))
+    def _progress(self, row: int, num_new: int, num_drafts: int) -> RowProgress:
+        """What drafters are told."""
+        tokens, num_accepted = self._table.known_tokens(row), num_new - 1 if num_drafts else 0
+        self.num_accepted += num_accepted
         num_untold, self._untold[row] = int(self._untold[row]), 0  # none if it has drafts
-        return RowProgress(row, tokens, num_untold + num_new, num_drafts, num_accepted if num_drafts else 0)
+        return RowProgress(row, tokens, num_untold + num_new, num_drafts, num_accepted)
 
     def append(self, plan: StepPlan, drawn: Int32s) -> None:
         """The plan's step drew these tokens without drafts, one for each row that draws."""

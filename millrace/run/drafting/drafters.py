@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from millrace.config import Speculation
+from millrace.ops.base.draft_sources import OWN_DRAFTS
 from millrace.plan.step import Admission, Int32s
 from millrace.run.drafting.drafter import DraftAsk, Drafter, RowProgress, RowTokens
 from millrace.run.drafting.ngram import NgramDrafter
@@ -25,8 +26,12 @@ GRAMMAR = "grammar"
 TEXT_DRAFTERS: tuple[Speculation, ...] = ("ngram", "suffix")
 MODEL_DRAFTERS: tuple[Speculation, ...] = ("draft", "medusa", "eagle")
 AUTO: Speculation = "auto"
+SOURCES = ("", PREDICTION, GRAMMAR, *TEXT_DRAFTERS, *MODEL_DRAFTERS, "replay")
+"""Where drafts come from, as results number it. The first is the engine's own drafter, whatever that is; the first two
+are those that the kernels know (`ops/base/draft_sources.py`)."""
 AUTO_TEXT: Speculation = "suffix"
 """The drafter from text that `auto` uses."""
+_SOURCE_CODES = {name: code for code, name in enumerate(SOURCES)}
 _NONE = np.zeros(0, np.int32)
 
 
@@ -127,9 +132,9 @@ class Drafters:
         )
         self.trained_s = time.perf_counter() - began
 
-    def source_of(self, row: int) -> str:
-        """Who proposed the row's drafts in the current step."""
-        return self._sources[row]
+    def source_of(self, row: int) -> int:
+        """Who proposed the row's drafts in the current step: an index of `SOURCES`."""
+        return _SOURCE_CODES.get(self._sources[row], OWN_DRAFTS)
 
     def is_trained(self, row: int) -> bool:
         """True if the trained drafter did."""
