@@ -2,8 +2,8 @@
 
 Each case draws settings and requests at random: drafts, host tier, a small pool, odd block sizes, short steps, KV
 formats, prefix sharing, sampling, grammars with forced tokens, log-probabilities, penalties, predictions, bad words,
-allowed tokens, and vectors wanted at the same time. Preemption is crossed with drafts, KV groups and copies in
-tests/plan. A new feature adds itself to `SETTINGS` or `requests_of`.
+allowed tokens, and vectors wanted at the same time. A mirror runs every step too and draws the same. Preemption is
+crossed with drafts, KV groups and copies in tests/plan. A new feature adds itself to `SETTINGS` or `requests_of`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from millrace.config import DEFAULT_MODEL
 from millrace.params import Grammar
 from millrace.plan.scheduler import Scheduler
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]
 
 NUM_REQUESTS, OUTPUT, NUM_EMBEDDED, SHARED = 8, 16, 3, 60
 SCHEMA = {
@@ -120,13 +120,16 @@ def test_any_combination_gives_the_answers_of_lone_runs(kv_dtype: str, monkeypat
         settings = {name: rng.choice(values) for name, values in SETTINGS.items()} | limits
         if not settings["prefix_cache"]:
             settings["kv_host_gib"] = 0.0  # the host tier holds blocks of the prefix cache
-        with LLM(dtype="float32", kv_dtype=kv_dtype, **settings) as llm, ThreadPoolExecutor(1) as beside:
+        with LLM(dtype="float32", kv_dtype=kv_dtype, mirror=True, **settings) as llm, ThreadPoolExecutor(1) as beside:
             for index in (0, 1, 0):
                 if index == 1:
                     embedded = beside.submit(vectors_of, llm, rounds[0])
                 assert answers_of(llm, rounds[index]) == expected[index], settings
             assert embedded.result(300) == pytest.approx(vectors, abs=1e-3), settings
             stats = stats_after(llm, 3 * len(rounds[0]) + 2 * NUM_EMBEDDED)
+            assert stats.mirror is not None
+            assert (stats.mirror.is_up, stats.mirror.differences) == (True, 0), settings
+            assert stats.mirror.steps > 20
             num_hits += stats.prefix_hit_tokens
             num_forced += stats.forced_tokens
             num_guided += sum(stats.drafts["grammar"].accepted) if "grammar" in stats.drafts else 0
