@@ -47,7 +47,7 @@ class RoundRobin:
         return chosen
 
 
-class LeastLoaded:
+class LeastTokens:
     def choose(self, request: SimulatedRequest, loads: Sequence[ReplicaLoad]) -> int:
         return min(range(len(loads)), key=lambda index: loads[index].work)
 
@@ -80,5 +80,5 @@ def _names(request: SimulatedRequest) -> list[tuple[int, ...]]:
 
 
 def make_router(name: RoutingName) -> Router:
-    made: dict[RoutingName, type[Router]] = {"round-robin": RoundRobin, "least-loaded": LeastLoaded, "prefix": ByPrefix}
+    made: dict[RoutingName, type[Router]] = {"round-robin": RoundRobin, "least-tokens": LeastTokens, "prefix": ByPrefix}
     return made[name]()

@@ -14,7 +14,7 @@ from millrace.plan.kv.host_tier import HostTierSettings
 from millrace.plan.scheduler import SchedulerSettings
 from millrace.simulate.profile import Profile
 
-RoutingName = Literal["round-robin", "least-loaded", "prefix"]
+RoutingName = Literal["round-robin", "least-tokens", "prefix"]
 GIB = 1 << 30
 
 
@@ -43,7 +43,7 @@ class SimulationSettings:
     deadline_s: float = 0.0
     """Requests that take longer are aborted; 0: never."""
     replicas: int = 1
-    routing: RoutingName = "least-loaded"
+    routing: RoutingName = "least-tokens"
     noise: bool = True
     """Steps vary as they did when the profile was measured."""
 
