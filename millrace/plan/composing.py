@@ -31,12 +31,9 @@ class Composer:
     def compose(self, chosen: ChosenRows, forced: Forced) -> StepPlan:
         """The plan of these rows. `forced`: used by rows that have places and draw under a grammar."""
         repeated, rows = self._repeated, self._rows
-        if (
-            repeated is not None
-            and chosen.is_plain
-            and len(chosen.singles) == len(repeated.order)
-            and repeated.can_repeat(rows)
-        ):
+        is_plain = not chosen.chunks and chosen.drafts is None  # Rows decode one token each and have no places.
+        is_same = is_plain and repeated is not None and len(chosen.singles) == len(repeated.order)
+        if is_same and repeated is not None and repeated.can_repeat(rows):
             return self._repeat(repeated, chosen.trained_rests)
         table_rows, counts = _columns(chosen.singles, chosen.chunks)
         starts, samples, has_silent = self._advance(table_rows, counts)
@@ -45,7 +42,7 @@ class Composer:
         drafts, trained = _with_chunks(chosen.drafts, chosen.trained, len(chosen.chunks))
         masked = self._masked(table_rows, samples)
         admitted = self._admissions(chosen)
-        shared_blocks = self._seating.shared_blocks(int(table_rows[0])) if chosen.is_plain else 0
+        shared_blocks = self._seating.shared_blocks(int(table_rows[0])) if is_plain else 0
         scored, pooled = self._scored(table_rows, starts), self._pooled(table_rows)
         shape, captures = self._shapes.choose(
             StepSizes(

@@ -50,11 +50,6 @@ class ChosenRows:
     trained_rests: bool = False
 
     @property
-    def is_plain(self) -> bool:
-        """True if rows decode one token each and have no places."""
-        return not self.chunks and self.drafts is None
-
-    @property
     def longest(self) -> int:
         return max(self.chunks.values()) if self.chunks else 1
 

@@ -232,7 +232,7 @@ class Scheduler:
         `forced` become drafts of rows that have places.
         """
         chosen = self.choose(now, only=only)
-        return None if chosen is None else self.compose(chosen, forced)
+        return None if chosen is None else self._composer.compose(chosen, forced)
 
     def compose(self, chosen: ChosenRows, forced: Forced = NONE_FORCED) -> StepPlan:
         """The plan of the rows chosen last. Nothing else may happen in between."""
@@ -270,7 +270,7 @@ class Scheduler:
         drafts = self._drafts.take(singles)
         rests = self._drafts.trained_rests
         if drafts is None:
-            return ChosenRows(singles, chunks, trained_rests=rests)
+            return ChosenRows(singles, chunks, None, 0.0, None, rests)
         return ChosenRows(singles, chunks, drafts, self._drafts.floor, self._drafts.trained, rests)
 
     def _expire(self, now: float) -> None:
