@@ -36,6 +36,7 @@ COMMANDS = {
     "capacity": "find the cheapest machines that meet objectives, by simulation",
     "tune": "search settings for a workload, by simulation",
     "study": "answer a question about serving by simulation, with a table and a plot",
+    "replay": "explain a step log: timeline, late requests, the same under other settings",
     "top": "watch a running server: rates, latencies, queue, KV memory",
     "trace": "draw where the time of a request or of the engine's steps went",
     "explain": "say in sentences why a request took as long as it did",
@@ -71,7 +72,7 @@ _UNTIL_CTRL_C = frozenset({"chat", "gateway", "run", "serve", "top"})
 """Commands that SIGINT stops, even if they were started with it ignored, as the background jobs of a script are."""
 
 _FIGURES = frozenset({"cost", "explain", "load", "profile", "slo", "top", "trace"})
-_PLANNING = frozenset({"calibrate", "capacity", "simulate", "study", "tune"})
+_PLANNING = frozenset({"calibrate", "capacity", "replay", "simulate", "study", "tune"})
 """Commands whose modules are in `millrace/commands/planning`."""
 
 _LIBRARY = ("models", "pull", "ls", "show", "kv", "rm", "alias", "ps", "stop", "reload")
