@@ -7,15 +7,17 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from millrace.plan.pacing.step_time import step_parts
+from millrace.plan.pacing.step_time import Floats, step_parts
 from millrace.plan.shapes.table import ShapeFacts
-from millrace.plan.step import BlockCopies, CapturePlan, HeadShape, Int32s, StepInputs, StepPlan
+from millrace.plan.step import NO_EPOCH, BlockCopies, CapturePlan, HeadShape, Int32s, StepInputs, StepPlan
 from millrace.run.runner import StepResult
 from millrace.run.sampling.masks import Uint32s
 from millrace.simulate.clock import VirtualClock
 from millrace.simulate.profile import Profile
 from millrace.simulate.requests import END_TOKEN, FIRST_TOKEN, VOCABULARY
 
+CONTEXT = 3
+"""Index of the context of decode rows in `step_parts`."""
 _NO_TOKENS = torch.zeros(0, dtype=torch.int32)
 _NO_INDEX, _NO_COUNTS = np.zeros(0, np.int64), np.zeros(0, np.int32)
 
@@ -77,6 +79,9 @@ class PricedRunner:
         self._limit = np.zeros(max_rows, np.int64)
         self._salt = np.zeros(max_rows, np.int64)
         """By row: tells answers of different requests apart."""
+        self._parts: Floats = np.zeros(5)
+        self._epoch = NO_EPOCH
+        """Parts and epoch of the last plan."""
         self._free_at = self._copier_free_at = 0.0
         """When the device has completed all steps, or copies, that were launched."""
         self.outside_s = 0.0
@@ -94,7 +99,7 @@ class PricedRunner:
             self._end[row] = admission.num_prompt + self.num_output[admission.request_id]
             self._salt[row] = admission.request_id * 31
         self._clock.sleep(self._profile.host_s)
-        parts = step_parts(plan)
+        parts = self._parts_of(plan)
         seconds = float(parts @ self._rates)
         if self._noise:
             # Disturbances only make steps longer or shorter by a factor, whose mean is 1.
@@ -102,6 +107,15 @@ class PricedRunner:
         if self._profile.is_outside(parts):
             self.outside_s += seconds
         self._free_at = max(self._free_at, self._clock()) + seconds
+
+    def _parts_of(self, plan: StepPlan) -> Floats:
+        """A step that repeats the one before reads one more token of context for each row."""
+        if plan.repeats(self._epoch) and plan.draft_places is None:
+            self._parts[CONTEXT] += len(plan.rows)
+        else:
+            self._parts = step_parts(plan)
+        self._epoch = plan.epoch if plan.draft_places is None else NO_EPOCH
+        return self._parts
 
     def draw(self, plan: StepPlan, inputs: StepInputs | None = None) -> PricedStep:
         rows = plan.rows[plan.samples]

@@ -14,7 +14,8 @@ import pytest
 from millrace.cli import main
 from millrace.errors import ConfigError
 from millrace.load.lengths import Lengths
-from millrace.plan.pacing.step_time import StepRates
+from millrace.plan.pacing.step_time import StepRates, step_parts
+from millrace.simulate.priced_runner import PricedRunner
 from millrace.simulate.profile import Profile
 from millrace.simulate.requests import Generated, SimulatedRequest, read_requests
 from millrace.simulate.settings import SimulationSettings
@@ -86,6 +87,13 @@ def test_nothing_reads_or_sleeps_on_the_real_clock(monkeypatch: pytest.MonkeyPat
     assert done.counts.preemptions > 0
     assert done.counts.loaded_tokens > 0
     assert not done.outcome.summary()["failed"]
+
+
+def test_repeated_steps_are_priced_as_if_each_were_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_context = msgspec.structs.replace(PROFILE, rates=StepRates(STEP_S, TOKEN_S, ROW_S, 1e-5, 1e-9))
+    quick = run(GENERATED.requests(), profile=by_context)
+    monkeypatch.setattr(PricedRunner, "_parts_of", lambda self, plan: step_parts(plan))
+    assert run(GENERATED.requests(), profile=by_context).lives == quick.lives
 
 
 def test_equal_blocks_are_hits_and_the_cache_can_be_off() -> None:
