@@ -13,16 +13,17 @@ from millrace.terminal.parser import UsageError
 if TYPE_CHECKING:
     from millrace.faults.leak_check import IdleReadings
 
-USAGE = "millrace faults {disconnects,fuzz,kill-engine,kill-front,overload} [options]"
+USAGE = "millrace faults {disconnects,fuzz,gateway,kill-engine,kill-front,overload} [options]"
 EXAMPLES = """\
 examples:
   millrace faults disconnects --clients 2000 --seconds 300   clients disconnect at random moments
   millrace faults fuzz --seconds 600                         mutated requests: no 5xx, no hang, no leak
+  millrace faults gateway --seconds 600                      kill, stop and corrupt replicas under a gateway
   millrace faults kill-engine --seconds 120                  kill the engine under load, repeatedly
   millrace faults kill-front --seconds 120                   kill the second front under load, repeatedly
   millrace faults overload --seconds 60                      twice the capacity, in three priority classes
 
-Each run starts its own server. The exit code is 1 if a check failed."""
+Each run starts its own server; gateway starts a gateway and null replicas. The exit code is 1 if a check failed."""
 
 Say = Callable[[str], None]
 """Reports what a run found."""
@@ -45,10 +46,10 @@ FILES_SLACK = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", metavar="WHAT", help=", ".join(_SERVER_OPTIONS))
+    parser.add_argument("what", metavar="WHAT", help=", ".join(sorted((*_SERVER_OPTIONS, "gateway"))))
     parser.add_argument("--seconds", type=float, default=60.0, metavar="X", help="duration (default: 60)")
     parser.add_argument(
-        "--clients", type=int, default=2000, metavar="N", help="concurrent clients of disconnects (default: 2000)"
+        "--clients", type=int, metavar="N", help="concurrent clients of disconnects (default: 2000) and gateway (32)"
     )
     parser.add_argument(
         "--factor", type=float, default=2.0, metavar="X", help="load of overload, times the capacity (default: 2)"
@@ -58,12 +59,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.what not in _SERVER_OPTIONS:
-        raise UsageError(f"Unknown fault '{args.what}'. Faults: {', '.join(_SERVER_OPTIONS)}.")
+    if args.what not in (*_SERVER_OPTIONS, "gateway"):
+        raise UsageError(f"Unknown fault '{args.what}'. Faults: {', '.join((*_SERVER_OPTIONS, 'gateway'))}.")
     from millrace.serve.app import allow_many_connections
 
     allow_many_connections()
-    return asyncio.run(_with_server(args))
+    return asyncio.run(_gateway(args) if args.what == "gateway" else _with_server(args))
 
 
 async def _with_server(args: argparse.Namespace) -> int:
@@ -80,6 +81,24 @@ async def _with_server(args: argparse.Namespace) -> int:
         await server.wait_ready()
         said: list[str] = []
         failures = await actions[args.what](args, server.url, server.pid, said.append if args.json else print)
+    return _report(args, said, failures)
+
+
+async def _gateway(args: argparse.Namespace) -> int:
+    from millrace.faults.gateway_drill import drill
+
+    result = await drill(args.seconds, args.clients or 32, args.seed)
+    faults = ", ".join(f"{count} × {kind}" for kind, count in result.num_faults.items())
+    text = (
+        f"{sum(result.num_faults.values())} faults ({faults}). Streams: {result.num_right} right,"
+        f" {len(result.wrong)} lost or wrong, {result.num_refused} refused. Longest gap {result.longest_gap_s:.1f} s."
+    )
+    if not args.json:
+        print(text)
+    return _report(args, [text], result.failures())
+
+
+def _report(args: argparse.Namespace, said: list[str], failures: list[str]) -> int:
     if args.json:
         print(json.dumps({"fault": args.what, "seconds": args.seconds, "report": said, "failures": failures}))
         return 1 if failures else 0
@@ -92,7 +111,7 @@ async def _with_server(args: argparse.Namespace) -> int:
 async def _disconnects(args: argparse.Namespace, url: str, pid: int, say: Say) -> list[str]:
     from millrace.faults.disconnects import churn
 
-    result = await churn(url, pid, args.clients, args.seconds, args.seed)
+    result = await churn(url, pid, args.clients or 2000, args.seconds, args.seed)
     say(
         f"Requests: {result.abandoned} abandoned by their client, {result.completed} read to the end,"
         f" {result.refused} refused."

@@ -54,7 +54,7 @@ class KeyLearner:
                 tokens = msgspec.json.decode(await answer.read(), type=_Tokenized).tokens
         except (*LOST, msgspec.DecodeError):
             return
-        keys, held = block_keys(tokens, block), fleet.prefixes.held_by(replica.name)
+        keys, held = block_keys(tokens, block, _salt(facts)), fleet.prefixes.held_by(replica.name)
         # A prompt that was salted or rendered otherwise has other keys; then memory is better than these.
         if held is not None and keys and keys[-1] in held:
             fleet.prefixes.learn_keys(facts.asked.chain, facts.prompt_bytes, len(tokens), keys, block)
@@ -62,6 +62,11 @@ class KeyLearner:
     def close(self) -> None:
         for task in self._tasks:
             task.cancel()
+
+
+def _salt(facts: RequestFacts) -> bytes:
+    salt = facts.body.get("cache_salt")
+    return salt.encode(errors="replace") if isinstance(salt, str) else b""
 
 
 def _question(facts: RequestFacts) -> dict[str, Any] | None:

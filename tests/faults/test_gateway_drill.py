@@ -1,0 +1,65 @@
+"""A short drill of a gateway over real processes: kill -9, SIGSTOP, and a proxy that drops and corrupts."""
+
+from __future__ import annotations
+
+import asyncio
+
+import aiohttp
+import pytest
+from helpers.gateways import gateway_over
+from helpers.waiting import until
+
+from millrace.bench.gateway.null_replica import NullReplica, answer_text
+from millrace.faults.gateway_drill import drill
+from millrace.faults.proxy import FaultyProxy
+from millrace.gateway.settings import ReplicaSettings
+
+pytestmark = pytest.mark.live
+
+
+def test_no_stream_is_lost_and_no_token_wrong() -> None:
+    result = asyncio.run(drill(0.0, 8, 1, ("kill", "stop", "drop", "corrupt")))
+    assert result.failures() == []
+    assert result.num_right > 0
+    assert {kind: result.num_faults[kind] for kind in ("kill", "stop", "drop", "corrupt")} == {
+        "kill": 1,
+        "stop": 1,
+        "drop": 1,
+        "corrupt": 1,
+    }
+
+
+@pytest.mark.parametrize("fault", ["drop", "corrupt"])
+def test_stream_through_a_faulty_connection_goes_on_elsewhere(fault: str) -> None:
+    async def check() -> None:
+        behind, well = NullReplica(token_ms=10), NullReplica(token_ms=10)
+        async with behind.running() as url:
+            proxy = FaultyProxy("127.0.0.1", int(url.rpartition(":")[2]))
+            async with proxy.running() as outer, well.running() as other:
+                members = (ReplicaSettings(outer, name="faulty"), ReplicaSettings(other, name="well"))
+                async with gateway_over(*members, policy="round-robin") as gateway:
+                    streams = [asyncio.create_task(gateway.stream(f"{n}", max_tokens=60)) for n in range(4)]
+                    await until(lambda: behind.num_open == 2)
+                    attempts = gateway.state.fleet.replicas["faulty"].attempts
+                    await until(lambda: all(one.num_frames > 3 for one in attempts))
+                    proxy.fault = fault  # type: ignore[assignment]
+                    seen = await asyncio.gather(*streams)
+                    assert [one.text for one in seen] == [answer_text(f"{n}", 60) for n in range(4)]
+                    assert proxy.num_faults > 0
+
+    asyncio.run(check())
+
+
+def test_proxy_passes_on_what_it_is_not_told_to_break() -> None:
+    async def check() -> None:
+        async with NullReplica().running() as url:
+            proxy = FaultyProxy("127.0.0.1", int(url.rpartition(":")[2]))
+            async with proxy.running() as outer, aiohttp.ClientSession() as session:
+                async with session.get(outer + "/v1/models") as answer:
+                    assert answer.status == 200
+                proxy.fault = "drop"
+                with pytest.raises(aiohttp.ClientError):
+                    async with session.get(outer + "/v1/models") as answer:
+                        await answer.read()
+
+    asyncio.run(check())
