@@ -25,7 +25,7 @@ from millrace.serve.http.connection import FrontRunner
 from millrace.serve.http.error_bodies import error_response, from_aiohttp
 from millrace.serve.http.ids import request_id_of
 from millrace.serve.tenancy.access import authorise, refuse_cross_site
-from millrace.web.pages import add_pages
+from millrace.web.pages import GATEWAY_PAGES, add_pages
 
 log = logging.getLogger("millrace.gateway")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -61,7 +61,7 @@ def build_app(state: GatewayState, fleet_file: Path | None = None) -> web.Applic
     app.router.add_delete("/v1/fleet/replicas/{name}", routes_fleet.remove_replica)
     post("/v1/fleet/replicas/{name}/drain", routes_fleet.drain_replica)
     post("/v1/fleet/replicas/{name}/return", routes_fleet.return_replica)
-    add_pages(app)
+    add_pages(app, GATEWAY_PAGES)
     app.router.add_route("*", "/{path:.*}", routes_api.pass_on)
     return app
 

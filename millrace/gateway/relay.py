@@ -29,7 +29,7 @@ from millrace.gateway.upstream import (
 from millrace.serve.anthropic.write import stream_error
 from millrace.serve.http.connection import FrontProtocol
 from millrace.serve.http.error_bodies import error_body
-from millrace.serve.http.event_stream import EventStream
+from millrace.serve.http.event_stream import EventStream, comment
 from millrace.serve.http.ids import REQUEST_ID_HEADER
 from millrace.serve.ollama.write import error_line
 
@@ -256,7 +256,7 @@ class StreamRelay:
         self._on_resume(how)
         self._sender.record.notes.append(f"resumed by {how} on {opened.replica.name}")
         if by_text and self._out is not None:
-            self._out.send_comment(f"resumed by text on {opened.replica.name}")
+            self._out.send(comment(f"resumed by text on {opened.replica.name}"))
 
     def _payload(self, replica: Replica) -> Payload | None:
         resumes = replica.is_millrace and self._sender.facts.can_resume

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -14,6 +14,8 @@ ROOT: Final = Path(__file__).with_name("static")
 PREFIX: Final = "/web/"
 PAGES: Final = {"/": "playground/index.html", "/dashboard": "dashboard/index.html", "/docs": "docs/index.html"}
 """Path of each page and its file."""
+GATEWAY_PAGES: Final = {**PAGES, "/dashboard": "fleet/index.html"}
+"""The same paths: a gateway's dashboard shows its replicas."""
 MEDIA_TYPES: Final = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
@@ -66,9 +68,9 @@ def load_assets(root: Path = ROOT) -> dict[str, Asset]:
     return assets
 
 
-def add_pages(app: web.Application) -> None:
+def add_pages(app: web.Application, pages: Mapping[str, str] = PAGES) -> None:
     assets = load_assets()
-    for path, name in PAGES.items():
+    for path, name in pages.items():
         app.router.add_get(path, _page(assets[name]))
 
     async def file(request: web.Request) -> web.StreamResponse:

@@ -191,3 +191,17 @@ def test_many_streams_at_once() -> None:
             assert [one.text for one in seen] == [answer_text(prompt, 8) for prompt in prompts]
 
     asyncio.run(check())
+
+
+def test_dashboard_shows_the_fleet() -> None:
+    async def check() -> None:
+        async with gateway_over(NullReplica()) as gateway:
+            _, page = await gateway.get("/dashboard")
+            assert "/web/fleet/main.js" in page
+            await gateway.complete()
+            _, fleet = await gateway.get("/v1/fleet")
+            assert fleet["replicas"][0]["state"] == "healthy"
+            assert fleet["routes"][0]["replica"] == "r0"
+            assert fleet["routes"][0]["reason"]
+
+    asyncio.run(check())
