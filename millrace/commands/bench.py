@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from millrace.bench.http.suite import SuiteOptions
     from millrace.bench.http.workloads import Workload
 
-BENCHMARKS = "local, peers, plan, counting, step, front, serve, observe, speculate, smooth, policies, replay, gpu"
+BENCHMARKS = (
+    "local, peers, plan, counting, step, front, gateway, serve, observe, speculate, smooth, policies, replay, gpu"
+)
 USAGE = "millrace bench [WHAT] [options]"
 EXIT_TERMINATED = 143
 """The exit code that shells report after SIGTERM."""
@@ -47,6 +49,8 @@ examples:
   millrace bench step                                    time of a CPU step by kind of work
   millrace bench front --streams 64,512,2048             fronts over a null engine: tokens/s, µs of CPU per token
   millrace bench front --fronts 1,2 --streams 512        the same with one front and with two
+  millrace bench gateway --streams 256                   a gateway over null replicas: added latency, tokens/s,
+                                                         hit rates per policy
   millrace bench smooth                                  streams beside a long prompt, a small tenant beside 60 streams:
                                                          about two minutes; longer with --rounds 4 --seconds 30
   millrace bench replay --step-log steps.log             run the steps of `serve --step-log` again, compare tokens
@@ -115,6 +119,7 @@ def run(args: argparse.Namespace) -> int:
         "counting": _bench_counting,
         "step": _bench_step,
         "front": _bench_front,
+        "gateway": _bench_gateway,
         "observe": bench_observe.run,
         "speculate": bench_speculate.run,
         "smooth": lambda args: _until_terminated(lambda: _bench_smooth(args)),
@@ -178,6 +183,21 @@ def _bench_front(args: argparse.Namespace) -> int:
     figures = (figure for bench in benches for figure in bench.run().figures())
     return _print_figures(
         figures, f"Fronts over a null engine, {args.tokens} tokens per request", "front", as_json=args.json
+    )
+
+
+def _bench_gateway(args: argparse.Namespace) -> int:
+    import uvloop
+
+    from millrace.bench.gateway.run import GatewayBench, policy_figures
+
+    figures: list[Figure] = []
+    for streams in numbers("--streams", args.streams or "256"):
+        bench = GatewayBench(num_streams=streams, num_tokens=args.tokens, seconds=args.seconds or 5.0)
+        figures += uvloop.run(bench.run())
+    figures += policy_figures()
+    return _print_figures(
+        figures, "A gateway over null replicas, and policies on made-up conversations", "gateway", as_json=args.json
     )
 
 

@@ -19,7 +19,7 @@ _FIELD = re.compile(rb'^\{"millrace_tokens":\[([0-9,]*)\],', re.MULTILINE)
 _ERROR = re.compile(rb'^(?:event: (?:error|response\.failed)$|data: \{"error":|\{"error":)', re.MULTILINE)
 _PASSING = (b"engine_unavailable", b"overloaded_error", b"shut down before")
 _DATA = re.compile(rb"^(?:data:|event:|\{)", re.MULTILINE)
-_ID = re.compile(rb'"id":"([^"\\]{1,128})"')
+_ID = re.compile(rb'"id": ?"[^"\\]{1,128}"')
 
 
 class BrokenFrame(Exception):
@@ -121,12 +121,12 @@ class AnswerId:
     def rewrite(self, frames: bytes) -> bytes:
         if not self._first:
             found = _ID.search(frames)
-            self._first = found[1] if found else b""
+            self._first = found[0] if found else b""
         elif self._is_resumed:
             found = None if self._other else _ID.search(frames)
-            self._other = found[1] if found else self._other
+            self._other = found[0] if found else self._other
             if self._other:
-                return frames.replace(b'"id":"%b"' % self._other, b'"id":"%b"' % self._first)
+                return frames.replace(self._other, self._first)
         return frames
 
     def resumed(self) -> None:

@@ -1,0 +1,146 @@
+"""What a gateway adds over null replicas: time to the first token, tokens per second; and hit rates per policy."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+
+import aiohttp
+
+from millrace.bench.errors import BenchError
+from millrace.bench.figures import Figure, percentile
+from millrace.bench.gateway.null_replica import MODEL
+from millrace.gateway.routing.candidates import CHUNK_TOKENS, Asked, Candidate, Choice, Moment
+from millrace.gateway.routing.decisions import Decision
+from millrace.gateway.routing.policies import POLICIES
+from millrace.gateway.routing.replay import replay
+
+_START_S = 60.0
+_FIRST_TOKENS = 300
+"""Requests whose time to the first token is measured, one at a time, directly and through the gateway in turn."""
+
+
+@dataclass(frozen=True)
+class GatewayBench:
+    num_replicas: int = 4
+    num_streams: int = 256
+    num_tokens: int = 128
+    seconds: float = 5.0
+    token_ms: float = 0.0
+
+    async def run(self) -> list[Figure]:
+        async with AsyncExitStack() as stack:
+            arguments = ("millrace.bench.gateway.null_replica", "--token-ms", str(self.token_ms))
+            urls = [await stack.enter_async_context(_program(*arguments)) for _ in range(self.num_replicas)]
+            gateway = await stack.enter_async_context(
+                _program("millrace", "gateway", "--port", "0", "--replicas", ",".join(urls))
+            )
+            session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
+            await _until_ready(session, gateway, self.num_replicas)
+            direct, through = await self._first_tokens(session, urls[0], gateway)
+            rate = await self._rate(session, gateway)
+        added = [(after - before) * 1e3 for before, after in zip(direct, through, strict=True)]
+        name = f"{self.num_replicas} replicas"
+        return [
+            Figure(name, "first token direct p50", percentile(direct, 50) * 1e3, "ms", _FIRST_TOKENS),
+            Figure(name, "added to the first token p50", percentile(added, 50), "ms", _FIRST_TOKENS),
+            Figure(name, "added to the first token p99", percentile(added, 99), "ms", _FIRST_TOKENS),
+            Figure(f"{name}, {self.num_streams} streams", "tokens/s", rate, "1/s"),
+        ]
+
+    async def _first_tokens(
+        self, session: aiohttp.ClientSession, direct: str, through: str
+    ) -> tuple[list[float], list[float]]:
+        times: tuple[list[float], list[float]] = ([], [])
+        for number in range(_FIRST_TOKENS + 20):
+            for url, found in zip((direct, through), times, strict=True):
+                began = time.perf_counter()
+                body = {"model": MODEL, "prompt": f"first {number}", "stream": True, "max_tokens": 1}
+                async with session.post(f"{url}/v1/completions", json=body) as answer:
+                    await answer.content.readline()
+                    found.append(time.perf_counter() - began)
+                    await answer.read()
+        return times[0][20:], times[1][20:]  # Without those that opened connections.
+
+    async def _rate(self, session: aiohttp.ClientSession, url: str) -> float:
+        num_frames, end = 0, time.perf_counter() + self.seconds
+
+        async def client(number: int) -> None:
+            nonlocal num_frames
+            while time.perf_counter() < end:
+                body = {"model": MODEL, "prompt": f"{number}", "stream": True, "max_tokens": self.num_tokens}
+                async with session.post(f"{url}/v1/completions", json=body) as answer:
+                    async for data in answer.content.iter_any():
+                        num_frames += data.count(b"data: {")
+
+        began = time.perf_counter()
+        await asyncio.gather(*(client(number) for number in range(self.num_streams)))
+        return num_frames / (time.perf_counter() - began)
+
+
+@asynccontextmanager
+async def _program(*arguments: str) -> AsyncIterator[str]:
+    """A process of this Python whose first line of output ends with its URL."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", *arguments, stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
+    )
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(_START_S):
+            line = (await process.stdout.readline()).decode()
+        if "http://" not in line:
+            raise BenchError(f"{arguments[0]} did not start; see above.")
+        yield line.split()[-1]
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+async def _until_ready(session: aiohttp.ClientSession, url: str, count: int) -> None:
+    async with asyncio.timeout(_START_S):
+        while True:
+            async with session.get(f"{url}/ready") as answer:
+                if (await answer.json()).get("replicas", 0) >= count:
+                    return
+            await asyncio.sleep(0.05)
+
+
+# ── hit rates ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def conversations(num_replicas: int, num_requests: int, seed: int = 0) -> list[Decision]:
+    """Made-up traffic: conversations of several turns that begin with one of a few system prompts. Each turn sends all
+    that was said before."""
+    draw, open_ones, found = random.Random(seed), [], []
+    candidates = tuple(Candidate(f"r{number}") for number in range(num_replicas))
+    now = 0.0
+    for number in range(num_requests):
+        now += draw.expovariate(40.0)
+        if len(open_ones) < 60 or draw.random() < 0.15:
+            system = draw.choices(range(8), weights=[1 / (rank + 1) for rank in range(8)])[0]
+            open_ones.append([f"system {system} {chunk}" for chunk in range(24)])
+        chain = draw.choice(open_ones)
+        chain += [f"turn {number} {chunk}" for chunk in range(draw.randint(1, 12))]
+        asked = Asked(f"{number}", MODEL, len(chain) * CHUNK_TOKENS, draw.randint(16, 256), tuple(chain))
+        moment = Moment(number, draw.random())
+        found.append(Decision(now, "", asked, moment, candidates, Choice("", "")))
+        if len(chain) > 160:
+            open_ones.remove(chain)
+    return found
+
+
+def policy_figures(num_replicas: int = 4, num_requests: int = 4000, cached_chunks: int = 2500) -> Iterator[Figure]:
+    """Each policy on the same traffic. A replica keeps `cached_chunks` of 64 tokens and is busy for 8 ms per token of
+    output."""
+    decisions = conversations(num_replicas, num_requests)
+    lasted = {one.asked.id: one.asked.output_tokens * 0.008 for one in decisions}
+    for policy in POLICIES:
+        if policy in ("session", "model", "nearest"):  # This traffic names no sessions, models or regions.
+            continue
+        result = replay(decisions, lasted, policy, cached_chunks)
+        yield Figure(policy, "prompt tokens cached", 100 * result.hit_rate, "%", num_requests)
+        yield Figure(policy, "busiest replica over mean", result.balance, "×", num_requests)
