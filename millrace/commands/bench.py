@@ -57,6 +57,7 @@ examples:
   millrace bench policies --trace trace.csv --svg p.svg  scheduling policies on a recorded trace, simulated device"""
 _ALLOWED = {"peers": ("quick",), "speculate": ("models", "shapes", "batches")}
 """Options of `bench gpu` that other benchmarks take too."""
+_POLICY_REPLICAS = 4
 _ROUNDS = ("observe", "speculate", "smooth")
 """Benchmarks that take `--rounds`, beside `peers`."""
 _MODULES = (bench_peers, bench_serve, bench_observe, bench_speculate, bench_gpu)
@@ -91,7 +92,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     front.add_argument("--step-ms", type=float, default=2.0, metavar="X", help="minimum step time (default: 2)")
     front.add_argument("--clients", type=int, default=0, metavar="N", help="client processes (default: 1)")
     trace = parser.add_argument_group("bench policies")
-    trace.add_argument("--trace", type=Path, metavar="FILE", help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens")
+    trace.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens; gateway: Mooncake",
+    )
     trace.add_argument("--requests", type=int, default=3000, metavar="N", help="number of requests (default: 3000)")
     trace.add_argument("--speed", type=float, default=4.0, metavar="X", help="speed-up of the trace (default: 4)")
     trace.add_argument("--svg", type=Path, metavar="FILE", help="write the plot to this file")
@@ -189,15 +195,25 @@ def _bench_front(args: argparse.Namespace) -> int:
 def _bench_gateway(args: argparse.Namespace) -> int:
     import uvloop
 
-    from millrace.bench.gateway.run import GatewayBench, policy_figures
+    from millrace.bench.gateway.run import (
+        CACHED_TOKENS,
+        TRACE_CACHED_TOKENS,
+        GatewayBench,
+        conversations,
+        policy_figures,
+        read_trace,
+    )
 
     figures: list[Figure] = []
     for streams in numbers("--streams", args.streams or "256"):
         bench = GatewayBench(num_streams=streams, num_tokens=args.tokens, seconds=args.seconds or 5.0)
         figures += uvloop.run(bench.run())
-    figures += policy_figures()
+    if args.trace is not None:
+        figures += policy_figures(read_trace(args.trace, _POLICY_REPLICAS), TRACE_CACHED_TOKENS)
+    else:
+        figures += policy_figures(conversations(_POLICY_REPLICAS, args.requests), CACHED_TOKENS)
     return _print_figures(
-        figures, "A gateway over null replicas, and policies on made-up conversations", "gateway", as_json=args.json
+        figures, "A gateway over null replicas, and policies on one traffic", "gateway", as_json=args.json
     )
 
 

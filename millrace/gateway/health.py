@@ -10,6 +10,8 @@ from typing import Literal
 State = Literal["starting", "healthy", "ejected", "returning"]
 MAX_EJECT_FACTOR = 12
 """Ejections in a row double the time outside up to this factor."""
+MIN_SLOW_MS = 50.0
+"""A replica that is faster than this is slow to nobody, however fast the others are."""
 FIRST_SHARE = 0.1
 """Share of its weight with which a replica returns."""
 
@@ -77,13 +79,13 @@ class Health:
 
 
 def slow_outliers(token_ms: Mapping[str, float], factor: float) -> list[str]:
-    """Replicas whose time per token is more than `factor` times the median of the others, the slowest first. At most
+    """Replicas whose time per token is at least `MIN_SLOW_MS` and more than `factor` times the median of the others, the slowest first. At most
     half of the fleet: if most are slow, none is an outlier."""
     found: list[str] = []
     for name in sorted(token_ms, key=lambda name: -token_ms[name]):
         others = [value for other, value in token_ms.items() if other != name and other not in found]
         if len(others) < 2 or len(found) + 1 > len(token_ms) // 2:
             break
-        if token_ms[name] > factor * statistics.median(others):
+        if token_ms[name] >= MIN_SLOW_MS and token_ms[name] > factor * statistics.median(others):
             found.append(name)
     return found

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
-from millrace.bench.gateway.run import GatewayBench, policy_figures
+from millrace.bench.errors import BenchError
+from millrace.bench.gateway.run import CACHED_TOKENS, GatewayBench, conversations, policy_figures, read_trace
 
 
 @pytest.mark.live
@@ -21,6 +23,18 @@ def test_figures_of_a_small_run() -> None:
 
 
 def test_prefix_policy_finds_more_than_round_robin() -> None:
-    figures = list(policy_figures(num_requests=1500))
+    figures = list(policy_figures(conversations(4, 1500), CACHED_TOKENS))
     hits = {one.workload: one.value for one in figures if one.metric == "prompt tokens cached"}
     assert hits["prefix"] >= 1.3 * hits["round-robin"]
+
+
+def test_trace_of_mooncake_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    line = '{"timestamp": 1500, "input_length": 1100, "output_length": 7, "hash_ids": [5, 6]}\n'
+    path.write_text(line * 2)
+    first, second = read_trace(path, 3)
+    assert (first.at, first.asked.prompt_tokens, len(first.asked.chain)) == (1.5, 1100, 16)
+    assert first.asked.chain == second.asked.chain
+    path.write_text("{}")
+    with pytest.raises(BenchError, match="trace.jsonl"):
+        read_trace(path, 3)

@@ -56,6 +56,7 @@ def test_only_a_minority_is_slow() -> None:
     assert slow_outliers({"a": 10, "b": 90}, 5) == [], "of two, none is the outlier"
     assert slow_outliers({"a": 10, "b": 90, "c": 95}, 5) == []
     assert slow_outliers({}, 5) == []
+    assert slow_outliers({"a": 0.1, "b": 0.1, "c": 5}, 5) == [], "5 ms per token is slow to nobody"
 
 
 def fleet_with_open_streams() -> tuple[Fleet, list[float]]:

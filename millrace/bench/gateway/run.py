@@ -9,8 +9,10 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import aiohttp
+import msgspec
 
 from millrace.bench.errors import BenchError
 from millrace.bench.figures import Figure, percentile
@@ -20,6 +22,11 @@ from millrace.gateway.routing.decisions import Decision
 from millrace.gateway.routing.policies import POLICIES
 from millrace.gateway.routing.replay import replay
 
+CACHED_TOKENS = 160_000
+"""Prompt tokens that a replica keeps, for made-up conversations."""
+TRACE_CACHED_TOKENS = 2_000_000
+_TRACE_BLOCK = 512
+_OUTPUT_S, _PROMPT_S = 0.008, 1 / 5000
 _START_S = 60.0
 _FIRST_TOKENS = 300
 """Requests whose time to the first token is measured, one at a time, directly and through the gateway in turn."""
@@ -115,7 +122,8 @@ async def _until_ready(session: aiohttp.ClientSession, url: str, count: int) -> 
 def conversations(num_replicas: int, num_requests: int, seed: int = 0) -> list[Decision]:
     """Made-up traffic: conversations of several turns that begin with one of a few system prompts. Each turn sends all
     that was said before."""
-    draw, open_ones, found = random.Random(seed), [], []
+    draw, found = random.Random(seed), []
+    open_ones: list[list[str]] = []
     candidates = tuple(Candidate(f"r{number}") for number in range(num_replicas))
     now = 0.0
     for number in range(num_requests):
@@ -133,14 +141,45 @@ def conversations(num_replicas: int, num_requests: int, seed: int = 0) -> list[D
     return found
 
 
-def policy_figures(num_replicas: int = 4, num_requests: int = 4000, cached_chunks: int = 2500) -> Iterator[Figure]:
-    """Each policy on the same traffic. A replica keeps `cached_chunks` of 64 tokens and is busy for 8 ms per token of
-    output."""
-    decisions = conversations(num_replicas, num_requests)
-    lasted = {one.asked.id: one.asked.output_tokens * 0.008 for one in decisions}
+class _TraceLine(msgspec.Struct):
+    """A line of Mooncake's published traces."""
+
+    timestamp: float
+    """Milliseconds."""
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+    """One per 512 tokens; equal ids mean an equal prefix."""
+
+
+def read_trace(path: Path, num_replicas: int) -> list[Decision]:
+    candidates = tuple(Candidate(f"r{number}") for number in range(num_replicas))
+    draw, found = random.Random(0), []
+    per_id = _TRACE_BLOCK // CHUNK_TOKENS
+    try:
+        lines = [msgspec.json.decode(line, type=_TraceLine) for line in path.read_bytes().splitlines()]
+    except OSError as error:
+        raise BenchError(f"Cannot read {path}: {error.strerror}.") from error
+    except msgspec.DecodeError as error:
+        raise BenchError(f"{path} is not a trace of Mooncake's form: {error}") from error
+    for number, line in enumerate(lines):
+        chain = tuple(f"{one}.{part}" for one in line.hash_ids for part in range(per_id))
+        asked = Asked(f"{number}", MODEL, line.input_length, line.output_length, chain)
+        found.append(
+            Decision(line.timestamp / 1e3, "", asked, Moment(number, draw.random()), candidates, Choice("", ""))
+        )
+    return found
+
+
+def policy_figures(decisions: list[Decision], cached_tokens: int) -> Iterator[Figure]:
+    """Each policy on the same traffic. A replica keeps `cached_tokens` of prompts, computes 5,000 prompt tokens per
+    second and takes 8 ms per token of output."""
+    lasted = {
+        one.asked.id: one.asked.output_tokens * _OUTPUT_S + one.asked.prompt_tokens * _PROMPT_S for one in decisions
+    }
     for policy in POLICIES:
         if policy in ("session", "model", "nearest"):  # This traffic names no sessions, models or regions.
             continue
-        result = replay(decisions, lasted, policy, cached_chunks)
-        yield Figure(policy, "prompt tokens cached", 100 * result.hit_rate, "%", num_requests)
-        yield Figure(policy, "busiest replica over mean", result.balance, "×", num_requests)
+        result = replay(decisions, lasted, policy, cached_tokens // CHUNK_TOKENS)
+        yield Figure(policy, "prompt tokens cached", 100 * result.hit_rate, "%", result.num_requests)
+        yield Figure(policy, "busiest replica over mean", result.balance, "×", result.num_requests)
