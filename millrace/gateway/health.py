@@ -79,8 +79,8 @@ class Health:
 
 
 def slow_outliers(token_ms: Mapping[str, float], factor: float) -> list[str]:
-    """Replicas whose time per token is at least `MIN_SLOW_MS` and more than `factor` times the median of the others, the
-    slowest first. At most half of the fleet: if most are slow, none is an outlier."""
+    """Replicas whose time per token is at least `MIN_SLOW_MS` and more than `factor` times the median of the others.
+    The slowest come first. At most half of the fleet: if most are slow, none is an outlier."""
     found: list[str] = []
     for name in sorted(token_ms, key=lambda name: -token_ms[name]):
         others = [value for other, value in token_ms.items() if other != name and other not in found]

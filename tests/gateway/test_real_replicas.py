@@ -1,0 +1,94 @@
+"""A gateway in front of real servers of a tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from helpers.gateways import gateway_over
+from helpers.served import Served, serving
+from helpers.tiny_server import NAME, tiny_options
+
+from millrace.gateway.settings import ReplicaSettings
+
+pytestmark = pytest.mark.live
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+STREAMS: dict[str, dict[str, Any]] = {
+    "/v1/completions": {
+        "prompt": "Once",
+        "max_tokens": 8,
+        "stream": True,
+        "n": 2,
+        "ignore_eos": True,
+        "temperature": 0,
+    },
+    "/v1/chat/completions": {
+        "messages": MESSAGES,
+        "max_tokens": 8,
+        "stream": True,
+        "ignore_eos": True,
+        "temperature": 0,
+    },
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 8, "stream": True, "temperature": 0},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 16, "stream": True, "store": False, "temperature": 0},
+    "/api/chat": {"messages": MESSAGES, "options": {"num_predict": 8, "temperature": 0}},
+}
+CHANGING = re.compile(
+    r'"(?:id|item_id|created|created_at|completed_at|[a-z_]*_duration|input_tokens|cached_tokens|cache_[a-z_]*)":'
+    r'(?:"[^"]*"|\d+)'
+)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    with serving(*tiny_options(folder)) as server:
+        yield server
+
+
+async def frames(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> tuple[int, str, list[str]]:
+    async with session.post(url, json={"model": NAME, **body}) as answer:
+        text = await answer.text()
+        lines = [CHANGING.sub("", line) for line in text.splitlines() if line and not line.startswith(":")]
+        return answer.status, answer.content_type, lines
+
+
+def test_streams_of_every_dialect_are_the_servers_own(served: Served) -> None:
+    async def check() -> None:
+        direct = f"http://127.0.0.1:{served.port}"
+        async with gateway_over(ReplicaSettings(direct)) as gateway:
+            for path, body in STREAMS.items():
+                expected = await frames(gateway.session, direct + path, body)
+                seen = await frames(gateway.session, gateway.url + path, body)
+                assert seen == expected, path
+                assert seen[0] == 200, path
+
+    asyncio.run(check())
+
+
+def test_errors_stored_things_and_explanations(served: Served) -> None:
+    async def check() -> None:
+        async with gateway_over(ReplicaSettings(f"http://127.0.0.1:{served.port}", name="real")) as gateway:
+            status, body = await gateway.post("/v1/chat/completions", {"model": NAME, "messages": [], "nonsense": 1})
+            assert (status, body["error"]["code"]) == (400, "unknown_field")
+            status, body = await gateway.post("/v1/messages", {"model": NAME, "max_tokens": 1})
+            assert (status, body["type"]) == (400, "error"), "Anthropic's shape"
+            asked = {"model": NAME, "input": "hi", "max_output_tokens": 16}
+            status, made = await gateway.post("/v1/responses", asked, headers={"X-Request-Id": "mine"})
+            assert status == 200
+            gateway.state.homes.put(made["id"], "")  # Another gateway would not know where it is.
+            assert (await gateway.get(f"/v1/responses/{made['id']}"))[1]["id"] == made["id"]
+            status, told = await gateway.get("/v1/requests/mine/explain")
+            assert told["gateway"]["decisions"][0]["replica"] == "real"
+            assert told["replica"]["request_id"] == "mine"
+            status, found = await gateway.post("/tokenize", {"model": NAME, "prompt": "Once"})
+            assert (status, len(found["tokens"]) > 0) == (200, True)
+            assert (await gateway.get("/v1/nothing"))[0] == 404
+
+    asyncio.run(check())
