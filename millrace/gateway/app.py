@@ -119,7 +119,7 @@ async def serve_gateway(
     if not replicas and fleet_file is None:
         raise ConfigError("A gateway needs --replicas URL,… or --config fleet.toml.", param="replicas")
     config = replace(Config(), server__stream_buffer_kb=settings.stream_buffer_kb)
-    sock = listening_socket(settings.host, settings.port, config)
+    sock = listening_socket(settings.host, settings.port, config, reuse_port=settings.reuse_port)
     state = GatewayState(settings, fleet, new_session(fleet))
     runner = FrontRunner(
         build_app(state, fleet_file),

@@ -85,7 +85,7 @@ class FrameReader:
 
 def has_data(frames: bytes) -> bool:
     """False for comments alone, such as signs of life."""
-    return _DATA.search(frames) is not None
+    return frames.startswith(b"data:") or _DATA.search(frames) is not None
 
 
 def before_passing_error(frames: bytes) -> bytes | None:

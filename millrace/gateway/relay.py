@@ -151,12 +151,13 @@ class StreamRelay:
                 if not frames:
                     continue
                 if b"error" in frames and (before := before_passing_error(frames)) is not None:
-                    self._forward(opened, before)
+                    self._forward(opened, before, is_data=has_data(before))
                     return "it went away and said so"
-                if has_data(frames):
+                is_data = has_data(frames)
+                if is_data:
                     replica.saw_frame(attempt, clock())
                     replica.marks_tokens = replica.marks_tokens or frames_in.has_tokens
-                out = self._forward(opened, frames)
+                out = self._forward(opened, frames, is_data=is_data)
                 if out is not None and out.paused:
                     was_slow = True
                     await self._until_read(out)
@@ -168,13 +169,13 @@ class StreamRelay:
             return reason
         return ""
 
-    def _forward(self, opened: Opened, frames: bytes) -> EventStream | None:
+    def _forward(self, opened: Opened, frames: bytes, *, is_data: bool) -> EventStream | None:
         if not frames:
             return self._out
         out = self._out
         if out is None:
             out = self._out = self._begin(opened)
-        if has_data(frames):
+        if is_data:
             if not self._has_sent:
                 self._has_sent, self.first_at = True, self._sender.fleet.clock()
             self.num_frames += 1

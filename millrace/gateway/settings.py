@@ -28,6 +28,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: int = 8080
+    reuse_port: bool = False
+    """Several gateways of this machine share the port; the kernel spreads connections."""
     policy: str = "prefix"
     region: str = ""
     keys_file: str = ""

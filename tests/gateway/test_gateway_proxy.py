@@ -11,6 +11,8 @@ from helpers.gateways import gateway_over
 from helpers.waiting import until
 
 from millrace.bench.gateway.null_replica import MODEL, NullReplica, answer_text
+from millrace.errors import ConfigError
+from millrace.gateway.settings import ReplicaSettings
 from millrace.serve.tenancy.keyring import DIGEST_PREFIX, digest_of
 
 pytestmark = pytest.mark.live
@@ -203,5 +205,22 @@ def test_dashboard_shows_the_fleet() -> None:
             assert fleet["replicas"][0]["state"] == "healthy"
             assert fleet["routes"][0]["replica"] == "r0"
             assert fleet["routes"][0]["reason"]
+
+    asyncio.run(check())
+
+
+def test_two_gateways_share_a_port_and_replicas() -> None:
+    async def check() -> None:
+        replica = NullReplica()
+        async with replica.running() as url:
+            member = ReplicaSettings(url)
+            async with gateway_over(member, reuse_port=True) as one:
+                port = int(one.url.rpartition(":")[2])
+                async with gateway_over(member, reuse_port=True, port=port) as other:
+                    assert one.url == other.url
+                    assert (await one.complete())[0] == 200
+                with pytest.raises(ConfigError):
+                    async with gateway_over(member, port=port):
+                        pass
 
     asyncio.run(check())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import sys
 import time
@@ -43,14 +44,14 @@ class GatewayBench:
     async def run(self) -> list[Figure]:
         async with AsyncExitStack() as stack:
             arguments = ("millrace.bench.gateway.null_replica", "--token-ms", str(self.token_ms))
-            urls = [await stack.enter_async_context(_program(*arguments)) for _ in range(self.num_replicas)]
-            gateway = await stack.enter_async_context(
+            urls = [(await stack.enter_async_context(_program(*arguments)))[0] for _ in range(self.num_replicas)]
+            gateway, pid = await stack.enter_async_context(
                 _program("millrace", "gateway", "--port", "0", "--replicas", ",".join(urls))
             )
             session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
             await _until_ready(session, gateway, self.num_replicas)
             direct, through = await self._first_tokens(session, urls[0], gateway)
-            rate = await self._rate(session, gateway)
+            rate, cpu_us = await self._rate(session, gateway, pid)
         added = [(after - before) * 1e3 for before, after in zip(direct, through, strict=True)]
         name = f"{self.num_replicas} replicas"
         return [
@@ -58,6 +59,7 @@ class GatewayBench:
             Figure(name, "added to the first token p50", percentile(added, 50), "ms", _FIRST_TOKENS),
             Figure(name, "added to the first token p99", percentile(added, 99), "ms", _FIRST_TOKENS),
             Figure(f"{name}, {self.num_streams} streams", "tokens/s", rate, "1/s"),
+            Figure(f"{name}, {self.num_streams} streams", "CPU of the gateway per token", cpu_us, "µs"),
         ]
 
     async def _first_tokens(
@@ -74,7 +76,8 @@ class GatewayBench:
                     await answer.read()
         return times[0][20:], times[1][20:]  # Without those that opened connections.
 
-    async def _rate(self, session: aiohttp.ClientSession, url: str) -> float:
+    async def _rate(self, session: aiohttp.ClientSession, url: str, pid: int) -> tuple[float, float]:
+        """Tokens per second, and microseconds of the gateway's CPU per token."""
         num_frames, end = 0, time.perf_counter() + self.seconds
 
         async def client(number: int) -> None:
@@ -85,14 +88,20 @@ class GatewayBench:
                     async for data in answer.content.iter_any():
                         num_frames += data.count(b"data: {")
 
-        began = time.perf_counter()
+        began, cpu_before = time.perf_counter(), _cpu_s(pid)
         await asyncio.gather(*(client(number) for number in range(self.num_streams)))
-        return num_frames / (time.perf_counter() - began)
+        return num_frames / (time.perf_counter() - began), (_cpu_s(pid) - cpu_before) / max(1, num_frames) * 1e6
+
+
+def _cpu_s(pid: int) -> float:
+    """CPU time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @asynccontextmanager
-async def _program(*arguments: str) -> AsyncIterator[str]:
-    """A process of this Python whose first line of output ends with its URL."""
+async def _program(*arguments: str) -> AsyncIterator[tuple[str, int]]:
+    """The URL and the process id of a process of this Python whose first line of output ends with its URL."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", *arguments, stdout=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL
     )
@@ -102,7 +111,7 @@ async def _program(*arguments: str) -> AsyncIterator[str]:
             line = (await process.stdout.readline()).decode()
         if "http://" not in line:
             raise BenchError(f"{arguments[0]} did not start; see above.")
-        yield line.split()[-1]
+        yield line.split()[-1], process.pid
     finally:
         if process.returncode is None:
             process.kill()

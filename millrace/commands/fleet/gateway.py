@@ -57,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (kind, text) in _OPTIONS.items():
         metavar = {int: "N", float: "X", str: "TEXT"}[kind]
         parser.add_argument("--" + name.replace("_", "-"), type=kind, metavar=metavar, help=text)
+    parser.add_argument(
+        "--reuse-port", action="store_true", default=None, help="let several gateways of this machine share the port"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,7 +69,9 @@ def run(args: argparse.Namespace) -> int:
     from millrace.observe.logs import setup_logging
 
     from_file, replicas = read_fleet(args.config) if args.config is not None else ({}, ())
-    given: dict[str, Any] = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
+    given: dict[str, Any] = {
+        name: getattr(args, name) for name in (*_OPTIONS, "reuse_port") if getattr(args, name) is not None
+    }
     settings = gateway_settings(from_file, given)
     replicas += parse_replicas(args.replicas)
     if not replicas and args.config is None:
