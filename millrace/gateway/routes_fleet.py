@@ -11,7 +11,7 @@ from aiohttp import web
 
 from millrace.errors import BadRequest, Conflict, Forbidden, NotFound
 from millrace.gateway.replica import Replica
-from millrace.gateway.routes_api import replica_headers
+from millrace.gateway.routes_api import pass_on, replica_headers
 from millrace.gateway.routing.decisions import RequestRecord
 from millrace.gateway.settings import checked
 from millrace.gateway.state import STATE, GatewayState
@@ -47,12 +47,15 @@ async def metrics(request: web.Request) -> web.Response:
     return web.Response(body=page, headers={"Content-Type": CONTENT_TYPE, "Server": "millrace"})
 
 
-async def list_models(request: web.Request) -> web.Response:
-    """The models of all replicas that can be reached, each once."""
+async def list_models(request: web.Request) -> web.StreamResponse:
+    """The models of all replicas that can be reached, each once. Replicas that show them to clients only are asked with
+    the client's key."""
     merged: dict[str, object] = {}
     for replica in request.app[STATE].fleet.open_replicas():
         for entry in replica.model_entries:
             merged.setdefault(str(entry["id"]), entry)
+    if not merged and request.app[STATE].fleet.open_replicas():
+        return await pass_on(request)
     return json_answer(request, {"object": "list", "data": list(merged.values())})
 
 

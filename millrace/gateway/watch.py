@@ -21,6 +21,7 @@ NO_EVENTS_RETRY_S = 30.0
 EVENTS_RETRY_S = 1.0
 PROBES_LOST = 2
 """Probes in a row without an answer that mean a replica is lost."""
+_NOT_FOR_US = (401, 403, 404)
 _MAX_EVENT_BYTES = 64 << 20
 
 
@@ -77,7 +78,7 @@ class Watch:
             async with asyncio.timeout(self.fleet.settings.probe_timeout_s):
                 await self._ask_load(replica)
                 if with_models or was_lost:
-                    replica.model_entries, replica.models = parse_models(await self._get(replica, "/v1/models"))
+                    await self._ask_models(replica)
         except (aiohttp.ClientError, OSError, TimeoutError, msgspec.DecodeError, ValueError) as error:
             problem = f"{type(error).__name__}: {error}"[:200] if str(error) else "it did not answer in time"
             return f"connection refused: {problem}" if _is_refused(error) else problem
@@ -88,12 +89,21 @@ class Watch:
         path = probe_path(replica)
         async with self.session.get(replica.settings.url + path, headers=own_headers(self.fleet.settings)) as answer:
             body = await answer.read()
-            if answer.status == 404 and replica.is_millrace:
-                await self._get(replica, "/ready")  # A release without load reports.
+            if answer.status in _NOT_FOR_US and replica.is_millrace:
+                await self._get(replica, "/ready")  # No report for this gateway's key, or a release without them.
             elif answer.status >= 400:
                 raise ValueError(f"{path} answered {answer.status}")
             else:
                 replica.load = read_report(replica, body)
+
+    async def _ask_models(self, replica: Replica) -> None:
+        url = replica.settings.url + "/v1/models"
+        async with self.session.get(url, headers=own_headers(self.fleet.settings)) as answer:
+            body = await answer.read()
+            if answer.status == 200:
+                replica.model_entries, replica.models = parse_models(body)
+            elif answer.status not in _NOT_FOR_US:
+                raise ValueError(f"/v1/models answered {answer.status}")
 
     async def _get(self, replica: Replica, path: str) -> bytes:
         async with self.session.get(replica.settings.url + path, headers=own_headers(self.fleet.settings)) as answer:

@@ -224,3 +224,17 @@ def test_two_gateways_share_a_port_and_replicas() -> None:
                         pass
 
     asyncio.run(check())
+
+
+def test_replicas_with_keys_need_none_of_the_gateway() -> None:
+    """Clients' keys go on to the replicas; the gateway's own questions get no answer there but /ready."""
+
+    async def check() -> None:
+        async with gateway_over(NullReplica(key="mine")) as gateway:
+            assert (await gateway.complete())[0] == 401
+            key = {"Authorization": "Bearer mine"}
+            assert (await gateway.post("/v1/completions", {"prompt": "x"}, headers=key))[0] == 200
+            assert (await gateway.get("/v1/models", headers=key))[1]["data"][0]["id"] == MODEL
+            assert (await gateway.get("/v1/models"))[0] == 401
+
+    asyncio.run(check())

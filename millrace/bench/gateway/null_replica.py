@@ -10,7 +10,7 @@ import argparse
 import asyncio
 import zlib
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,6 +59,8 @@ class NullReplica:
     hang_after: int = -1
     """Tokens of a stream after which nothing comes any more."""
     tokens_per_frame: int = 1
+    key: str = ""
+    """If set, what a client must send as its API key."""
     is_draining: bool = False
     has_events: bool = True
     sends_ids: bool = True
@@ -114,7 +116,7 @@ class NullReplica:
 
     # ── routes ────────────────────────────────────────────────────────────────────────────────────────────────────────
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=1 << 26)
+        app = web.Application(client_max_size=1 << 26, middlewares=[self._check_key])
         app.router.add_get("/v1/load", self._load)
         app.router.add_get("/ready", self._ready)
         app.router.add_get("/v1/models", self._models)
@@ -123,6 +125,14 @@ class NullReplica:
         for path in ("/v1/completions", "/v1/chat/completions"):
             app.router.add_post(path, self._generate)
         return app
+
+    @web.middleware
+    async def _check_key(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if self.key and request.path != "/ready" and request.headers.get("Authorization") != f"Bearer {self.key}":
+            return web.json_response({"error": {"message": "a key is needed", "code": "invalid_api_key"}}, status=401)
+        return await handler(request)
 
     async def _load(self, request: web.Request) -> web.Response:
         report = {"model": self.model, "running": self.num_open, "waiting": 0, "waiting_tokens": 0, "kv_used": 0.0}
