@@ -180,6 +180,7 @@ def test_long_jobs_stay_apart() -> None:
     for _ in range(4):
         assert fleet.choose(short, fleet.decisions.begin("i", ""))[0].name == "a:1"
         assert fleet.choose(long, fleet.decisions.begin("i", ""))[0].name == "b:1"
+    assert all(asked_for("x", **fields).is_long for fields in ({"priority": "batch"}, {"service_tier": "flex"}))
     fleet.replicas["a:1"].is_draining = True
     assert fleet.choose(short, fleet.decisions.begin("i", ""))[0].name == "b:1", "better than none"
 

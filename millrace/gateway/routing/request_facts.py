@@ -9,6 +9,7 @@ import msgspec
 
 from millrace.gateway.routing.candidates import BYTES_PER_TOKEN, Asked
 from millrace.gateway.routing.prefix_map import chain_of
+from millrace.params import CLASS_NAMES
 
 GENERATING = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate"}
@@ -46,7 +47,7 @@ def facts_of(
     limit = _output_limit(body)
     output_tokens = 0 if path in EMBEDDING else limit or ASSUMED_OUTPUT_TOKENS
     prompt_tokens = _prompt_tokens(body, prompt)
-    is_long = limit + prompt_tokens >= long_tokens or headers.get("X-Priority", body.get("priority")) == "batch"
+    is_long = limit + prompt_tokens >= long_tokens or _is_batch(body)
     asked = Asked(
         id=request_id,
         model=model,
@@ -94,6 +95,10 @@ def _output_limit(body: dict[str, Any]) -> int:
     found = [body.get(name) for name in _LIMITS]
     found.append(options.get("num_predict") if isinstance(options, dict) else None)
     return next((value for value in found if isinstance(value, int) and 0 < value < 1 << 31), 0)
+
+
+def _is_batch(body: dict[str, Any]) -> bool:
+    return body.get("priority") in ("batch", CLASS_NAMES.index("batch")) or body.get("service_tier") == "flex"
 
 
 def _session(body: dict[str, Any], headers: Mapping[str, str]) -> str:
