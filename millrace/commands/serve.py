@@ -285,7 +285,7 @@ class Server:
         names, is_chat = [model.name for model in state.models], is_chat_model(state)
         lines = [text for ready in loaded for text in (*memory_table(ready), *serving_lines(ready, url, took_s))]
         lines += others_lines(names, [ready.model_name for ready in loaded], url)
-        for text in (*lines, *try_lines(names[0], url, is_chat=is_chat, needs_key=needs_key)):
+        for text in (*lines, *try_lines(names[0], url, is_chat=is_chat, needs_key=needs_key, task=_task(state))):
             print(text, flush=True)
 
     def _list_server(self) -> None:
@@ -345,6 +345,14 @@ def draining_line(num_open: int, timeout_s: float) -> str:
         return "Stopping: no requests are running."
     requests = "1 request" if num_open == 1 else f"{num_open:,} requests"
     return f"Draining: {requests} running, up to {timeout_s:g} s. Press Ctrl-C again to stop now."
+
+
+def _task(state: FrontState) -> str:
+    """What the encoder does; "" for a model that writes text."""
+    encoder = state.encoder
+    if encoder is None or encoder.is_decoder:
+        return ""
+    return "rank" if encoder.ranks else encoder.task
 
 
 def is_chat_model(state: FrontState) -> bool:

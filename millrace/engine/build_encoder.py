@@ -16,7 +16,7 @@ from millrace.errors import ConfigError, MemoryPlanError
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import EngineReady
 from millrace.models.encoders.load import LoadedEncoder, load_encoder
-from millrace.plan.encoding import EncodePlanner, EncodeSettings
+from millrace.plan.encoding.planner import EncodePlanner, EncodeSettings
 from millrace.run.device.device import Device, open_device
 from millrace.run.encoder_runner import EncoderRunner
 from millrace.sources.resolve import ModelFiles
@@ -24,9 +24,6 @@ from millrace.version import __version__
 
 MAX_ROWS = 512
 """Texts in flight together. More would not make a step larger: a text has at least one token."""
-CPU_BUDGET = 2048
-"""Tokens of a step on a CPU: its products are then as fast as they get, and a step of a small model takes 50 ms."""
-CUDA_BUDGET = 16384
 
 
 def build_encoder_engine(
@@ -43,7 +40,7 @@ def build_encoder_engine(
     model = load_encoder(files, device=device.torch_device, dtype=dtype)
     on_loading("weights", weights_bytes, weights_bytes)
     max_tokens = min(model.files.max_tokens, config.model.max_context or model.files.max_tokens)
-    budget = config.plan.token_budget or (CPU_BUDGET if device.kind == "cpu" else CUDA_BUDGET)
+    budget = config.plan.token_budget or device.defaults.encode_budget
     settings = EncodeSettings(
         max_rows=config.plan.max_running or MAX_ROWS,
         token_budget=budget,
@@ -70,9 +67,8 @@ def _refuse_settings(config: Config) -> None:
 
 
 def _dtype(config: Config, device: Device) -> torch.dtype:
-    """float32 on a CPU unless another one is asked for: texts are compared by small differences."""
-    named = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}.get(config.model.dtype)
-    return named or (torch.float32 if device.kind == "cpu" else torch.float16)
+    named = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    return named.get(config.model.dtype, device.defaults.encode_dtype)
 
 
 def _work(model: LoadedEncoder, weights_bytes: int) -> ModelWork:

@@ -115,6 +115,8 @@ def _how_it_went_on(resumed: Resumption, taken: float) -> str:
 
 def _what_it_found(entry: Entry) -> str:
     diverged = entry.diagnostics.diverged_at
+    if not entry.diagnostics.has_cache:
+        return "The model reads every text whole; it has no prefix cache."
     if entry.admitted is None:
         return "It has not been looked up in the prefix cache yet."
     if diverged >= 0:

@@ -28,6 +28,8 @@ class Diagnostics:
     """Seconds by cause, until the first admission."""
     diverged_at: int = -1
     """Index of the first prompt token that differs from the cached block at that position; -1 if none differs."""
+    has_cache: bool = True
+    """False if the model computes every text whole."""
     preempted_for: list[str] = field(default_factory=list)
     """One sentence per preemption, for the first few."""
 

@@ -14,6 +14,7 @@ from millrace.serve.describe import routes_info as info
 from millrace.serve.describe import routes_kv, routes_load, routes_stats, routes_steps
 from millrace.serve.describe import routes_models as models
 from millrace.serve.describe import routes_requests as requests
+from millrace.serve.encode import classify, rerank, score
 from millrace.serve.generate.work import Prepare
 from millrace.serve.http.error_bodies import error_body
 from millrace.serve.ollama import embed as ollama_embed
@@ -41,6 +42,9 @@ POST: dict[str, Handler] = {
     "/v1/chat/completions/{completion_id}": stored_chat.update,
     "/v1/completions": openai.completions,
     "/v1/embeddings": openai_embeddings.embeddings,
+    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), rerank.rerank),
+    **dict.fromkeys(("/v1/score", "/score"), score.score),
+    **dict.fromkeys(("/v1/classify", "/classify"), classify.classify),
     "/v1/responses": responses.create,
     "/v1/responses/input_tokens": responses.count_tokens,
     "/v1/responses/{response_id}/cancel": responses.cancel,
@@ -107,6 +111,9 @@ BATCH_ENDPOINTS: dict[str, Prepare] = {
     "/v1/chat/completions": prepare_chat,
     "/v1/completions": prepare_completion,
     "/v1/embeddings": openai_embeddings.prepare_embeddings,
+    "/v1/rerank": rerank.prepare_rerank,
+    "/v1/score": score.prepare_score,
+    "/v1/classify": classify.prepare_classify,
     "/v1/responses": prepare_response,
 }
 """Endpoints that a batch may be for."""

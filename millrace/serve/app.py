@@ -33,6 +33,7 @@ from millrace.serve.tenancy.keyring import Keyring
 from millrace.serve.tenancy.quotas import Quotas
 from millrace.settings_changes import with_live_changes
 from millrace.sources.embedding_models import is_trained_to_embed
+from millrace.sources.encoder_files import read_encoder
 from millrace.sources.resolve import resolve_model
 from millrace.sources.sampling_defaults import sampling_defaults
 from millrace.text.chat.template import load_chat_template
@@ -250,6 +251,7 @@ def load_state(
         metrics=FrontMetrics({model.name: clients[model.name] for model in models}, parse_objectives(observe.slos)),
         sampling_defaults=text.sampling_defaults,
         is_embedder=text.is_embedder,
+        encoder=text.encoder,
         keyring=Keyring(Path(server.keys_file)) if server.keys_file else None,
         quotas=Quotas(directory, max(1, server.fronts), client.front_index),
         audit=AuditLog(observe.audit_log) if observe.audit_log else None,
@@ -284,12 +286,13 @@ def _served_model(
 def read_text(config: Config) -> ModelText:
     """Tokenizer and chat template of the model, from its files. Takes up to seconds."""
     files = resolve_model(config.model.source, offline=config.model.offline)
-    tokenizer = load_tokenizer(files)
+    tokenizer, encoder = load_tokenizer(files), read_encoder(files)
     return ModelText(
         tokenizer,
         load_chat_template(files, tokenizer, config.model.chat_template),
         sampling_defaults(files, config.model.generation_defaults),
         is_trained_to_embed(files),
+        encoder,
     )
 
 

@@ -30,6 +30,7 @@ from millrace.serve.tenancy.admission import AdmissionControl
 from millrace.serve.tenancy.keyring import Keyring
 from millrace.serve.tenancy.quotas import Quotas
 from millrace.settings_changes import with_live_changes
+from millrace.sources.encoder_files import EncoderFiles
 from millrace.text.answer_formats import AnswerFormats, choose_formats
 from millrace.text.chat.template import ChatTemplate
 from millrace.text.grammar.check_pool import CheckPool
@@ -87,6 +88,7 @@ class ModelText:
     template: ChatTemplate
     sampling_defaults: SamplingDefaults
     is_embedder: bool = False
+    encoder: EncoderFiles | None = None
 
 
 def _text_pool() -> ThreadPoolExecutor:
@@ -125,6 +127,8 @@ class FrontState:
     """Sampling of requests that set none."""
     is_embedder: bool = False
     """True if the model was trained to give embeddings."""
+    encoder: EncoderFiles | None = None
+    """What the files of an encoder, or of a decoder trained to embed, say; None for a model that only writes text."""
     text_pool: ThreadPoolExecutor = field(default_factory=_text_pool)
     """Threads that render and tokenise long texts, so that they do not stall other streams."""
     grammar_check: GrammarCompiler[None] = field(default_factory=_grammar_check)
@@ -188,13 +192,15 @@ class FrontState:
     @property
     def capabilities(self) -> list[str]:
         """What requests to this model may ask for."""
+        if self.encoder is not None and not self.encoder.is_decoder:
+            return ["embedding"] if self.encoder.task == "embed" else []
         has_template = bool(self.template.source)
         found = {
             "completion": True,
             "chat": has_template,
             "tools": has_template,
             "thinking": self.formats.reasoning is not None,
-            "embedding": self.is_embedder,
+            "embedding": self.is_embedder or self.encoder is not None,
         }
         return [name for name, is_there in found.items() if is_there]
 
@@ -217,6 +223,7 @@ class FrontState:
             template=text.template,
             sampling_defaults=text.sampling_defaults,
             is_embedder=text.is_embedder,
+            encoder=text.encoder,
             model_name=name,
             longest_token_bytes=0,
             shared_store=self.store,

@@ -15,7 +15,8 @@ from millrace.errors import ConfigError
 from millrace.load.svg import Line, plot
 from millrace.plan.pacing.step_time import step_parts
 from millrace.plan.step import StepPlan
-from millrace.run.step_log import RunnerSetup, read_log
+from millrace.run.ranks.recorder import RunnerSetup
+from millrace.run.step_log import read_log
 from millrace.simulate.profile import Profile
 from millrace.simulate.requests import SimulatedRequest
 

@@ -83,6 +83,8 @@ class EncoderFiles:
     activation: ScoreActivation = "identity"
     """What turns a classifier's logits into scores."""
     lower_case: bool = False
+    is_decoder: bool = False
+    """True for a model that also writes text."""
     has_modules: bool = True
     """False if no module files say how states become vectors, so that defaults hold."""
 
@@ -98,11 +100,12 @@ def is_encoder(config: Mapping[str, Any]) -> bool:
 
 
 def read_encoder(files: ModelFiles) -> EncoderFiles | None:
-    """None if the model is no encoder."""
-    if not is_encoder(files.config):
-        return None
+    """None for a model that writes text and has no module files. With them, a decoder is an embedder too."""
     folder = files.path if files.kind == "safetensors" else files.path.parent
-    return encoder_files(folder, files.config)
+    if is_encoder(files.config):
+        return encoder_files(folder, files.config)
+    modules = _json(folder / "modules.json", list) if files.kind == "safetensors" else None
+    return None if modules is None else _embedder(folder, modules, 0, is_decoder=True)
 
 
 def encoder_files(folder: Path, config: Mapping[str, Any]) -> EncoderFiles:
@@ -117,7 +120,7 @@ def encoder_files(folder: Path, config: Mapping[str, Any]) -> EncoderFiles:
     return _embedder(folder, modules, max_tokens)
 
 
-def _embedder(folder: Path, modules: list[Any], max_tokens: int) -> EncoderFiles:
+def _embedder(folder: Path, modules: list[Any], max_tokens: int, *, is_decoder: bool = False) -> EncoderFiles:
     pooling: tuple[PoolingMode, ...] = ()
     dense: list[DenseModule] = []
     normalises = are_pooled = False
@@ -139,7 +142,16 @@ def _embedder(folder: Path, modules: list[Any], max_tokens: int) -> EncoderFiles
     by_name = {str(name): str(text) for name, text in (settings.get("prompts") or {}).items()}
     prompts = Prompts(by_name, str(settings.get("default_prompt_name") or ""), are_pooled)
     lower_case = bool(_transformer_settings(folder).get("do_lower_case"))
-    return EncoderFiles("embed", max_tokens, pooling, tuple(dense), normalises, prompts, lower_case=lower_case)
+    return EncoderFiles(
+        "embed",
+        max_tokens,
+        pooling,
+        tuple(dense),
+        normalises,
+        prompts,
+        lower_case=lower_case,
+        is_decoder=is_decoder,
+    )
 
 
 def _pooling(path: Path) -> tuple[tuple[PoolingMode, ...], bool]:

@@ -46,9 +46,9 @@ def others_lines(names: Sequence[str], loaded: Sequence[str], url: str) -> Itera
         yield f"Serving on {url}, loaded when a request names them: {others}."
 
 
-def try_lines(model: str, url: str, *, is_chat: bool, needs_key: bool) -> Iterator[str]:
+def try_lines(model: str, url: str, *, is_chat: bool, needs_key: bool, task: str = "") -> Iterator[str]:
     yield f"Playground: {url}/. API documentation: {url}/docs. Try it:"
-    yield curl_line(model, url, is_chat=is_chat, needs_key=needs_key)
+    yield curl_line(model, url, is_chat=is_chat, needs_key=needs_key, task=task)
 
 
 def open_server_warning(host: str) -> str:
@@ -61,10 +61,16 @@ def open_server_warning(host: str) -> str:
     )
 
 
-def curl_line(model: str, url: str, *, is_chat: bool, needs_key: bool = False) -> str:
-    """A request to paste into a shell: a chat, or a completion if the model has no chat template."""
+def curl_line(model: str, url: str, *, is_chat: bool, needs_key: bool = False, task: str = "") -> str:
+    """A request to paste into a shell: a chat, or a completion if the model has no chat template. `task`: what an
+    encoder does; "" for a model that writes text."""
     body: Mapping[str, object]
-    if is_chat:
+    if task == "rank":
+        path, body = "/v1/rerank", {"query": _QUESTION, "documents": ["Air scatters blue light.", "Cats sleep."]}
+    elif task:
+        path = "/v1/embeddings" if task == "embed" else "/v1/classify"
+        body = {"input": "The sky is blue."}
+    elif is_chat:
         path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": _QUESTION}]}
     else:
         path, body = "/v1/completions", {"prompt": "The sky is blue because", "max_tokens": 64}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from millrace.params import RowParams, SamplingParams
-from millrace.plan.encoding import EncodePlanner, EncodeSettings
+from millrace.plan.encoding.planner import EncodePlanner, EncodeSettings
 from millrace.plan.request import BATCH, INTERACTIVE, STANDARD, Request
 
 PARAMS = RowParams(SamplingParams(max_tokens=0, pooling="mean"))

@@ -18,7 +18,7 @@ from helpers.fake_runner import FakeRunner, FakeStep
 from millrace.engine.cycle import Confirmed, Cycle
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.codec.encoder import encode_plan
-from millrace.plan.encoding import EncodePlanner, EncodeSettings
+from millrace.plan.encoding.planner import EncodePlanner, EncodeSettings
 from millrace.plan.planner import Planner
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings

@@ -45,6 +45,16 @@ def test_curl_line_is_one_valid_shell_line(is_chat: bool) -> None:
     assert ("messages" in body) is is_chat
 
 
+@pytest.mark.parametrize(
+    ("task", "path", "field"),
+    [("embed", "embeddings", "input"), ("rank", "rerank", "query"), ("tag", "classify", "input")],
+)
+def test_curl_line_shows_what_an_encoder_does(task: str, path: str, field: str) -> None:
+    words = shlex.split(curl_line("m", "http://127.0.0.1:1", is_chat=False, task=task))
+    assert words[1] == f"http://127.0.0.1:1/v1/{path}"
+    assert field in json.loads(words[words.index("-d") + 1])
+
+
 def test_curl_line_sends_the_key_if_one_is_required() -> None:
     line = curl_line("m", "http://127.0.0.1:1", is_chat=True, needs_key=True)
     assert '-H "Authorization: Bearer $MILLRACE_API_KEY"' in line

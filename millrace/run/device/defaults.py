@@ -18,6 +18,10 @@ class DeviceDefaults:
     """Target time of a step that decodes."""
     max_running: int
     token_budget: int
+    encode_budget: int
+    """Token budget of an encoder's step: its products are then about as fast as they get."""
+    encode_dtype: torch.dtype
+    """What `auto` means for an encoder: its vectors differ little from each other."""
     min_mixed_budget: int
     """Lowest default mixed budget. A device whose FLOP/s are known may have more, up to the token budget."""
     kv_fraction: float
@@ -51,6 +55,8 @@ CPU_DEFAULTS = DeviceDefaults(
     step_ms=200.0,
     max_running=256,
     token_budget=512,
+    encode_budget=2048,
+    encode_dtype=torch.float32,
     min_mixed_budget=512,
     kv_fraction=0.25,
     # 64 requests of 1,024 tokens. The machine keeps the rest of its memory for other programs.
@@ -65,6 +71,8 @@ CUDA_DEFAULTS = DeviceDefaults(
     step_ms=90.0,
     max_running=DEFAULT_MAX_RUNNING,
     token_budget=8192,
+    encode_budget=16384,
+    encode_dtype=torch.float16,
     min_mixed_budget=2048,
     kv_fraction=0.9,
     max_kv_tokens=None,

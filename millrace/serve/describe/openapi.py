@@ -14,6 +14,7 @@ from millrace.serve.anthropic import schemas as schemas_anthropic
 from millrace.serve.describe import routes_kv, routes_load, routes_requests
 from millrace.serve.describe.openapi_limits import tighten
 from millrace.serve.describe.openapi_paths import paths
+from millrace.serve.encode import classify, rerank, score
 from millrace.serve.generate.messages import RESERVED
 from millrace.serve.http.error_bodies import ErrorAnswer
 from millrace.serve.ollama import embed
@@ -33,6 +34,8 @@ _TYPES = (
     *(anthropic_models.AnthropicModel, anthropic_models.AnthropicModelList),
     *(answers.TokenizeAnswer, answers.DetokenizeAnswer, answers.Model, answers.ModelList, answers.Health),
     *(embeddings.EmbeddingsRequest, embeddings.EmbeddingsAnswer),
+    *(rerank.RerankRequest, rerank.RerankAnswer, score.ScoreRequest, score.ScoreAnswer),
+    *(classify.ClassifyRequest, classify.ClassifyAnswer),
     *(ErrorAnswer, schemas_anthropic.AnthropicErrorAnswer, schemas_ollama.OllamaErrorAnswer),
     *(schemas_responses.ResponsesRequest, schemas_responses.InputTokensRequest, schemas_responses.ResponseAnswer),
     *(schemas_responses.ResponseEvent, schemas_responses.ResponseDeleted, schemas_responses.InputItemList),
@@ -72,6 +75,7 @@ _ACCEPTED_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
 
 _TAGS = {
     "generate": "Generate text.",
+    "encode": "Rank, score and classify texts, with an encoder.",
     "responses": "Stored responses.",
     "conversations": "Stored conversations.",
     "files": "Stored files.",

@@ -163,6 +163,7 @@ def _error_shape(path: str) -> str:
 def _all_paths() -> dict[str, Any]:
     return {
         **_openai_paths(),
+        **_encode_paths(),
         **_response_paths(),
         **_conversation_paths(),
         **_stored_chat_paths(),
@@ -178,6 +179,26 @@ def _all_paths() -> dict[str, Any]:
 def _unstreamed() -> tuple[str, ...]:
     """Errors of requests to the engine that answer whole."""
     return tuple(status for status in ERRORS if status != "409")
+
+
+def _encode_paths() -> dict[str, Any]:
+    ranked = {"model": _NAME, "query": "What colour is the sea?", "documents": ["The sea is blue", "Cats sleep"]}
+    pairs = {"model": _NAME, "text_1": "What colour is the sea?", "text_2": ["The sea is blue", "Cats sleep"]}
+    classed = {"model": _NAME, "input": ["What a fine day", "It rains again"]}
+    kinds = (
+        ("rerank", "Order documents by their relevance to a query", ranked, ("/v1", "/v2", "")),
+        ("score", "Score pairs of texts", pairs, ("/v1", "")),
+        ("classify", "Classify texts, or their tokens", classed, ("/v1", "")),
+    )
+    found = {}
+    for name, summary, example, before in kinds:
+        for prefix in before:
+            operation_id = f"{name}{prefix.removeprefix('/').upper()}"
+            kind = name.capitalize()
+            operation = _operation("encode", operation_id, summary, f"{kind}Answer", _unstreamed())
+            body = _body(f"{kind}Request", example)
+            found[f"{prefix}/{name}"] = {"post": {**operation, "requestBody": body}}
+    return found
 
 
 def _openai_paths() -> dict[str, Any]:

@@ -8,11 +8,6 @@ from aiohttp import web
 
 from millrace.errors import NotImplementedYet
 
-_RANKING = "It is planned. Until then compare embeddings by their dot product: POST /v1/embeddings."
-_CLASSES = (
-    "It is planned. Until then let the model choose among labels (structured_outputs.choice), or train a classifier on"
-    " embeddings: POST /v1/embeddings."
-)
 _ADAPTERS = "They are planned. Until then merge an adapter into its model's weights and serve those."
 _DOCS = "GET /docs lists the endpoints of this server."
 
@@ -35,22 +30,12 @@ ABSENT: dict[str, str] = {
     "/api/create": "Creating models is",
     "/api/copy": "Copying models is",
     "/api/blobs": "Blobs are",
-    "/rerank": "Reranking is",
-    "/v1/rerank": "Reranking is",
-    "/v2/rerank": "Reranking is",
-    "/score": "Scoring of pairs of texts is",
-    "/v1/score": "Scoring of pairs of texts is",
-    "/classify": "Classification is",
-    "/v1/classify": "Classification is",
     "/v1/load_lora_adapter": "LoRA adapters are",
     "/v1/unload_lora_adapter": "LoRA adapters are",
 }
 """Path (with everything below it) and the subject and verb of the error message."""
 
 INSTEAD = {
-    "Reranking is": _RANKING,
-    "Scoring of pairs of texts is": _RANKING,
-    "Classification is": _CLASSES,
     "LoRA adapters are": _ADAPTERS,
 }
 """What is planned, and what there is."""

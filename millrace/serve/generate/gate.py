@@ -16,6 +16,7 @@ from millrace.link.client import Caller
 from millrace.params import CLASS_NAMES
 from millrace.serve.generate.generation import Generation
 from millrace.serve.generate.priority import STANDARD
+from millrace.serve.generate.prompts import check_writes
 from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.state import FrontState
 from millrace.serve.tenancy.keyring import DEFAULT_TENANT, Tenant
@@ -33,6 +34,8 @@ def enter(
     state: FrontState, request: web.Request, generation: Generation, received: float
 ) -> tuple[Generation, Reservation]:
     """The request as it will be submitted, and its reservation of the tenant's quotas until it ends."""
+    if not generation.params.pooling:
+        check_writes(state)
     tenant = tenant_of(request)
     generation = _for_tenant(generation, tenant, request[REQUEST_ID], received)
     deadline = min(generation.deadline, header_deadline(request, received))
@@ -66,6 +69,8 @@ def enter_unattended(
 ) -> tuple[Generation, Reservation]:
     """The same for a line of a batch or a background response. It may wait as long as necessary, so admission control
     does not apply."""
+    if not generation.params.pooling:
+        check_writes(state)
     tenant = state.keyring.named(owner) if state.keyring is not None else DEFAULT_TENANT
     generation = _for_tenant(generation, tenant, request_id, received)
     return generation, reserve(state.quotas, tenant, _tokens_of(generation), time.time())

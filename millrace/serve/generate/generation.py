@@ -26,6 +26,9 @@ class Prompt:
     """The chat template has opened the model's reasoning."""
     closes_reasoning: bool = False
     """The chat template has written an empty reasoning: the answer begins at once."""
+    second_from: int = 0
+    """As in `DrawParams`, like `pooled_from`."""
+    pooled_from: int = 0
 
 
 @dataclass(frozen=True, slots=True)

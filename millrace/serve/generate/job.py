@@ -109,7 +109,12 @@ class Job:
         generation, choices = self.generation, self.choices
         for prompt in generation.prompts:
             for number in range(generation.num_sequences):
-                choices.append(self._make_choice(len(choices), prompt, _params_of(generation.params, number)))
+                params = _params_of(generation.params, number)
+                if prompt.second_from or prompt.pooled_from:
+                    params = msgspec.structs.replace(
+                        params, second_from=prompt.second_from, pooled_from=prompt.pooled_from
+                    )
+                choices.append(self._make_choice(len(choices), prompt, params))
         if self.out is not None:
             holders = [choice for choice in choices if isinstance(choice, PlainChoice)]
             preamble, resumable = self.writer.preamble(choices), generation.resumable

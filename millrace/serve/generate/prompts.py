@@ -25,6 +25,13 @@ _MESSAGE_CHARS = 64
 _TAIL_CHARS = 256
 """Enough of a prompt's end to find the markers of reasoning there."""
 
+_USES = {
+    "embed": "It gives embeddings: POST /v1/embeddings.",
+    "classify": "It scores texts: POST /v1/classify, or /v1/rerank and /v1/score for pairs.",
+    "tag": "It classifies the tokens of texts: POST /v1/classify.",
+}
+"""What models that write no text are for, by task."""
+
 _T = TypeVar("_T")
 
 
@@ -33,6 +40,16 @@ async def off_loop(state: FrontState, num_chars: int, work: Callable[[], _T]) ->
     if num_chars <= LONG_TEXT_CHARS:
         return work()
     return await asyncio.get_running_loop().run_in_executor(state.text_pool, work)
+
+
+def check_writes(state: FrontState) -> None:
+    """Refuse text from a model that writes none."""
+    if state.encoder is not None and not state.encoder.is_decoder:
+        raise BadRequest(
+            f"The model {state.model_name!r} reads texts and writes none. {_USES[state.encoder.task]}",
+            param="model",
+            code="unsupported_model",
+        )
 
 
 async def encode_texts(
@@ -67,6 +84,7 @@ async def encode_chat(state: FrontState, conversation: Conversation, *, may_cut:
 
 async def _encode_chat(state: FrontState, conversation: Conversation, may_cut: bool) -> tuple[list[int], str]:
     """The token ids, and the end of the rendered text."""
+    check_writes(state)
     conversation.check()
     num_chars = (len(conversation.messages) + len(conversation.tools)) * _MESSAGE_CHARS
     for message in conversation.messages:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -21,31 +22,109 @@ from millrace.serve.state import FrontState
 MAX_INPUTS = 2048
 """In one request, as in OpenAI's API."""
 NOT_TRAINED = "This model was not trained for embeddings, so its vectors compare badly. Serve one that was."
+NO_MODULES = (
+    "This model has no module files (modules.json), so the mean of its states is given; it may have been trained"
+    " otherwise."
+)
 
 
-async def encoded_inputs(state: FrontState, texts: list[str], field: str, *, may_cut: bool = False) -> list[Prompt]:
-    """The inputs as prompts; `may_cut` cuts the ends of those that are too long. `field` is named in errors."""
+async def encoded_inputs(
+    state: FrontState, texts: list[str], field: str, *, may_cut: bool = False, prompt_name: str | None = None
+) -> list[Prompt]:
+    """The inputs as prompts; `may_cut` cuts the ends of those that are too long. `field` is named in errors.
+    `prompt_name`: which of the model's prompts goes before each; None: its default."""
+    check_num_inputs(texts, field)
+    before = _prompt_text(state, prompt_name)
+    encoded = await encode_inputs(state, [before + text for text in texts], field, may_cut=may_cut)
+    pooled_from = _tokens_of_prompt(state, before)
+    ready = state.require_engine()
+    room = text_room(state) if is_encoder(state) else min(ready.max_context, ready.kv_tokens)
+    prompts = []
+    for number, token_ids in enumerate(encoded):
+        if not token_ids:
+            raise BadRequest(f"Text {number} of '{field}' has no tokens; send at least one character.", param=field)
+        kept = token_ids if not may_cut or len(token_ids) <= room else _cut(state, token_ids, room)
+        prompts.append(Prompt(kept, None, len(token_ids) - len(kept), pooled_from=pooled_from))
+    return prompts
+
+
+def check_num_inputs(texts: Sequence[object], field: str) -> None:
     if len(texts) > MAX_INPUTS:
         raise BadRequest(
             f"'{field}' holds {len(texts)} texts; at most {MAX_INPUTS} are allowed in one request. Split it.",
             param=field,
         )
+
+
+async def encode_inputs(
+    state: FrontState, texts: list[str], field: str, *, add_special: bool = True, may_cut: bool = False
+) -> list[list[int]]:
+    """Token ids of each text, in the letters that the model knows."""
+    if state.encoder is not None and state.encoder.lower_case:
+        texts = [text.lower() for text in texts]
     try:
-        encoded = await encode_texts(state, texts, add_special=True, may_cut=may_cut)
+        return await encode_texts(state, texts, add_special=add_special, may_cut=may_cut)
     except BadRequest as error:
         raise name_fields(error, {"prompt": field}) from None
-    ready = state.require_engine()
-    room = min(ready.max_context, ready.kv_tokens) if may_cut else None
-    prompts = [Prompt(token_ids[:room], None, len(token_ids) - len(token_ids[:room])) for token_ids in encoded]
-    for number, prompt in enumerate(prompts):
-        if not prompt.token_ids:
-            raise BadRequest(f"Text {number} of '{field}' has no tokens; send at least one character.", param=field)
-    return prompts
+
+
+def is_encoder(state: FrontState) -> bool:
+    return state.encoder is not None and not state.encoder.is_decoder
+
+
+def text_room(state: FrontState) -> int:
+    """Tokens of the longest text that an encoder reads."""
+    return state.require_engine().max_context
+
+
+def _cut(state: FrontState, token_ids: list[int], room: int) -> list[int]:
+    return state.tokenizer.cut(token_ids, room) if is_encoder(state) else token_ids[:room]
+
+
+def _prompt_text(state: FrontState, name: str | None) -> str:
+    known = {} if state.encoder is None else state.encoder.prompts.by_name
+    if name is not None and name not in known:
+        listed = f"it has {', '.join(map(repr, known))}" if known else "it has none"
+        raise BadRequest(f"The model has no prompt {name!r}; {listed}.", param="prompt_name")
+    return "" if state.encoder is None else state.encoder.prompts.text(name)
+
+
+def _tokens_of_prompt(state: FrontState, prompt: str) -> int:
+    """Tokens that pooling leaves out."""
+    if not prompt or state.encoder is None or state.encoder.prompts.are_pooled or state.encoder.is_decoder:
+        return 0
+    return len(state.tokenizer.encode(prompt)) - len(state.tokenizer.suffix_ids)
 
 
 def vector_headers(state: FrontState) -> dict[str, str]:
     """A warning if the model's vectors are those of a model for text."""
-    return warnings([] if state.is_embedder else [NOT_TRAINED])
+    if state.encoder is not None and not state.encoder.is_decoder and not state.encoder.has_modules:
+        return warnings([NO_MODULES])
+    is_trained = state.is_embedder or state.encoder is not None
+    return warnings([] if is_trained else [NOT_TRAINED])
+
+
+def check_embeds(state: FrontState) -> None:
+    """Refuse embeddings of a classifier: its states were trained for its classes."""
+    if state.encoder is not None and state.encoder.task != "embed":
+        uses = "/v1/classify, or /v1/rerank and /v1/score for pairs"
+        raise BadRequest(
+            f"The model {state.model_name!r} is a classifier and gives no embeddings. POST {uses}.",
+            param="model",
+            code="unsupported_model",
+        )
+
+
+def pooling_of(state: FrontState, asked: Pooling | None = None) -> Pooling:
+    """How states become a vector: as the model's files say, unless a decoder is asked for something else."""
+    if is_encoder(state):
+        if asked is not None:
+            message = "'pooling' is set by the files of this model; leave it out."
+            raise BadRequest(message, param="pooling", code="unsupported_parameter")
+        return "model"
+    if asked is not None:
+        return asked
+    return "mean" if state.encoder is not None and state.encoder.pooling == ("mean",) else "last"
 
 
 def vector_generation(

@@ -18,7 +18,14 @@ from millrace.serve.generate.generation import Prompt
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.respond import respond_to
 from millrace.serve.generate.sampling import deadline_of
-from millrace.serve.generate.vectors import VectorWriter, encoded_inputs, vector_generation, vector_headers
+from millrace.serve.generate.vectors import (
+    VectorWriter,
+    check_embeds,
+    encoded_inputs,
+    pooling_of,
+    vector_generation,
+    vector_headers,
+)
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder, read_body
 from millrace.serve.http.ids import new_id
@@ -126,9 +133,10 @@ async def _respond(
     async def prepare(*_: object) -> Work:
         nonlocal is_valid
         await state.await_engine(body.model)
+        check_embeds(state)
         generation = vector_generation(
             await prompts(),
-            pooling="last",
+            pooling=pooling_of(state),
             answer_id=new_id("embd-"),
             deadline=deadline_of(None, state.config, received),
         )

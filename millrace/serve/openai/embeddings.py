@@ -18,7 +18,15 @@ from millrace.serve.generate.job import Job
 from millrace.serve.generate.priority import priority_of
 from millrace.serve.generate.respond import respond
 from millrace.serve.generate.sampling import deadline_of, salt_of
-from millrace.serve.generate.vectors import MAX_INPUTS, VectorWriter, encoded_inputs, vector_generation, vector_headers
+from millrace.serve.generate.vectors import (
+    MAX_INPUTS,
+    VectorWriter,
+    check_embeds,
+    encoded_inputs,
+    pooling_of,
+    vector_generation,
+    vector_headers,
+)
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder
 from millrace.serve.http.ids import new_id
@@ -48,8 +56,17 @@ class EmbeddingsRequest(Strict, kw_only=True):
     ] = None
     pooling: Annotated[
         Literal["last", "mean"] | None,
-        described("`last` (default): the last token's hidden state after the final norm; `mean`: over all tokens."),
+        described(
+            "Of models that write text. `last`: the last token's hidden state after the final norm; `mean`: over all"
+            " tokens. Default: what the model's files say, else `last`."
+        ),
     ] = None
+    prompt_name: Annotated[
+        str | None, described("Which of the model's own prompts goes before each text, such as `query`.")
+    ] = None
+    truncate: Annotated[bool | None, described("Cut the ends of texts that are too long; else they are refused.")] = (
+        None
+    )
     user: Annotated[str | None, described("A label; no effect.")] = None
     priority: Priority = None
     cache_salt: CacheSalt = None
@@ -86,9 +103,10 @@ async def prepare_embeddings(state: FrontState, body: bytes, received: float, ow
     request = _decoder.decode(body)
     state = await state.for_model(request.model)
     await state.await_engine(request.model)
+    check_embeds(state)
     generation = vector_generation(
         await _prompts(state, request),
-        pooling=request.pooling or "last",
+        pooling=pooling_of(state, request.pooling),
         answer_id=new_id("embd-"),
         deadline=deadline_of(request.timeout, state.config, received),
         asked_priority=priority_of(request.priority),
@@ -108,7 +126,8 @@ async def _prompts(state: FrontState, request: EmbeddingsRequest) -> list[Prompt
         message = f"Text {texts.index('')} of 'input' has no tokens; send at least one character."
         raise BadRequest(message, param="input")
     if texts:
-        return await encoded_inputs(state, texts, "input")
+        cut = bool(request.truncate)
+        return await encoded_inputs(state, texts, "input", may_cut=cut, prompt_name=request.prompt_name)
     return [Prompt(token_ids, None) for token_ids in token_lists]
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from millrace.params import FinishReason
+from millrace.plan.encoding.rows import EncodeRows
 from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.journal import Tier, WatchedBlocks
 from millrace.plan.planner import NONE_FORCED, ChosenRows, Forced, PlannerFigures
@@ -25,10 +26,8 @@ from millrace.plan.shapes.captures import Captures
 from millrace.plan.step import (
     Admission,
     BlockCopies,
-    Bools,
     Ended,
     Int32s,
-    Int64s,
     Release,
     StepOutcome,
     StepPlan,
@@ -49,37 +48,6 @@ class EncodeSettings:
     max_tokens: int
     """Of one text."""
     aging_s: float = 30.0
-
-
-class EncodeRows:
-    """`RunningRows`: the texts of steps in flight."""
-
-    num_constrained = 0
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.active: Bools = np.zeros(capacity, np.bool_)
-        self.request_ids: Int64s = np.full(capacity, -1, np.int64)
-        self.priority: Int32s = np.zeros(capacity, np.int32)
-        self.classes: set[int] = set()
-        self.requests: dict[int, Request] = {}
-        """By row; rows that wait for the end of a step have none."""
-        self.row_of: dict[int, int] = {}
-        self.free = list(range(capacity - 1, -1, -1))
-
-    def take(self, request: Request) -> int:
-        row = self.free.pop()
-        self.active[row], self.request_ids[row], self.priority[row] = True, request.id, request.priority
-        self.classes.add(request.priority)
-        self.requests[row], self.row_of[request.id] = request, row
-        return row
-
-    def release(self, row: int) -> Request:
-        """The row is free only when `free` has it again."""
-        request = self.requests.pop(row)
-        del self.row_of[request.id]
-        self.active[row] = False
-        return request
 
 
 class EncodePlanner:
@@ -120,7 +88,7 @@ class EncodePlanner:
             message = f"The text has {request.num_prompt} tokens; this model reads at most {self._settings.max_tokens}."
             self._ended.append(end_of(request, "error", 0, message=message))
             return
-        request.diagnostics.num_ahead = len(self._waiting)
+        request.diagnostics.num_ahead, request.diagnostics.has_cache = len(self._waiting), False
         request.diagnostics.delays_before = self._delays.totals()
         self._shares.enter(request.tenant)
         self._waiting.add(request)

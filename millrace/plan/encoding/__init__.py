@@ -1,0 +1,1 @@
+"""The planner of encoders: no KV cache, whole texts."""
