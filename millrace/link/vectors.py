@@ -19,7 +19,7 @@ Float32s = npt.NDArray[np.float32]
 @dataclass(frozen=True, slots=True)
 class Embedding:
     vector: Float32s
-    """Of length 1."""
+    """Of length 1, unless an encoder gives another or logits."""
     prompt_tokens: int
     cached_tokens: int
 
@@ -28,13 +28,23 @@ class VectorRequest:
     """Submits one prompt; `done` resolves to its embedding."""
 
     def __init__(
-        self, client: EngineClient, token_ids: list[int], pooling: Pooling, caller: Caller = ANONYMOUS
+        self,
+        client: EngineClient,
+        token_ids: list[int],
+        pooling: Pooling,
+        caller: Caller = ANONYMOUS,
+        *,
+        second_from: int = 0,
+        pooled_from: int = 0,
     ) -> None:
+        """`second_from` and `pooled_from`: as in `DrawParams`."""
         if not token_ids:
             raise BadRequest("An input has no tokens; nothing can be embedded.", param="input")
         self._client = client
         self.done: asyncio.Future[Embedding] = asyncio.get_running_loop().create_future()
-        params = SamplingParams(temperature=0.0, max_tokens=0, pooling=pooling)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=0, pooling=pooling, second_from=second_from, pooled_from=pooled_from
+        )
         self._request_id = client.submit(token_ids, params, self, caller=caller)
 
     def cancel(self) -> None:

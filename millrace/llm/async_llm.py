@@ -14,6 +14,7 @@ from millrace.link.vectors import Float32s
 from millrace.llm.arguments import Prompt
 from millrace.llm.calls import ChatOptions
 from millrace.llm.conversation import Messages, ToolChoice, as_messages
+from millrace.llm.encoding import Classification
 from millrace.llm.llm import LLM
 from millrace.llm.outputs import Generation, ToolCall
 from millrace.llm.ranking import Ranked, RankingMethod, Score
@@ -121,18 +122,34 @@ class AsyncLLM:
         return await llm.run(llm.calls.chat(history, options, tool_choice))
 
     async def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling = "last", dimensions: int | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling | None = None,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate: bool = False,
     ) -> list[Float32s]:
         """As `LLM.embed`."""
-        return await self.llm.run(self.llm.calls.embed(prompts, pooling, dimensions))
+        return await self.llm.run(self.llm.calls.embed(prompts, pooling, dimensions, prompt_name, truncate))
+
+    async def score_pairs(self, query: str, texts: Sequence[str], *, truncate: bool = False) -> list[float]:
+        """As `LLM.score_pairs`."""
+        return await self.llm.run(self.llm.calls.score_pairs(query, texts, truncate))
+
+    async def classify(self, texts: str | Sequence[str], *, truncate: bool = False) -> list[Classification]:
+        """As `LLM.classify`."""
+        return await self.llm.run(self.llm.calls.classify(texts, truncate))
 
     async def score(self, prompt: Prompt, texts: str | Sequence[str]) -> list[Score]:
         """As `LLM.score`."""
         return await self.llm.run(self.llm.calls.score(prompt, texts))
 
-    async def rerank(self, query: str, documents: Sequence[str], *, by: RankingMethod | None = None) -> list[Ranked]:
+    async def rerank(
+        self, query: str, documents: Sequence[str], *, by: RankingMethod | None = None, truncate: bool = False
+    ) -> list[Ranked]:
         """As `LLM.rerank`."""
-        return await self.llm.run(self.llm.calls.rerank(query, documents, by))
+        return await self.llm.run(self.llm.calls.rerank(query, documents, by, truncate))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **sampling: object) -> GenerationStream:
         """As `LLM.stream`: `async for part in llm.stream(…)`."""

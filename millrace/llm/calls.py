@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -18,6 +19,7 @@ from millrace.llm.arguments import Prompt, as_batch, read_params
 from millrace.llm.beams import search_one
 from millrace.llm.collector import Collector, OnPart
 from millrace.llm.conversation import ChatModel, ToolChoice, open_conversation, read_conversation
+from millrace.llm.encoding import Classification, EncoderCalls, Input
 from millrace.llm.outputs import Generation, answer_message
 from millrace.llm.ranking import (
     QUESTION,
@@ -26,7 +28,9 @@ from millrace.llm.ranking import (
     Score,
     by_answers,
     by_embedding,
+    check_documents,
     check_ranking,
+    ordered,
     score_of,
 )
 from millrace.llm.stream import Submit
@@ -34,6 +38,8 @@ from millrace.llm.tools import Toolbox
 from millrace.observe.progress import count_progress, is_watched
 from millrace.params import NEUTRAL_DEFAULTS, BeamParams, Pooling, SamplingDefaults, SamplingParams, check_drafter
 from millrace.serve.generate.chat.open_chat import Chat
+from millrace.serve.generate.vectors import NOT_TRAINED
+from millrace.sources.encoder_files import EncoderFiles
 from millrace.text.answer_formats import choose_formats
 from millrace.text.answer_parser import AnswerForm
 from millrace.text.bad_words import with_bad_word_ids
@@ -65,6 +71,18 @@ class Calls:
     tokenizer: Tokenizer
     template: ChatTemplate
     sampling_defaults: SamplingDefaults
+    encoder: EncoderFiles | None = None
+    """What the files of an encoder, or of a decoder trained to embed, say."""
+    is_embedder: bool = True
+    """False if the model was not trained for embeddings."""
+
+    @cached_property
+    def encoding(self) -> EncoderCalls | None:
+        ready = self.client.ready
+        if self.encoder is None or ready is None:
+            return None
+        room = ready.max_context - (1 if self.encoder.is_decoder else 0)
+        return EncoderCalls(self.encoder, self.client, self.tokenizer, room)
 
     @cached_property
     def chat_model(self) -> ChatModel:
@@ -147,9 +165,54 @@ class Calls:
 
     # -- vectors and scores ----------------------------------------------------------------------------------------
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], pooling: Pooling, dimensions: int | None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: Pooling | None,
+        dimensions: int | None,
+        prompt_name: str | None = None,
+        truncate: bool = False,
     ) -> Coroutine[Any, Any, list[Float32s]]:
-        return self._embed_all([self._encode(prompt) for prompt in as_batch(prompts)], pooling, dimensions)
+        batch, chosen, encoding = as_batch(prompts), self._pooling(pooling), self.encoding
+        if encoding is None:
+            if prompt_name is not None or truncate:
+                name = "truncate" if prompt_name is None else "prompt_name"
+                raise BadRequest(f"{name} is for models that were trained to embed; this one was not.", param=name)
+            if not self.is_embedder:
+                warnings.warn(NOT_TRAINED, stacklevel=3)
+            return self._embed_all([self._encode(prompt) for prompt in batch], chosen, dimensions)
+        if encoding.files.task != "embed":
+            raise BadRequest("This model is a classifier and gives no embeddings; see classify() and rerank().")
+        inputs = [
+            encoding.text_input(one, prompt_name, truncate) if isinstance(one, str) else Input(list(one))
+            for one in batch
+        ]
+        return self._encode_all(encoding, inputs, chosen, dimensions)
+
+    def _pooling(self, asked: Pooling | None) -> Pooling:
+        """As the model's files say, unless a decoder is asked for something else."""
+        if self.encoder is not None and not self.encoder.is_decoder:
+            if asked not in (None, "model"):
+                raise BadRequest("pooling is set by the files of this model; leave it out.", param="pooling")
+            return "model"
+        if asked is not None and asked != "model":
+            return asked
+        return "mean" if self.encoder is not None and self.encoder.pooling == ("mean",) else "last"
+
+    async def _encode_all(
+        self, encoding: EncoderCalls, inputs: list[Input], pooling: Pooling, dimensions: int | None
+    ) -> list[Float32s]:
+        return [shortened(vector, dimensions) for vector in await encoding.vectors(inputs, pooling)]
+
+    def score_pairs(self, query: str, texts: Sequence[str], truncate: bool) -> Coroutine[Any, Any, list[float]]:
+        check_documents(texts)
+        if self.encoding is None:
+            raise BadRequest("This model writes text; score_pairs() needs a cross-encoder or a model for embeddings.")
+        return self.encoding.pair_scores(query, texts, self._pooling(None), truncate)
+
+    def classify(self, texts: str | Sequence[str], truncate: bool) -> Coroutine[Any, Any, list[Classification]]:
+        if self.encoding is None or self.encoding.files.task == "embed":
+            raise BadRequest("This model was not trained to classify; classify() needs a classifier.")
+        return self.encoding.classify([texts] if isinstance(texts, str) else list(texts), truncate)
 
     async def _embed_all(self, batch: list[list[int]], pooling: Pooling, dimensions: int | None) -> list[Float32s]:
         requests: list[VectorRequest] = []
@@ -177,13 +240,18 @@ class Calls:
         return score_of(*end, found.prompt_logprobs or ())
 
     def rerank(
-        self, query: str, documents: Sequence[str], by: RankingMethod | None
+        self, query: str, documents: Sequence[str], by: RankingMethod | None, truncate: bool = False
     ) -> Coroutine[Any, Any, list[Ranked]]:
+        if by is None and self.encoding is not None:
+            return self._by_scores(documents, self.score_pairs(query, documents, truncate))
         check_ranking(by, documents)
         return self._by_embedding(query, documents) if by == "embedding" else self._by_answers(query, documents)
 
+    async def _by_scores(self, documents: Sequence[str], scores: Coroutine[Any, Any, list[float]]) -> list[Ranked]:
+        return ordered(documents, await scores)
+
     async def _by_embedding(self, query: str, documents: Sequence[str]) -> list[Ranked]:
-        first, *others = await self.embed([query, *documents], "last", None)
+        first, *others = await self.embed([query, *documents], None, None)
         return by_embedding(first, documents, others)
 
     async def _by_answers(self, query: str, documents: Sequence[str]) -> list[Ranked]:
@@ -237,6 +305,8 @@ class Calls:
         schema: Any = None,
     ) -> list[Collector]:
         collectors: list[Collector] = []
+        if self.encoder is not None and not self.encoder.is_decoder:
+            raise BadRequest("This model reads texts and writes none; see embed(), rerank() and classify().")
         params = with_bad_word_ids(with_breaker_ids(params, self.tokenizer), self.tokenizer)
         check_drafter(params, self.client.ready.drafters if self.client.ready is not None else ())
         for index in range(params.n):

@@ -21,12 +21,15 @@ from millrace.link.vectors import Float32s
 from millrace.llm.arguments import Prompt, read_config
 from millrace.llm.calls import Calls, ChatOptions
 from millrace.llm.conversation import Messages, ToolChoice, as_messages, open_conversation, read_conversation
+from millrace.llm.encoding import Classification
 from millrace.llm.outputs import Generation
 from millrace.llm.ranking import Ranked, RankingMethod, Score
 from millrace.llm.stream import GenerationStream, check_open
 from millrace.llm.tools import Tool, Toolbox, result_message
 from millrace.observe.progress import is_watched, stage_progress
 from millrace.params import BeamParams, Pooling, SamplingDefaults, SamplingParams
+from millrace.sources.embedding_models import is_trained_to_embed
+from millrace.sources.encoder_files import read_encoder
 from millrace.sources.resolve import resolve_model
 from millrace.sources.sampling_defaults import sampling_defaults
 from millrace.supervise.engine_process import EngineThread
@@ -70,7 +73,8 @@ class LLM:
                 self._client: EngineClient = self._call(
                     self._connect(on_loading or (lambda stage: show(stage.what, stage.done, stage.total)))
                 )
-                self.calls = Calls(self.config, self._client, self.tokenizer, self.chat_template, defaults)
+                parts = (self.tokenizer, self.chat_template, defaults, read_encoder(files), is_trained_to_embed(files))
+                self.calls = Calls(self.config, self._client, *parts)
                 """The methods below as coroutines, for `run`."""
             except BaseException:
                 self._stop()
@@ -197,11 +201,28 @@ class LLM:
         return self._call(self.calls.chat(history, options, tool_choice))
 
     def embed(
-        self, prompts: Prompt | Sequence[Prompt], *, pooling: Pooling = "last", dimensions: int | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling | None = None,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate: bool = False,
     ) -> list[Float32s]:
-        """A vector of length 1 for each prompt: the hidden state of its last token after the final norm, or the mean
-        over its tokens. `dimensions` keeps the first ones."""
-        return self._call(self.calls.embed(prompts, pooling, dimensions))
+        """A vector for each prompt. An encoder, or a model with sentence-transformers' module files, gives what they
+        say; of other models it is the hidden state of the last token after the final norm, or the mean over the tokens,
+        of length 1. `dimensions` keeps the first ones, again of length 1. `prompt_name`: which of the model's own
+        prompts goes before each text. `truncate` cuts the ends of texts that are too long; without it they are refused.
+        """
+        return self._call(self.calls.embed(prompts, pooling, dimensions, prompt_name, truncate))
+
+    def score_pairs(self, query: str, texts: Sequence[str], *, truncate: bool = False) -> list[float]:
+        """How well each text fits the query: the score of a cross-encoder, or the cosine of embeddings."""
+        return self._call(self.calls.score_pairs(query, texts, truncate))
+
+    def classify(self, texts: str | Sequence[str], *, truncate: bool = False) -> list[Classification]:
+        """The classes of each text, or of its tokens, of a model that was trained for that."""
+        return self._call(self.calls.classify(texts, truncate))
 
     def score(self, prompt: Prompt, texts: str | Sequence[str]) -> list[Score]:
         """How likely the model finds each text as the continuation of the prompt, in log-probabilities.
@@ -210,14 +231,16 @@ class LLM:
         """
         return self._call(self.calls.score(prompt, texts))
 
-    def rerank(self, query: str, documents: Sequence[str], *, by: RankingMethod | None = None) -> list[Ranked]:
+    def rerank(
+        self, query: str, documents: Sequence[str], *, by: RankingMethod | None = None, truncate: bool = False
+    ) -> list[Ranked]:
         """The documents, those that fit the query best first.
 
-        Models that are trained to rerank cannot be loaded, so `by` must say what stands in: "embedding" compares the
-        model's embeddings (`embed`), "yes_no" asks the model about each document and compares how likely it finds "Yes"
-        and "No". Neither is what a trained reranker gives.
+        A cross-encoder reads query and document together, a model trained to embed compares vectors. For other models
+        `by` must say what stands in: "embedding" compares their embeddings (`embed`), "yes_no" asks the model about
+        each document and compares how likely it finds "Yes" and "No". Neither is what a trained reranker gives.
         """
-        return self._call(self.calls.rerank(query, documents, by))
+        return self._call(self.calls.rerank(query, documents, by, truncate))
 
     def encode_chat(self, messages: Messages, **template_options: Any) -> list[int]:
         """The tokens of a conversation, rendered with the model's chat template."""

@@ -1,6 +1,6 @@
 """Scores of texts by a language model: log-probabilities, and orders of documents that follow from what it can do.
 
-Models that are trained to rerank (cross-encoders) cannot be loaded. What there is has a name of its own.
+A cross-encoder or a model trained to embed ranks by what it was trained for. For others, what stands in has a name.
 """
 
 from __future__ import annotations
@@ -48,15 +48,20 @@ class Ranked:
     """Its place in the list that was given."""
     document: str
     score: float
-    """by="embedding": the cosine, from -1 to 1. by="yes_no": the share of "Yes" in "Yes" and "No", from 0 to 1."""
+    """Of a cross-encoder: mostly from 0 to 1, as its files say. Of embeddings: the cosine, from -1 to 1. by="yes_no":
+    the share of "Yes" in "Yes" and "No", from 0 to 1."""
 
 
 def check_ranking(by: object, documents: object) -> None:
     if by not in ("embedding", "yes_no"):
         asked = "needs to know how" if by is None else f"does not know by={by!r}"
         raise BadRequest(
-            f"rerank() {asked}: models that are trained to rerank cannot be loaded here. {_METHODS}.", param="by"
+            f"rerank() {asked}: this model was trained neither to rerank nor to embed. {_METHODS}.", param="by"
         )
+    check_documents(documents)
+
+
+def check_documents(documents: object) -> None:
     if (
         isinstance(documents, str)
         or not isinstance(documents, Sequence)
@@ -73,7 +78,7 @@ def score_of(text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogpro
 
 def by_embedding(query: Float32s, documents: Sequence[str], vectors: Sequence[Float32s]) -> list[Ranked]:
     """Vectors have length 1."""
-    return _ordered(documents, [float(query @ vector) for vector in vectors])
+    return ordered(documents, [float(query @ vector) for vector in vectors])
 
 
 QUESTION = "Document:\n{document}\n\nQuery: {query}\n\nDoes the document answer the query? Answer Yes or No."
@@ -81,9 +86,9 @@ QUESTION = "Document:\n{document}\n\nQuery: {query}\n\nDoes the document answer 
 
 def by_answers(documents: Sequence[str], answers: Sequence[tuple[Score, Score]]) -> list[Ranked]:
     """`answers`: the scores of "Yes" and "No" for each document."""
-    return _ordered(documents, [1 / (1 + math.exp(min(no.logprob - yes.logprob, 700.0))) for yes, no in answers])
+    return ordered(documents, [1 / (1 + math.exp(min(no.logprob - yes.logprob, 700.0))) for yes, no in answers])
 
 
-def _ordered(documents: Sequence[str], scores: Sequence[float]) -> list[Ranked]:
+def ordered(documents: Sequence[str], scores: Sequence[float]) -> list[Ranked]:
     found = [Ranked(index, *pair) for index, pair in enumerate(zip(documents, scores, strict=True))]
     return sorted(found, key=lambda one: -one.score)

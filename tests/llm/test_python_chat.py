@@ -156,8 +156,13 @@ def test_documents_are_ordered_by_what_was_asked_for(tiny: LLM, by: Any) -> None
         assert all(0 <= one.score <= 1 for one in found)
 
 
+def test_a_model_that_was_not_trained_to_embed_says_so(tiny: LLM) -> None:
+    with pytest.warns(UserWarning, match="not trained for embeddings"):
+        tiny.embed("the sea")
+
+
 def test_rerank_without_a_reranker_says_what_would_work(tiny: LLM) -> None:
-    with pytest.raises(BadRequest, match="trained to rerank cannot be loaded here. by='embedding' orders"):
+    with pytest.raises(BadRequest, match="trained neither to rerank nor to embed. by='embedding' orders"):
         tiny.rerank("q", ["a"])
     with pytest.raises(BadRequest, match="does not know by='cross'"):
         tiny.rerank("q", ["a"], by="cross")  # type: ignore[arg-type]

@@ -67,6 +67,14 @@ def test_a_text_that_is_too_long_ends_with_the_limit_in_its_message() -> None:
     assert "100" in ended.message
 
 
+def test_a_request_for_text_ends_with_an_error() -> None:
+    made = planner()
+    made.submit(Request(0, np.zeros(3, np.int32), max_tokens=5))
+    assert made.plan(0.0) is None
+    (ended,) = made.take_ended()
+    assert (ended.reason, ended.message) == ("error", "This model reads texts and writes none.")
+
+
 def test_a_text_says_what_it_waited_for() -> None:
     made = planner(token_budget=10)
     first, second = text(0, 10), text(1, 10)

@@ -88,6 +88,9 @@ class EncodePlanner:
             message = f"The text has {request.num_prompt} tokens; this model reads at most {self._settings.max_tokens}."
             self._ended.append(end_of(request, "error", 0, message=message))
             return
+        if not request.pools:
+            self._ended.append(end_of(request, "error", 0, message="This model reads texts and writes none."))
+            return
         request.diagnostics.num_ahead, request.diagnostics.has_cache = len(self._waiting), False
         request.diagnostics.delays_before = self._delays.totals()
         self._shares.enter(request.tenant)

@@ -40,7 +40,7 @@ class PairScores:
     def scores(self, vectors: Sequence[Float32s]) -> list[float]:
         if self.activation is not None:
             return [float(activated(vector, self.activation)[0]) for vector in vectors]
-        return [_cosine(vectors[first], vectors[second]) for first, second in self.pairs]
+        return [cosine(vectors[first], vectors[second]) for first, second in self.pairs]
 
 
 async def score_pairs(
@@ -72,15 +72,15 @@ async def score_pairs(
             "'max_tokens_per_doc' needs a cross-encoder; send 'truncate' instead.", param="max_tokens_per_doc"
         )
     firsts = await encoded_inputs(
-        state, first.texts, first.field, may_cut=may_cut, prompt_name=_known(encoder.prompts.by_name, "query")
+        state, first.texts, first.field, may_cut=may_cut, prompt_name=known_prompt(encoder.prompts.by_name, "query")
     )
-    name = _known(encoder.prompts.by_name, "document", "passage", "corpus")
+    name = known_prompt(encoder.prompts.by_name, "document", "passage", "corpus")
     seconds = await encoded_inputs(state, second.texts, second.field, may_cut=may_cut, prompt_name=name)
     pairs = [(index if len(firsts) > 1 else 0, len(firsts) + index) for index in range(len(seconds))]
     return PairScores([*firsts, *seconds], pooling_of(state), None, pairs)
 
 
-def _known(prompts: object, *names: str) -> str | None:
+def known_prompt(prompts: object, *names: str) -> str | None:
     """The first of these names that the model has a prompt for."""
     return next((name for name in names if isinstance(prompts, dict) and name in prompts), None)
 
@@ -103,7 +103,7 @@ async def _joined(
     for index, other in enumerate(seconds):
         own = firsts[index if len(firsts) > 1 else 0]
         kept = other if max_second is None else other[:max_second]
-        one, two = _fitted(own, kept, room - template.num_added) if may_cut else (own, kept)
+        one, two = fitted(own, kept, room - template.num_added) if may_cut else (own, kept)
         token_ids, second_from = template.join(one, two)
         if len(token_ids) > room:
             error = text_too_long(len(token_ids), state.require_engine())
@@ -113,14 +113,14 @@ async def _joined(
     return prompts
 
 
-def _fitted(first: list[int], second: list[int], room: int) -> tuple[list[int], list[int]]:
+def fitted(first: list[int], second: list[int], room: int) -> tuple[list[int], list[int]]:
     """Both without the ends that do not fit: of the longer one as far as possible."""
     least = room // 2
     num_first = min(len(first), max(least, room - len(second)))
     return first[:num_first], second[: room - num_first]
 
 
-def _cosine(first: Float32s, second: Float32s) -> float:
+def cosine(first: Float32s, second: Float32s) -> float:
     lengths = float(np.linalg.norm(first) * np.linalg.norm(second))
     return float(first @ second) / lengths if lengths else 0.0
 

@@ -1,0 +1,125 @@
+"""What `LLM` does with an encoder, or with a model that was trained to embed: vectors, scores of pairs, classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from millrace.errors import BadRequest
+from millrace.link.client import EngineClient
+from millrace.link.vectors import Float32s, VectorRequest
+from millrace.params import Pooling
+from millrace.serve.encode.pairs import activated, cosine, fitted, known_prompt
+from millrace.sources.encoder_files import EncoderFiles
+from millrace.text.tokenizers.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TokenClass:
+    token_id: int
+    token: str
+    label: str
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Classification:
+    """The classes of one text."""
+
+    label: str
+    """The likeliest; of a model that classifies tokens, ""."""
+    scores: dict[str, float] = field(default_factory=dict)
+    """By label, from 0 to 1."""
+    tokens: list[TokenClass] = field(default_factory=list)
+    """Of a model that classifies tokens: all tokens of the text, special ones included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """Tokens that are computed together."""
+
+    token_ids: list[int]
+    second_from: int = 0
+    pooled_from: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderCalls:
+    files: EncoderFiles
+    client: EngineClient
+    tokenizer: Tokenizer
+    max_tokens: int
+
+    def text_input(self, text: str, prompt_name: str | None, truncate: bool) -> Input:
+        prompts = self.files.prompts
+        if prompt_name is not None and prompt_name not in prompts.by_name:
+            known = ", ".join(map(repr, prompts.by_name)) or "none"
+            raise BadRequest(f"The model has no prompt {prompt_name!r}; it has {known}.", param="prompt_name")
+        before = prompts.text(prompt_name)
+        token_ids = self.tokenizer.encode(self._cased(before + text))
+        skipped = 0
+        if before and not prompts.are_pooled:
+            skipped = len(self.tokenizer.encode(self._cased(before))) - len(self.tokenizer.suffix_ids)
+        return Input(self.tokenizer.cut(token_ids, self.max_tokens) if truncate else token_ids, pooled_from=skipped)
+
+    def pair_inputs(self, query: str, texts: Sequence[str], truncate: bool) -> list[Input]:
+        """Of a cross-encoder."""
+        template = self.tokenizer.pair
+        first, *others = self.tokenizer.encode_batch([self._cased(text) for text in (query, *texts)], add_special=False)
+        inputs = []
+        for second in others:
+            both = fitted(first, second, self.max_tokens - template.num_added) if truncate else (first, second)
+            inputs.append(Input(*template.join(*both)))
+        return inputs
+
+    async def vectors(self, inputs: Sequence[Input], pooling: Pooling) -> list[Float32s]:
+        requests: list[VectorRequest] = []
+        try:
+            for one in inputs:
+                pair, prompt = one.second_from, one.pooled_from
+                requests.append(
+                    VectorRequest(self.client, one.token_ids, pooling, second_from=pair, pooled_from=prompt)
+                )
+            return [(await request.done).vector for request in requests]
+        finally:
+            for request in requests:
+                request.cancel()
+
+    async def pair_scores(self, query: str, texts: Sequence[str], pooling: Pooling, truncate: bool) -> list[float]:
+        files = self.files
+        if files.ranks:
+            logits = await self.vectors(self.pair_inputs(query, texts, truncate), "model")
+            return [float(activated(one, files.activation)[0]) for one in logits]
+        if files.task != "embed":
+            raise BadRequest(
+                f"This model has {len(files.labels)} classes; scores of pairs need a cross-encoder (one logit) or a"
+                " model for embeddings."
+            )
+        names = files.prompts.by_name
+        first = self.text_input(query, known_prompt(names, "query"), truncate)
+        name = known_prompt(names, "document", "passage", "corpus")
+        query_vector, *others = await self.vectors(
+            [first, *(self.text_input(text, name, truncate) for text in texts)], pooling
+        )
+        return [cosine(query_vector, other) for other in others]
+
+    async def classify(self, texts: Sequence[str], truncate: bool) -> list[Classification]:
+        inputs = [self.text_input(text, None, truncate) for text in texts]
+        logits = await self.vectors(inputs, "model")
+        return [self._classes(one, given) for one, given in zip(logits, inputs, strict=True)]
+
+    def _classes(self, logits: Float32s, given: Input) -> Classification:
+        labels = self.files.labels
+        scores = activated(logits.reshape(-1, len(labels)), self.files.activation)
+        best = scores.argmax(axis=-1).tolist()
+        if self.files.task == "classify":
+            return Classification(labels[best[0]], dict(zip(labels, scores[0].tolist(), strict=True)))
+        text_of = self.tokenizer.token_text
+        tokens = [
+            TokenClass(token_id, text_of(token_id), labels[label], float(own[label]))
+            for token_id, label, own in zip(given.token_ids, best, scores, strict=True)
+        ]
+        return Classification("", tokens=tokens)
+
+    def _cased(self, text: str) -> str:
+        return text.lower() if self.files.lower_case else text
