@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from millrace.bench.http.workloads import Workload
 
 BENCHMARKS = (
-    "local, peers, plan, counting, step, front, gateway, serve, observe, speculate, smooth, policies, replay, gpu"
+    "local, peers, plan, counting, step, encode, front, gateway, serve, observe, speculate, smooth, policies, replay, gpu"
 )
 USAGE = "millrace bench [WHAT] [options]"
 EXIT_TERMINATED = 143
@@ -47,6 +47,7 @@ examples:
   millrace bench plan                                    host time of the scheduler: decode steps, first tokens,
                                                          and of a step's bytes
   millrace bench step                                    time of a CPU step by kind of work
+  millrace bench encode --model DIR --reference PYTHON   an encoder, in turns with sentence-transformers of that Python
   millrace bench front --streams 64,512,2048             fronts over a null engine: tokens/s, µs of CPU per token
   millrace bench front --fronts 1,2 --streams 512        the same with one front and with two
   millrace bench gateway --streams 256                   a gateway over null replicas: added latency, tokens/s,
@@ -101,6 +102,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     trace.add_argument("--requests", type=int, default=3000, metavar="N", help="number of requests (default: 3000)")
     trace.add_argument("--speed", type=float, default=4.0, metavar="X", help="speed-up of the trace (default: 4)")
     trace.add_argument("--svg", type=Path, metavar="FILE", help="write the plot to this file")
+    encode = parser.add_argument_group("bench encode")
+    encode.add_argument("--texts", type=int, default=1000, metavar="N", help="texts to embed (default: 1000)")
+    encode.add_argument(
+        "--reference", default="", metavar="PYTHON", help="interpreter with sentence-transformers, to compare with"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON line per figure instead of a table")
     bench_peers.add_arguments(parser)
     bench_serve.add_arguments(parser)
@@ -124,6 +130,7 @@ def run(args: argparse.Namespace) -> int:
         "plan": _bench_plan,
         "counting": _bench_counting,
         "step": _bench_step,
+        "encode": _bench_encode,
         "front": _bench_front,
         "gateway": _bench_gateway,
         "observe": bench_observe.run,
@@ -175,6 +182,17 @@ def _bench_step(args: argparse.Namespace) -> int:
 
     title = "One CPU step by kind of work, fastest of many"
     return _print_figures(step_figures(load_settings(args).config), title, "step", as_json=args.json)
+
+
+def _bench_encode(args: argparse.Namespace) -> int:
+    from millrace.bench.micro.encode import encode_figures
+
+    if args.texts < 8:
+        raise UsageError(f"--texts is {args.texts}; it must be 8 or more.")
+    figures = encode_figures(load_settings(args).config, args.texts, args.reference)
+    return _print_figures(
+        figures, f"{args.texts} texts of mixed lengths through LLM.embed", "encode", as_json=args.json
+    )
 
 
 def _bench_front(args: argparse.Namespace) -> int:
