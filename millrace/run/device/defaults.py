@@ -19,7 +19,7 @@ class DeviceDefaults:
     max_running: int
     token_budget: int
     encode_budget: int
-    """Token budget of an encoder's step: its products are then about as fast as they get."""
+    """Token budget of an encoder's step. Chosen, not measured."""
     encode_dtype: torch.dtype
     """What `auto` means for an encoder: its vectors differ little from each other."""
     min_mixed_budget: int
