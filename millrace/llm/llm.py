@@ -8,9 +8,12 @@ methods for asynchronous code.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, overload
 
@@ -73,6 +76,9 @@ class LLM:
                 self._client: EngineClient = self._call(
                     self._connect(on_loading or (lambda stage: show(stage.what, stage.done, stage.total)))
                 )
+                # Native threads that still compute when the interpreter ends would abort the process.
+                self._at_exit = partial(_close, weakref.ref(self))
+                atexit.register(self._at_exit)
                 parts = (self.tokenizer, self.chat_template, defaults, read_encoder(files), is_trained_to_embed(files))
                 self.calls = Calls(self.config, self._client, *parts)
                 """The methods below as coroutines, for `run`."""
@@ -270,6 +276,7 @@ class LLM:
     def close(self) -> None:
         """Stop the engine and free its memory."""
         if not self._loop.is_closed():
+            atexit.unregister(self._at_exit)
             self._call(self._client.close())
             self._stop()
 
@@ -314,3 +321,8 @@ class LLM:
         self._thread.join(timeout=5.0)
         if not self._loop.is_running():
             self._loop.close()
+
+
+def _close(which: weakref.ref[LLM]) -> None:
+    if (llm := which()) is not None:
+        llm.close()
