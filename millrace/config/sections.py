@@ -237,7 +237,8 @@ class ObserveConfig:
     )
     log_requests: bool = setting(False, "log one line per finished request, never its text")
     slos: str = setting(
-        "", "objectives, separated by ;, such as 'ttft p95 < 500 ms; interactive: itl p99 < 80 ms' (`millrace slo`)"
+        "",
+        "objectives, separated by ;, such as 'ttft p95 < 500 ms; batch: e2e p90 < 9 s; errors < 0.1%' (`millrace slo`)",
     )
     slo_ready: bool = setting(False, "/ready fails while an objective's error budget burns fast")
     slo_admission: bool = setting(

@@ -10,7 +10,7 @@ from millrace.terminal.server_options import add_server, ask_server
 
 USAGE = "millrace slo {show,rules,dashboard} [--slos TEXT] [--url URL]"
 EXAMPLES = """\
-Objectives are set with `millrace serve --slos "ttft p95 < 500 ms; interactive: itl p99 < 80 ms"`.
+Objectives are set with `millrace serve --slos "ttft p95 < 500 ms; errors < 0.1%"`.
 
 examples:
   millrace slo show                                             burn rates and budget of a running server
@@ -53,7 +53,8 @@ def _show(args: argparse.Namespace) -> int:
     for one in () if args.json else slos:
         burn = ", ".join(f"{window} {rate:.2f}" for window, rate in one["burn"].items())
         print(f"{one['slo']}: {'met' if one['is_met'] else 'MISSED'}, {one['good']} of {one['total']} within the limit")
-        print(f"  error budget left {100 * one['budget_left']:.0f}%; burn rate {burn}")
+        print(f"  error budget left {100 * one['budget_left']:.0f}% of 30 days")
+        print(f"  burn rate {burn}")
         for use in one["used_by"]:
             print(f"  {use['beyond_limit']} of {use['of']} beyond it in one minute: {use['cause']}")
     return 0 if all(one["is_met"] for one in slos) else 1
