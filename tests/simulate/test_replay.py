@@ -10,7 +10,8 @@ import pytest
 from millrace.cli import main
 from millrace.errors import ConfigError
 from millrace.plan.pacing.step_time import StepRates
-from millrace.run.step_log import LoggedRunner, RunnerSetup, StepLog
+from millrace.run.ranks.recorder import RecordedRunner, RunnerSetup, StepRecorder
+from millrace.run.step_log import StepLog
 from millrace.simulate.clock import VirtualClock
 from millrace.simulate.priced_runner import PricedRunner
 from millrace.simulate.profile import Profile, write_profile
@@ -55,7 +56,7 @@ def log(tmp_path: Path) -> Path:
     """Of an engine that ran three requests."""
     file, clock = tmp_path / "steps.log", VirtualClock()
     runner = PricedRunner(PROFILE, clock, max_rows=8, block_bytes=1)
-    logged = LoggedRunner(runner, StepLog(file, SETUP))
+    logged = RecordedRunner(runner, StepRecorder(StepLog(file), SETUP))
     replica = Replica(
         SimulationSettings().scheduler(PROFILE),
         logged,
