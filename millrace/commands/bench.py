@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from millrace.bench.http.suite import SuiteOptions
     from millrace.bench.http.workloads import Workload
 
-BENCHMARKS = "local, peers, plan, counting, step, encode, front, gateway, serve, observe, speculate, smooth, policies, replay, gpu"
+BENCHMARKS = (
+    "local, peers, plan, counting, step, encode, front, gateway, serve, observe, speculate, smooth, policies, replay,"
+    " gpu"
+)
 USAGE = "millrace bench [WHAT] [options]"
 EXIT_TERMINATED = 143
 """The exit code that shells report after SIGTERM."""

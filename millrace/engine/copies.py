@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from millrace.plan.planner import Planner
+from millrace.plan.planner.protocol import Planner
 from millrace.plan.step import BlockCopies
 
 log = logging.getLogger(__name__)

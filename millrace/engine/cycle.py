@@ -19,7 +19,7 @@ from typing import Protocol
 from millrace.engine.copies import BlockCopying
 from millrace.engine.steps.culprit import Culprit, find_culprit
 from millrace.engine.steps.draws import Draws, Launched, MaskSource
-from millrace.plan.planner import ChosenRows, Planner
+from millrace.plan.planner.protocol import ChosenRows, Planner
 from millrace.plan.step import Ended, StepOutcome, StepPlan
 from millrace.run.facts import RunnerFacts
 from millrace.run.runner import AnyRunner, StepResult

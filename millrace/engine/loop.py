@@ -20,9 +20,9 @@ from millrace.engine.figures.draft_figures import DraftFigures
 from millrace.engine.figures.row_drafts import RowDraftCounts, step_drafts
 from millrace.engine.figures.step_figures import ModelWork, StepFigures
 from millrace.engine.figures.uncounted import UncountedSteps, UncountedTimes
-from millrace.engine.kv_events import KvEventFeed
+from millrace.engine.fronts.kv_events import KvEventFeed
+from millrace.engine.fronts.outbox import Outbox
 from millrace.engine.ledger import Ledger
-from millrace.engine.outbox import Outbox
 from millrace.engine.ranks.mirror import Mirror
 from millrace.engine.rates import MeasuredRates
 from millrace.engine.watchdog import Watchdog
@@ -49,7 +49,7 @@ from millrace.link.messages import (
     unpack_tokens,
 )
 from millrace.params import FinishReason, RowParams, SamplingParams
-from millrace.plan.planner import Planner
+from millrace.plan.planner.protocol import Planner
 from millrace.plan.request import BATCH, INTERACTIVE, Request, end_of
 from millrace.plan.step import Ended, StepPlan
 from millrace.run.device.device import Device

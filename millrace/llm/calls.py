@@ -39,7 +39,7 @@ from millrace.observe.progress import count_progress, is_watched
 from millrace.params import NEUTRAL_DEFAULTS, BeamParams, Pooling, SamplingDefaults, SamplingParams, check_drafter
 from millrace.serve.generate.chat.open_chat import Chat
 from millrace.serve.generate.vectors import NOT_TRAINED
-from millrace.sources.encoder_files import EncoderFiles
+from millrace.sources.encoders.encoder_files import EncoderFiles
 from millrace.text.answer_formats import choose_formats
 from millrace.text.answer_parser import AnswerForm
 from millrace.text.bad_words import with_bad_word_ids

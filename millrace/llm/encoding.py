@@ -10,7 +10,7 @@ from millrace.link.client import EngineClient
 from millrace.link.vectors import Float32s, VectorRequest
 from millrace.params import Pooling
 from millrace.serve.encode.pairs import activated, cosine, fitted, known_prompt
-from millrace.sources.encoder_files import EncoderFiles
+from millrace.sources.encoders.encoder_files import EncoderFiles
 from millrace.text.tokenizers.tokenizer import Tokenizer
 
 

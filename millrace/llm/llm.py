@@ -31,8 +31,8 @@ from millrace.llm.stream import GenerationStream, check_open
 from millrace.llm.tools import Tool, Toolbox, result_message
 from millrace.observe.progress import is_watched, stage_progress
 from millrace.params import BeamParams, Pooling, SamplingDefaults, SamplingParams
-from millrace.sources.embedding_models import is_trained_to_embed
-from millrace.sources.encoder_files import read_encoder
+from millrace.sources.encoders.embedding_models import is_trained_to_embed
+from millrace.sources.encoders.encoder_files import read_encoder
 from millrace.sources.resolve import resolve_model
 from millrace.sources.sampling_defaults import sampling_defaults
 from millrace.supervise.engine_process import EngineThread

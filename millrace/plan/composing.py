@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from millrace.plan.in_flight import StepsInFlight
-from millrace.plan.planner import ChosenRows, Forced
+from millrace.plan.planner.protocol import ChosenRows, Forced
 from millrace.plan.repeated_decode import RepeatedDecode, repeated_decode_from
 from millrace.plan.seating import Seating
 from millrace.plan.shapes.choice import ShapeChoice, StepSizes

@@ -24,13 +24,13 @@ from millrace.plan.composing import Composer
 from millrace.plan.confirming import Confirming
 from millrace.plan.drafts import DraftPlaces, DraftSettings
 from millrace.plan.in_flight import StepsInFlight
-from millrace.plan.journal import Tier, WatchedBlocks
 from millrace.plan.kv.block_pool import BlockPool
 from millrace.plan.kv.groups import ONE_GROUP, KvGroups
 from millrace.plan.kv.host_index import HostIndex
 from millrace.plan.kv.host_tier import HostTier, HostTierSettings
 from millrace.plan.kv.prefix import PrefixIndex
-from millrace.plan.planner import NONE_FORCED, ChosenRows, Forced, PlannerFigures
+from millrace.plan.planner.journal import Tier, WatchedBlocks
+from millrace.plan.planner.protocol import NONE_FORCED, ChosenRows, Forced, PlannerFigures
 from millrace.plan.queue.fair_shares import FairShares
 from millrace.plan.queue.kv_peak import OutputLengthEstimate
 from millrace.plan.queue.policy import make_policy

@@ -32,8 +32,8 @@ from millrace.serve.state import FrontState, ModelText
 from millrace.serve.tenancy.keyring import Keyring
 from millrace.serve.tenancy.quotas import Quotas
 from millrace.settings_changes import with_live_changes
-from millrace.sources.embedding_models import is_trained_to_embed
-from millrace.sources.encoder_files import read_encoder
+from millrace.sources.encoders.embedding_models import is_trained_to_embed
+from millrace.sources.encoders.encoder_files import read_encoder
 from millrace.sources.resolve import resolve_model
 from millrace.sources.sampling_defaults import sampling_defaults
 from millrace.text.chat.template import load_chat_template

@@ -30,7 +30,7 @@ from millrace.serve.tenancy.admission import AdmissionControl
 from millrace.serve.tenancy.keyring import Keyring
 from millrace.serve.tenancy.quotas import Quotas
 from millrace.settings_changes import with_live_changes
-from millrace.sources.encoder_files import EncoderFiles
+from millrace.sources.encoders.encoder_files import EncoderFiles
 from millrace.text.answer_formats import AnswerFormats, choose_formats
 from millrace.text.chat.template import ChatTemplate
 from millrace.text.grammar.check_pool import CheckPool

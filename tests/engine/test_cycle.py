@@ -19,7 +19,7 @@ from millrace.engine.grammars import ALL_TOKENS, Grammars
 from millrace.engine.loop import Engine
 from millrace.link.messages import NewRequest, pack_tokens
 from millrace.params import Grammar, SamplingParams
-from millrace.plan.planner import ChosenRows
+from millrace.plan.planner.protocol import ChosenRows
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import Ended, StepInputs, StepOutcome, StepPlan

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers.fake_channel import FakeChannel
 
-from millrace.engine.kv_events import MAX_KEYS, KvEventFeed
+from millrace.engine.fronts.kv_events import MAX_KEYS, KvEventFeed
 from millrace.link.messages import KV_KEY_BYTES, KvEvents
 from millrace.plan.kv.block_hash import block_hash, root_hash
 from millrace.plan.kv.block_pool import BlockPool

@@ -11,9 +11,9 @@ from helpers.fake_channel import FakeChannel
 from helpers.fake_clock import FakeClock
 from helpers.fake_runner import FakeDevice, FakeRunner, run_engine, step_result
 
+from millrace.engine.fronts.outbox import Outbox
 from millrace.engine.ledger import Ledger
 from millrace.engine.loop import STATS_EVERY_S, Engine
-from millrace.engine.outbox import Outbox
 from millrace.link.messages import FRONT_SHIFT, NewRequest, pack_tokens, unpack_tokens
 from millrace.params import SamplingParams
 from millrace.plan.request import Request

@@ -19,7 +19,7 @@ from millrace.engine.cycle import Confirmed, Cycle
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.codec.encoder import encode_plan
 from millrace.plan.encoding.planner import EncodePlanner, EncodeSettings
-from millrace.plan.planner import Planner
+from millrace.plan.planner.protocol import Planner
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import Ended, Int32s, StepInputs, StepPlan

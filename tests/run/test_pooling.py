@@ -10,8 +10,8 @@ import torch
 from helpers.fake_channel import FakeChannel
 from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
 
+from millrace.engine.fronts.outbox import Outbox
 from millrace.engine.ledger import Ledger
-from millrace.engine.outbox import Outbox
 from millrace.link.messages import NewRequest, pack_tokens, unpack_ids
 from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers.gguf_files import write_gguf
 
-from millrace.sources.embedding_models import is_trained_to_embed
+from millrace.sources.encoders.embedding_models import is_trained_to_embed
 from millrace.sources.resolve import ModelFiles
 
 

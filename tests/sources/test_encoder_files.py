@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from millrace.errors import ModelError
-from millrace.sources.encoder_files import EncoderFiles, encoder_files, is_encoder
+from millrace.sources.encoders.encoder_files import EncoderFiles, encoder_files, is_encoder
 
 BERT = {"model_type": "bert", "architectures": ["BertModel"], "max_position_embeddings": 512}
 

@@ -15,7 +15,7 @@ from millrace.engine.cycle import Confirmed
 from millrace.engine.figures.step_log import StepHistory
 from millrace.engine.figures.token_gaps import MAX_STEPS, TokenGaps
 from millrace.observe.histograms import NUM_CLASSES, Floats, Histograms
-from millrace.plan.planner import RunningRows
+from millrace.plan.planner.protocol import RunningRows
 from millrace.plan.step import Int32s, Int64s, StepOutcome, StepPlan
 
 

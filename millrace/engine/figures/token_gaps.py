@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace.observe.histograms import NUM_CLASSES, Floats, Histograms
-from millrace.plan.planner import RunningRows
+from millrace.plan.planner.protocol import RunningRows
 from millrace.plan.step import Bools, Int32s, Int64s
 
 MAX_STEPS = 128

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from millrace.models.encoders.encoder import Activation, Linear, Norm, PackedTexts
-from millrace.sources.encoder_files import PoolingMode
+from millrace.sources.encoders.encoder_files import PoolingMode
 
 
 class Head(Protocol):

@@ -20,7 +20,7 @@ from millrace.models.encoders.encoder import (
 from millrace.models.encoders.heads import Head, PooledVectors, TextLogits, TokenLogits
 from millrace.models.encoders.spec import EncoderSpec, encoder_spec
 from millrace.models.weights.safetensors_weights import SafetensorsWeights
-from millrace.sources.encoder_files import DenseModule, EncoderFiles, encoder_files
+from millrace.sources.encoders.encoder_files import DenseModule, EncoderFiles, encoder_files
 from millrace.sources.resolve import ModelFiles
 
 

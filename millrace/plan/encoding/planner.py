@@ -14,8 +14,8 @@ import numpy as np
 from millrace.params import FinishReason
 from millrace.plan.encoding.rows import EncodeRows
 from millrace.plan.in_flight import StepsInFlight
-from millrace.plan.journal import Tier, WatchedBlocks
-from millrace.plan.planner import NONE_FORCED, ChosenRows, Forced, PlannerFigures
+from millrace.plan.planner.journal import Tier, WatchedBlocks
+from millrace.plan.planner.protocol import NONE_FORCED, ChosenRows, Forced, PlannerFigures
 from millrace.plan.queue.delays import Cause, Delays
 from millrace.plan.queue.fair_shares import FairShares
 from millrace.plan.queue.policy import FirstCome

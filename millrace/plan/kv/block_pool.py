@@ -20,8 +20,8 @@ from array import array
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 
-from millrace.plan.journal import KvJournal
 from millrace.plan.kv.host_index import HostIndex, Key
+from millrace.plan.planner.journal import KvJournal
 
 NO_FENCE = -1
 

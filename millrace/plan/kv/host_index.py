@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from millrace.plan.journal import KvJournal
+from millrace.plan.planner.journal import KvJournal
 
 Key = tuple[int, bytes]
 """KV group and block hash."""

@@ -22,7 +22,7 @@ from millrace.serve.http.body import BodyDecoder
 from millrace.serve.http.json_answer import encode
 from millrace.serve.http.schema import described
 from millrace.serve.state import FrontState
-from millrace.sources.encoder_files import EncoderFiles
+from millrace.sources.encoders.encoder_files import EncoderFiles
 
 
 class ClassifyRequest(EncodeRequest, kw_only=True):

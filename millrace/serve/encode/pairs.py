@@ -15,7 +15,7 @@ from millrace.serve.generate.checks import name_fields
 from millrace.serve.generate.generation import Prompt
 from millrace.serve.generate.vectors import check_num_inputs, encode_inputs, encoded_inputs, pooling_of, text_room
 from millrace.serve.state import FrontState
-from millrace.sources.encoder_files import ScoreActivation
+from millrace.sources.encoders.encoder_files import ScoreActivation
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import KV_KEY_BYTES, KvEvents
-from millrace.plan.journal import KvJournal, Tier, WatchedBlocks
+from millrace.plan.planner.journal import KvJournal, Tier, WatchedBlocks
 
 SEND_EVERY_S = 0.05
 MAX_KEYS = 1 << 16

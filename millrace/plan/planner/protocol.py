@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from millrace.params import FinishReason
-from millrace.plan.journal import Tier, WatchedBlocks
+from millrace.plan.planner.journal import Tier, WatchedBlocks
 from millrace.plan.request import NUM_CLASSES, Request
 from millrace.plan.shapes.captures import Captures
 from millrace.plan.step import (

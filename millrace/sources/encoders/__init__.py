@@ -1,0 +1,1 @@
+"""What the files of embedders, rerankers and classifiers say."""
