@@ -80,8 +80,7 @@ class LLM:
                 self._at_exit = partial(_close, weakref.ref(self))
                 atexit.register(self._at_exit)
                 parts = (self.tokenizer, self.chat_template, defaults, read_encoder(files), is_trained_to_embed(files))
-                self.calls = Calls(self.config, self._client, *parts)
-                """The methods below as coroutines, for `run`."""
+                self._calls = Calls(self.config, self._client, *parts)
             except BaseException:
                 self._stop()
                 raise
@@ -114,13 +113,19 @@ class LLM:
         return self.ready.kv_tokens
 
     @property
+    def calls(self) -> Calls:
+        """The same calls as coroutines, for `run`."""
+        check_open(self._loop)
+        return self._calls
+
+    @property
     def sampling_defaults(self) -> SamplingDefaults:
         """Sampling of calls that leave it out."""
-        return self.calls.sampling_defaults
+        return self._calls.sampling_defaults
 
     @sampling_defaults.setter
     def sampling_defaults(self, defaults: SamplingDefaults) -> None:
-        self.calls.sampling_defaults = defaults
+        self._calls.sampling_defaults = defaults
 
     @property
     def ready(self) -> EngineReady:

@@ -17,6 +17,7 @@ def in_thread(work: Callable[[], None]) -> list[int | None]:
     seen: list[int | None] = []
 
     def run() -> None:
+        request_default_slices()  # An engine that another test ran in this thread has left it short ones.
         seen.append(own_slice_ns())
         work()
         seen.append(own_slice_ns())
@@ -43,8 +44,9 @@ def test_slice_is_set_for_one_thread(usual: int) -> None:
         request_short_slices()
         request_default_slices()
 
+    before = own_slice_ns()
     assert in_thread(there_and_back) == [usual, usual]
-    assert own_slice_ns() == usual
+    assert own_slice_ns() == before, "only that thread has changed"
 
 
 def test_compute_threads_have_long_slices(usual: int) -> None:

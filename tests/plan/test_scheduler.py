@@ -277,7 +277,7 @@ def test_tokens_beyond_what_the_requests_need_are_counted_as_recomputed() -> Non
         scheduler.apply(plan.step_no, *device.run(plan))
     assert scheduler.num_preemptions
     # The last token of an answer is never computed.
-    assert computed - sum(one.num_prompt + one.max_tokens - 1 for one in requests) == scheduler.num_recomputed > 0
+    assert computed - sum(one.num_prompt + one.max_tokens - 1 for one in requests) == scheduler.figures(0.0).recomputed_tokens > 0
     assert scheduler.num_discarded == 0
 
 
@@ -304,4 +304,4 @@ def test_tokens_that_another_engine_computed_are_recomputed() -> None:
     scheduler, device = make(), ToyDevice(64, 4, 8, 7)
     scheduler.submit(request(0, list(range(9)), max_tokens=8, output=np.asarray([4, 5, 6], np.int32).tobytes()))
     run_to_end(scheduler, device)
-    assert scheduler.num_recomputed == 9 + 2
+    assert scheduler.figures(0.0).recomputed_tokens == 9 + 2
