@@ -127,7 +127,7 @@ def test_ollama_cuts_long_inputs_only_when_told(server: RealServer) -> None:
     assert "tokens" in reply.json["error"]
     assert post(server.port, "/api/embeddings", {"model": MODEL, "prompt": body["input"]}).status == 400
     cut = post(server.port, "/api/embed", {**body, "truncate": True}).json
-    assert cut["prompt_eval_count"] == 127
+    assert cut["prompt_eval_count"] == 128
     assert cut["truncated_input_tokens"] > 300
     assert np.linalg.norm(cut["embeddings"][0]) == pytest.approx(1.0, abs=1e-5)
 

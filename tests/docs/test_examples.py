@@ -48,6 +48,13 @@ CANNOT_RUN = {
     r"^millrace top *(#.*)?$|^millrace top *refresh": "runs until Ctrl-C",
     r"^millrace (run|chat|generate|pull|rm)\b.*(llama|qwen|gemma|org/)": "another model than the default",
     r"^millrace (doctor|train-drafter) \./my-model": "a directory of the reader's",
+    r"^millrace gateway (?!replay)": "a gateway serves until Ctrl-C; tests/gateway starts some",
+    r"^millrace gateway replay|\bmillrace replay ": "reads what a gateway or an engine recorded",
+    r"^millrace up (?!.*--check)|^millrace (status|restart|down) ": "needs a fleet that runs, as in tests/fleet",
+    r"^millrace calibrate|^millrace study \S|^millrace tune ": "measures or simulates for minutes",
+    r"^millrace postmortem .*--since": "asks for an hour that has passed",
+    r"/v1/kv/events": "streams until Ctrl-C",
+    r'"model": "(reranker|classifier|\S*MiniLM\S*)"': "a model that the server of these tests does not have",
     r"^millrace launch(?!.* --print)": "starts a program that npm installs",
     r"^millrace models --check": "asks the hub",
     r"^millrace keys remove": "the hash is made up",
@@ -66,10 +73,20 @@ NEVER_RUN = {
     "faults": "tests/faults runs them shortly",
     "train-drafter": "tests/training runs it on a tiny model",
     "rm": "tests/commands deletes a model of its own",
+    "gateway": "tests/gateway starts some",
+    "status": "tests/fleet starts fleets",
+    "restart": "tests/fleet starts fleets",
+    "down": "tests/fleet starts fleets",
+    "calibrate": "tests/simulate calibrates a tiny model",
+    "tune": "tests/simulate tunes a few settings",
+    "replay": "tests/simulate replays a log of its own",
 }
 """Commands of which no example is run, with what runs them instead."""
 
-NEVER_ASKED = {"DELETE /api/delete": "tests/serve/test_manage_models.py deletes a model of its own"}
+NEVER_ASKED = {
+    "DELETE /api/delete": "tests/serve/test_manage_models.py deletes a model of its own",
+    "GET /v1/kv/events": "tests/faults/test_kv_events_served.py reads its stream",
+}
 
 SHELL = [*shell_examples(), *help_examples()]
 PYTHON = list(python_examples())

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from helpers.example_files import write_files
 from helpers.pages import PAGES, ROOT, blocks, name_of
 
 from millrace.cli import COMMANDS, HELP, command_parser, module_of
@@ -126,8 +127,7 @@ class Workshop:
         (folder / "bin").mkdir()
         self._program("millrace", f'exec {shlex.quote(sys.executable)} -m millrace "$@"')
         self._program("curl", 'exec curl --fail-with-body --silent --show-error "$@"')
-        (folder / "notes.txt").write_text("The sea is blue. The sky is blue.\n")
-        (folder / "my.toml").write_text("[server]\nport = 8123\n")
+        write_files(folder)
         cache = folder / "cache" / "millrace"
         cache.mkdir(parents=True)
         for entry in cache_dir().iterdir():
