@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from millrace.engine.figures.draft_figures import DraftFigures
-from millrace.engine.figures.row_drafts import RowDraftCounts, step_drafts
+from millrace.engine.figures.row_drafts import FORCED, RowDraftCounts, StepDrafts, step_drafts
 from millrace.ops.base.draft_sources import PREDICTED
 from millrace.plan.step import ForcedDrafts
 from millrace.run.drafting.drafters import PREDICTION, SOURCES
@@ -68,5 +68,9 @@ def test_a_gpu_says_it_in_columns_and_counts_no_empty_places() -> None:
     assert rows.take(60) == {"grammar": (2, 4, 4)}
     assert rows.admit(7, 71) == (70, {"prediction": (2, 4, 2)}), "of a preempted request"
     assert rows.take(70) == rows.take(71) == {}
+    rows.add(drafted)
+    rows.admit(0, 60)  # preempted, it got another row before anybody got its first one
+    rows.add(StepDrafts(np.array([0]), np.array([FORCED], np.int32), *np.array([[3], [1]], np.int32)))
+    assert rows.take(60) == {"grammar": (2, 5, 3)}
     result.num_drafts[:] = 0
     assert step_drafts(step, result) is None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from millrace.plan.step import Int32s, Int64s, StepPlan
+from millrace.plan.step import Bools, Int32s, Int64s, StepPlan
 from millrace.run.drafting.drafters import GRAMMAR, SOURCES
 from millrace.run.runner import StepResult
 
@@ -59,7 +59,7 @@ class RowDraftCounts:
         """The row changes hands. Returns the request that had it and what is not taken yet: a preempted one's."""
         before = int(self._request_ids[row]) if self._has_any else NO_REQUEST
         self._request_ids[row] = request_id
-        return before, self._take(row) if self._has_any else {}
+        return before, self._take(np.arange(len(self._request_ids)) == row) if self._has_any else {}
 
     def add(self, drafted: StepDrafts) -> None:
         self._has_any = True
@@ -67,16 +67,10 @@ class RowDraftCounts:
         self._counts[:, drafted.sources, drafted.rows] += new
 
     def take(self, request_id: int) -> DraftCounts:
-        """What was added since the last time."""
-        counts: DraftCounts = {}
-        if not self._has_any:
-            return counts
-        for row in np.flatnonzero(self._request_ids == request_id).tolist():
-            counts |= self._take(row)
-        return counts
+        """What was added since the last time. A request that was preempted may have had several rows."""
+        return self._take(self._request_ids == request_id) if self._has_any else {}
 
-    def _take(self, row: int) -> DraftCounts:
-        steps, drafts, accepted = self._counts[:, :, row].tolist()
-        self._counts[:, :, row] = 0
-        columns = zip(self._names, steps, drafts, accepted, strict=True)
+    def _take(self, rows: Bools) -> DraftCounts:
+        columns = zip(self._names, *self._counts[:, :, rows].sum(axis=2).tolist(), strict=True)
+        self._counts[:, :, rows] = 0
         return {name: (one, two, three) for name, one, two, three in columns if one}
