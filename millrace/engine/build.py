@@ -92,6 +92,22 @@ def build_engine(
         return build_encoder_engine(config, files, channel, on_loading)
     decided = _decide(config, files, on_loading)
     mirror = Mirror(config) if config.plan.mirror else None
+    try:
+        return _build_decoding(config, decided, channel, build_pool, mirror, on_loading), _ready(config, decided)
+    except BaseException:
+        if mirror is not None:  # It has a process.
+            mirror.close()
+        raise
+
+
+def _build_decoding(
+    config: Config,
+    decided: Decided,
+    channel: EngineChannel,
+    build_pool: KernelBuildPool | None,
+    mirror: Mirror | None,
+    on_loading: Callable[[str, int, int], None],
+) -> Engine:
     mirrored = None if mirror is None else StepRecorder(mirror, _setup(config, decided))  # It loads meanwhile.
     constrained = ConstrainedRequests(make_grammars(decided.files, decided.spec.vocab_size))
     made = _load_runner(config, decided, constrained, build_pool, on_loading)
@@ -104,7 +120,7 @@ def build_engine(
         runner = RecordedRunner(runner, mirrored)
     scheduler = Scheduler(decided.scheduler, make_shape_choice(made.facts.shapes))
     text = AUTO_TEXT if config.plan.speculate == AUTO else config.plan.speculate
-    engine = Engine(
+    return Engine(
         *(scheduler, runner, decided.device, channel),
         facts=made.facts,
         constrained=constrained,
@@ -113,7 +129,6 @@ def build_engine(
         drafter=decided.drafter_kind or text,
         mirror=mirror,
     )
-    return engine, _ready(config, decided)
 
 
 def build_runner(config: Config) -> tuple[Decided, Runner | CudaRunner]:

@@ -153,6 +153,14 @@ def test_a_mirror_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch,
         LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000, mirror=True).__enter__()
 
 
+def test_the_process_ends_if_the_engine_cannot_be_built(mirrors: list[Mirror], tmp_path: Path) -> None:
+    log = tmp_path / "steps"
+    log.write_bytes(b"no step log, but something of somebody else's")
+    with pytest.raises(EngineUnavailable, match="is no step log"):
+        LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000, mirror=True, step_log=str(log)).__enter__()
+    wait_until(lambda: mirrors[0]._process.poll() is not None, "the mirror's end")
+
+
 def test_the_process_ends_with_the_engine(mirrors: list[Mirror], tmp_path: Path) -> None:
     with LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000, mirror=True) as llm:
         llm.generate(PROMPTS, GREEDY)
