@@ -88,10 +88,10 @@ def gptq(
         groups[order] = torch.arange(columns) // group
         natural = torch.empty_like(codes)
         natural[:, order] = codes
-        shift = 0 if v2 else 1
+        ones = 0 if v2 else {4: 0x11111111, 8: 0x01010101}[bits]
         stored = {
             "qweight": packed_words(natural, bits).t(),
-            "qzeros": packed_words(((zeros - shift) % (1 << bits)).t().contiguous(), bits),
+            "qzeros": packed_words(zeros.t().contiguous(), bits) - ones,
             "scales": scales.t(),
             "g_idx": groups.int(),
         }

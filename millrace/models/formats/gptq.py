@@ -2,7 +2,7 @@
 
 `qweight` int32 [K bits / 32, N]: consecutive inputs of one output per word; `qzeros` int32 [groups, N bits / 32];
 `scales` [groups, N]; `g_idx` int32 [K]: the group of each input. With act-order the groups are not consecutive. The
-older format stores zero points minus one, `gptq_v2` as they are.
+older format stores words of zero points minus one in each field, `gptq_v2` the words themselves.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -27,6 +27,9 @@ from millrace.models.formats.base import (
     unsupported,
 )
 from millrace.ops.linear.grouped_weight import GroupedWeight
+
+_ONES: Final = {4: 0x11111111, 8: 0x01010101}
+"""By bits: a word with 1 in every field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +102,10 @@ class GptqFormat:
         codes = unpack_words(words.t(), rule.bits)
         zeros = None
         if has_zeros:
-            zeros = unpack_words(self._tensors.raw(f"{module}.qzeros"), rule.bits).t().contiguous()
-            zeros = zeros if rule.is_v2 else (zeros + 1) & ((1 << rule.bits) - 1)
+            packed = self._tensors.raw(f"{module}.qzeros")
+            # One was subtracted from every field of a word at once: a field of 0 borrowed from the next one.
+            packed = packed if rule.is_v2 else packed + _ONES[rule.bits]
+            zeros = unpack_words(packed, rule.bits).t().contiguous()
         return GroupedWeight(
             codes=pack_codes(codes if order is None else codes[:, order], rule.bits),
             scales=self._tensors.raw(f"{module}.scales").t().contiguous(),

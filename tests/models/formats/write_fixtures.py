@@ -1,8 +1,9 @@
 """Run as a program: writes `written/`, one quantised matrix per file, with the tools that people use.
 
 Each file has the tensors of a module `m` as the tool stores them and `expected`, the tool's own dequantised weight;
-the header has the `quantization_config`. Needs compressed-tensors 0.20, bitsandbytes 0.50 and torchao 0.18, which the
-tests do not.
+the header has the `quantization_config`. Needs compressed-tensors 0.20, bitsandbytes 0.50, torchao 0.18, GPTQModel 7.7
+and AutoAWQ 0.2.9, which the tests do not. The last two ask for other versions of PyTorch and Transformers: the modules
+that pack are enough.
 """
 
 from __future__ import annotations
@@ -191,7 +192,78 @@ def write_torchao() -> None:
         save(f"ao_{name}", {"quant_method": "torchao"}, own, model[0].weight.dequantize(), header)
 
 
+# --- GPTQModel and AutoAWQ ---
+
+
+def spans(weight: torch.Tensor, group: torch.Tensor, symmetric: bool, top: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and zero points [N, groups]. `group`: that of each input."""
+    parts = [weight[:, group == index] for index in range(int(group.max()) + 1)]
+    low = torch.stack([part.amin(1) for part in parts], 1).clamp(max=0)
+    high = torch.stack([part.amax(1) for part in parts], 1).clamp(min=0)
+    if symmetric:
+        scales = 2 * torch.maximum(-low, high) / top
+        return scales.half().float(), torch.full_like(scales, (top + 1) // 2)
+    scales = ((high - low) / top).half().float()
+    return scales, (-low / scales).round()
+
+
+def gptq(name: str, *, bits: int = 4, symmetric: bool = True, act_order: bool = False, is_v2: bool = False) -> None:
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+    from gptqmodel.utils.model import convert_gptq_v2_to_v1_format_module
+
+    rows, size = 32, 32
+    linear = torch.nn.Linear(COLUMNS, rows, bias=False)
+    linear.weight.data = matrix(4, rows)
+    linear.weight.data[3, :size].abs_()  # a zero point of 0
+    linear.weight.data[4, :size].abs_().neg_()  # and the largest
+    groups = torch.arange(COLUMNS) // size
+    if act_order:
+        groups = groups[torch.randperm(COLUMNS)]
+    scales, zeros = spans(linear.weight.data, groups, symmetric, (1 << bits) - 1)
+    sizes = {"group_size": size, "in_features": COLUMNS, "out_features": rows, "pack_dtype": torch.int32}
+    packed = TorchLinear(bits=bits, sym=symmetric, desc_act=act_order, bias=False, **sizes)
+    packed.pack_original(linear, scales, zeros, groups.int())
+    packed.optimize = lambda *_, **__: None
+    packed.post_init()
+    stored = packed.scales
+    packed.scales = stored.float()  # Else it rounds to float16.
+    expected = packed.dequantize_weight().t()
+    packed.scales = stored
+    if not is_v2:
+        convert_gptq_v2_to_v1_format_module(packed, packed)  # of the second argument it reads what the first has too
+    tensors = {key: getattr(packed, key) for key in ("qweight", "qzeros", "scales", "g_idx")}
+    layout = "gptq_v2" if is_v2 else "gptq"
+    config = {"quant_method": "gptq", "bits": bits, "group_size": size, "sym": symmetric, "desc_act": act_order}
+    save(name, config | {"checkpoint_format": layout}, tensors, expected)
+
+
+def write_gptqmodel() -> None:
+    gptq("gptq_4bit")
+    gptq("gptq_4bit_act_order", act_order=True)
+    gptq("gptq_4bit_asymmetric", symmetric=False)
+    gptq("gptq_4bit_asymmetric_v2", symmetric=False, is_v2=True)
+    gptq("gptq_8bit", bits=8)
+    gptq("gptq_8bit_asymmetric", bits=8, symmetric=False)
+
+
+def write_autoawq() -> None:
+    from awq.modules.linear.gemm import WQLinear_GEMM
+    from awq.utils.packing_utils import dequantize_gemm
+
+    rows, size = 32, 32
+    linear = torch.nn.Linear(COLUMNS, rows, bias=False)
+    linear.weight.data = matrix(5, rows)
+    linear.weight.data[3, :size].abs_()
+    scales, zeros = spans(linear.weight.data, torch.arange(COLUMNS) // size, False, 15)
+    packed = WQLinear_GEMM.from_linear(linear, 4, size, scales=scales.t().contiguous(), zeros=zeros.t().contiguous())
+    tensors = {key: getattr(packed, key) for key in ("qweight", "qzeros", "scales")}
+    # With scales in float16 it rounds to them.
+    expected = dequantize_gemm(packed.qweight, packed.qzeros, packed.scales.float(), 4, size)
+    config = {"quant_method": "awq", "bits": 4, "group_size": size, "version": "gemm", "zero_point": True}
+    save("awq_4bit", config, tensors, expected.t())
+
+
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    for part in sys.argv[1:] or ["compressed_tensors", "bitsandbytes", "torchao"]:
+    for part in sys.argv[1:] or ["compressed_tensors", "bitsandbytes", "torchao", "gptqmodel", "autoawq"]:
         globals()[f"write_{part}"]()
