@@ -119,3 +119,39 @@ def test_draws_that_depend_on_a_rows_tokens_read_the_table() -> None:
     assert table.known_tokens(1).tolist() == [1, 2]
     table.append(0, 2, tokens_of(21))
     assert table.text(0, 3).tolist() == [1, 2, 21], "there is no second copy"
+
+
+class MemoryOfItsOwn(CpuDevice):
+    """Keeps texts apart from the host's tokens, as a GPU does."""
+
+    kind = "cuda"
+
+
+def test_texts_in_a_devices_own_memory_are_those_of_the_host() -> None:
+    rng = random.Random(8)
+    tables = [RequestTable(device(1), max_rows=4, max_blocks=4) for device in (CpuDevice, MemoryOfItsOwn)]
+    lengths: dict[int, int] = {}
+    """Of rows with a text."""
+    for step in range(300):
+        row, known = rng.randrange(4), tokens_of(*(rng.randrange(VOCAB) for _ in range(rng.randrange(1, 6))))
+        if rng.random() < 0.15:
+            admission = Admission(row, step, known, len(known), DEFAULT_ROW_PARAMS, rng.choice([0, len(known) + 9]))
+            has_text = rng.random() < 0.8
+            for table in tables:
+                table.update_host(plan_of((admission,), released=(Release(row, step - 1, "preempted"),)))
+                if has_text:
+                    table.keep_text(admission)
+            lengths.pop(row, None)
+            if has_text:
+                lengths[row] = len(known)
+        # All rows draw; those without a text are not kept.
+        rows, drawn = tokens_of(0, 1, 2, 3), torch.tensor([rng.randrange(VOCAB) for _ in range(4)])
+        positions = tokens_of(*(lengths.get(one, 3) for one in range(4)))
+        for table in tables:
+            table.append_drawn(rows, positions, drawn)
+        lengths = {one: length + 1 for one, length in lengths.items()}
+        for one, length in lengths.items():
+            texts = [table.text(one, length) for table in tables]
+            assert texts[0].dtype == texts[1].dtype == torch.int64
+            assert texts[0].tolist() == texts[1].tolist()
+            assert texts[0][-1] == drawn[one]
