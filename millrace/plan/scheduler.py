@@ -162,6 +162,9 @@ class Scheduler:
             )
             self._end(request, "error", message)
             return
+        if request.draws and request.num_output >= request.max_tokens:  # It came with its whole answer.
+            self._end(request, "length")
+            return
         request.diagnostics.num_ahead = len(self.waiting)
         request.diagnostics.delays_before = self._admitting.delays.totals()
         self.shares.enter(request.tenant)

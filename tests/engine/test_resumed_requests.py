@@ -70,6 +70,12 @@ def test_an_answer_goes_on_as_if_nothing_had_happened(params: SamplingParams, mo
         assert (finish.prompt_tokens, finish.output_tokens) == (len(PROMPT), end.output_tokens)
 
 
+def test_a_request_that_comes_with_its_whole_answer_ends_at_once() -> None:
+    params = SamplingParams(max_tokens=4)
+    tokens, finish = answer(request(params, [1, 2, 3, 4]))
+    assert (tokens, finish.reason, finish.output_tokens) == ([], "length", 4)
+
+
 def test_output_that_its_grammar_forbids_ends_the_request_with_a_sentence() -> None:
     tokens, finish = answer(request(SamplingParams(max_tokens=60, grammar=SCHEMA), [1, 2, 3]))
     assert (tokens, finish.reason, finish.output_tokens) == ([], "refused", 3)
