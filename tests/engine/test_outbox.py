@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from millrace.params import SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.run.sampling.logprobs import LogprobColumns
+from millrace.run.sampling.pooling import PooledPart
 from millrace.run.sampling.prompt_scores import PromptLogprobs
 
 
@@ -68,6 +70,27 @@ def test_every_front_gets_only_its_own_requests(num_fronts: int) -> None:
         received |= dict(zip(mine, unpack_tokens(message.tokens).tolist(), strict=True))
     assert received == {request_id: 40 + index for index, request_id in enumerate(ids)}
     assert all(finish.first_token_s == finish.total_s == 1.0 for finish in finished)
+
+
+def test_nothing_is_kept_of_requests_that_end_during_a_step() -> None:
+    """Their parts come with the step's result, when their end has been sent."""
+    ledger = Ledger()
+    outbox = Outbox(FakeChannel(), ledger)
+    scheduler = Scheduler(SchedulerSettings(num_blocks=64, block_size=4, max_running=8, token_budget=64))
+    for request_id, kind in ((1, {"prompt_logprobs": 0}), (2, {"pooling": "mean"}), (3, {"pooling": "mean"})):
+        message = new_request(request_id, max_tokens=0 if kind.get("pooling") else 1, **kind)
+        request = Request(request_id, np.arange(5, dtype=np.int32), message.params.max_tokens or 0)
+        ledger.open(message, request, 1.0)
+        scheduler.submit(request)
+    plan = scheduler.plan(1.0)
+    assert plan is not None
+    for request_id in (1, 2):
+        scheduler.abort(request_id)
+    outbox.send_ended(0, scheduler.take_ended(), 1.5)
+    outcome = replace(scheduler.confirm(plan.step_no, np.zeros(int(plan.samples.sum()), np.int32)), ended=())
+    result = step_result(plan, np.zeros(0, np.int32), prompt_logprobs=(PromptLogprobs(1, 1, 0, columns(4)),))
+    outbox.send_step(outcome, replace(result, pooled=tuple(PooledPart(one, 0, torch.ones(4)) for one in (2, 3))), 2.0)
+    assert outbox.num_collected == 1, "that of the request that goes on"
 
 
 def test_statistics_follow_the_tokens_and_do_not_count_ended_requests() -> None:

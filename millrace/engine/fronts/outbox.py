@@ -30,6 +30,11 @@ class Outbox:
         self._pooled: dict[int, PooledPart] = {}
         """Of requests whose prompt is being computed: the sum of their parts so far."""
 
+    @property
+    def num_collected(self) -> int:
+        """Requests of which parts of a result are kept until it is whole."""
+        return len(self._prompt_logprobs.keys() | self._pooled.keys())
+
     def send_step(self, outcome: StepOutcome, result: StepResult, now: float) -> list[Finish]:
         """Send the outcome to all fronts concerned. Returns the terminal events sent."""
         first_ids: list[int] = outcome.first_ids.tolist()
@@ -37,6 +42,8 @@ class Outbox:
             self._complete_prompt_logprobs(first_ids, result, now) if first_ids or result.prompt_logprobs else {}
         )
         for part in result.pooled:
+            if part.request_id not in self._ledger:
+                continue  # It ended during the step, and nobody would take the sum.
             before = self._pooled.get(part.request_id) if part.first else None
             self._pooled[part.request_id] = (
                 part if before is None else replace(part, vector=before.vector + part.vector)
@@ -85,6 +92,8 @@ class Outbox:
     def _complete_prompt_logprobs(self, first_ids: list[int], result: StepResult, now: float) -> PromptLogprobsById:
         """Collect log-probabilities over the chunks of a prompt; return them whole with the request's first token."""
         for part in result.prompt_logprobs:
+            if part.request_id not in self._ledger:
+                continue
             if part.first == 1:
                 self._prompt_logprobs[part.request_id] = []
             self._prompt_logprobs.setdefault(part.request_id, []).extend(
