@@ -3,6 +3,8 @@ and replay run the same steps."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -117,6 +119,9 @@ class RecordedRunner:
 
     def __init__(self, runner: AnyRunner, steps: StepRecorder) -> None:
         self._runner, self._steps = runner, steps
+        self._num_draws = 0
+        self._num_discarded = 0
+        """Draws up to the last one that was queued when a step failed."""
 
     def forward(self, plan: StepPlan, given: tuple[Int32s, ...] | None = None) -> None:
         self._steps.plan(plan)
@@ -131,7 +136,23 @@ class RecordedRunner:
     def draw(self, plan: StepPlan, inputs: StepInputs | None = None) -> Pending[StepResult]:
         if inputs is not None:
             self._steps.inputs(inputs)
-        return _RecordedDraw(self._runner.draw(plan, inputs), self._steps, has_inputs=inputs is not None)
+        pending, has_inputs = self._runner.draw(plan, inputs), inputs is not None
+        self._num_draws += 1
+        return _RecordedDraw(pending, partial(self._wait, pending, self._num_draws, has_inputs))
+
+    def _wait(self, pending: Pending[StepResult], number: int, has_inputs: bool) -> StepResult:
+        """Steps queued behind one that fails are discarded, whatever they give: nobody is to compare that."""
+        try:
+            result = pending.wait()
+        except Exception:
+            self._num_discarded = self._num_draws
+            raise
+        if number <= self._num_discarded:
+            return result
+        if result.proposed and not has_inputs:  # Without masks the host learns them with the tokens.
+            self._steps.inputs(StepInputs(result.step_no, drafts=result.proposed))
+        self._steps.result(result)
+        return result
 
     def draw_ahead(self, plan: StepPlan, inputs: StepInputs) -> Pending[StepResult] | None:
         return None  # Masks are recorded with the draw.
@@ -163,15 +184,8 @@ class RecordedRunner:
 
 
 class _RecordedDraw:
-    def __init__(self, pending: Pending[StepResult], steps: StepRecorder, *, has_inputs: bool) -> None:
-        self._pending, self._steps, self._has_inputs = pending, steps, has_inputs
-
-    def wait(self) -> StepResult:
-        result = self._pending.wait()
-        if result.proposed and not self._has_inputs:  # Without masks the host learns them with the tokens.
-            self._steps.inputs(StepInputs(result.step_no, drafts=result.proposed))
-        self._steps.result(result)
-        return result
+    def __init__(self, pending: Pending[StepResult], wait: Callable[[], StepResult]) -> None:
+        self._pending, self.wait = pending, wait
 
     def done(self) -> bool:
         return self._pending.done()
