@@ -87,6 +87,7 @@ class _Tables(msgspec.Struct, forbid_unknown_fields=True):
     serve: list[ServeSettings] = []
     replicas: list[dict[str, Any]] = []
     gateway: dict[str, Any] | Literal[False] = False
+    router: dict[str, Any] | None = None
 
 
 def read_fleet_file(path: Path) -> FleetFile:
@@ -101,6 +102,8 @@ def read_fleet_file(path: Path) -> FleetFile:
         raise ConfigError(f"{path} names no replica; add a table [[serve]] with 'model' and 'port'.", param="serve")
     replicas = tuple(one for serve in tables.serve for one in _replicas_of(path, serve))
     gateway = tables.gateway if isinstance(tables.gateway, dict) else None
+    if gateway is not None and tables.router is not None:
+        gateway = {**gateway, "router": tables.router}
     file = FleetFile(path, tables.fleet, replicas, tuple(tables.replicas), gateway)
     _check(file)
     return file

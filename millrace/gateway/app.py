@@ -12,10 +12,10 @@ from aiohttp import web
 
 from millrace.config import Config, replace
 from millrace.errors import ConfigError, MillraceError, RequestFailed
-from millrace.gateway import routes_api, routes_fleet
+from millrace.gateway import routes_api, routes_fleet, routes_rollout
 from millrace.gateway.fleet import Fleet
-from millrace.gateway.membership import follow_file
-from millrace.gateway.settings import GatewaySettings, ReplicaSettings
+from millrace.gateway.membership import FILE, expire_leases, follow_dns, follow_file, host_and_port
+from millrace.gateway.settings import GatewaySettings, ReplicaSettings, read_fleet
 from millrace.gateway.state import STATE, GatewayState
 from millrace.gateway.upstream import new_session
 from millrace.serve.api_routes import ERROR_BODIES, error_body_for
@@ -38,12 +38,20 @@ def build_app(state: GatewayState, fleet_file: Path | None = None) -> web.Applic
 
     async def watched(app: web.Application) -> AsyncIterator[None]:
         state.watch.start()
-        follower = asyncio.create_task(follow_file(state, fleet_file)) if fleet_file is not None else None
+        state.limits.start()
+        followers = [asyncio.create_task(expire_leases(state))]
+        if fleet_file is not None:
+            followers.append(asyncio.create_task(follow_file(state, fleet_file)))
+        if state.settings.discover:
+            followers.append(asyncio.create_task(follow_dns(state, state.settings.discover)))
         yield
-        if follower is not None:
+        for follower in followers:
             follower.cancel()
         state.learner.close()
+        if state.shadow is not None:
+            state.shadow.close()
         await state.watch.close()
+        await state.limits.close()
         await state.session.close()
         state.fleet.decisions.close()
 
@@ -61,6 +69,13 @@ def build_app(state: GatewayState, fleet_file: Path | None = None) -> web.Applic
     app.router.add_delete("/v1/fleet/replicas/{name}", routes_fleet.remove_replica)
     post("/v1/fleet/replicas/{name}/drain", routes_fleet.drain_replica)
     post("/v1/fleet/replicas/{name}/return", routes_fleet.return_replica)
+    for path, begin, show, end in (
+        ("/v1/fleet/rollout", routes_rollout.begin_rollout, routes_rollout.show_rollout, routes_rollout.end_rollout),
+        ("/v1/fleet/shadow", routes_rollout.begin_shadow, routes_rollout.show_shadow, routes_rollout.end_shadow),
+    ):
+        post(path, begin)
+        get(path, show)
+        app.router.add_delete(path, end)
     add_pages(app, GATEWAY_PAGES)
     app.router.add_route("*", "/{path:.*}", routes_api.pass_on)
     return app
@@ -114,10 +129,15 @@ async def serve_gateway(
     """Serve until SIGTERM or SIGINT (or `stop`), then drain."""
     allow_many_connections()
     fleet = Fleet(settings)
+    listed = read_fleet(fleet_file)[1] if fleet_file is not None else ()
     for one in replicas:
-        fleet.add(one)
-    if not replicas and fleet_file is None:
-        raise ConfigError("A gateway needs --replicas URL,… or --config fleet.toml.", param="replicas")
+        fleet.add(one, FILE if one in listed else "")
+    if settings.discover:
+        host_and_port(settings.discover)
+    elif not replicas and fleet_file is None:
+        raise ConfigError(
+            "A gateway needs --replicas URL,…, --config fleet.toml or --discover HOST:PORT.", param="replicas"
+        )
     config = replace(Config(), server__stream_buffer_kb=settings.stream_buffer_kb)
     sock = listening_socket(settings.host, settings.port, config, reuse_port=settings.reuse_port)
     state = GatewayState(settings, fleet, new_session(fleet))

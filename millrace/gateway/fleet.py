@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from millrace.errors import ConfigError, EngineUnavailable
 from millrace.gateway.health import HealthLimits, slow_outliers
 from millrace.gateway.replica import MIN_TOKEN_SAMPLES, OpenAttempt, Replica
+from millrace.gateway.rollout.canary import Rollout
 from millrace.gateway.routing.candidates import Asked, Candidate, Moment
 from millrace.gateway.routing.decisions import Decision, DecisionLog, RequestRecord
 from millrace.gateway.routing.policies import policy_named
@@ -28,16 +29,20 @@ class Fleet:
         self.prefixes = PrefixMap()
         self.decisions = DecisionLog(settings.decision_log)
         self.replicas: dict[str, Replica] = {}
+        self.rollout: Rollout | None = None
+        self.shadow_group = ""
+        """Its replicas get copies of requests, and nothing else."""
         self._limits = HealthLimits(settings.max_failures, settings.eject_s, settings.ramp_s)
         self._turn = 0
         self._random = random.Random()
 
     # ── members ───────────────────────────────────────────────────────────────────────────────────────────────────────
-    def add(self, settings: ReplicaSettings) -> Replica:
+    def add(self, settings: ReplicaSettings, source: str = "") -> Replica:
+        """`source`: who may remove it again."""
         name = replica_name(settings)
         if name in self.replicas:
             raise ConfigError(f"There are two replicas {name!r}; give each a 'name' of its own.", param="replicas")
-        replica = self.replicas[name] = Replica(settings, self._limits)
+        replica = self.replicas[name] = Replica(settings, self._limits, source=source)
         return replica
 
     def remove(self, name: str) -> Replica:
@@ -82,10 +87,16 @@ class Fleet:
         return replica, attempt
 
     def _able(self, asked: Asked, excluded: Collection[str]) -> list[Replica]:
-        open_now = [one for one in self.open_replicas() if one.name not in excluded]
+        open_now = [
+            one
+            for one in self.open_replicas()
+            if one.name not in excluded and (not self.shadow_group or one.settings.group != self.shadow_group)
+        ]
         if not open_now:
             raise NoReplica(self._why_none(excluded))
         able = [one for one in open_now if one.takes(asked.model)] or open_now
+        if self.rollout is not None:
+            able = self.rollout.chosen(able, lambda one: one.settings.group, asked.session or asked.id)
         apart = [one for one in able if one.settings.long_jobs == asked.is_long]
         return apart or able
 
@@ -93,7 +104,8 @@ class Fleet:
         if not self.replicas:
             return "This gateway has no replicas; add one with --replicas, or POST /v1/fleet/replicas."
         states = [
-            f"{one.name} {'was tried' if one.name in excluded else _state_of(one)}" for one in self.replicas.values()
+            f"{one.name} {'was tried' if one.name in excluded else _state_of(one, self.shadow_group)}"
+            for one in self.replicas.values()
         ]
         return f"No replica can take this request: {'; '.join(states)}."
 
@@ -126,7 +138,9 @@ class Fleet:
         return found
 
 
-def _state_of(replica: Replica) -> str:
+def _state_of(replica: Replica, shadow_group: str) -> str:
+    if shadow_group and replica.settings.group == shadow_group:
+        return "gets copies only"
     if replica.is_draining or replica.load.draining:
         return "drains"
     if replica.health.state in ("starting", "ejected"):

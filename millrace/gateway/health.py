@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,8 +26,9 @@ class HealthLimits:
 
 
 class Health:
-    def __init__(self, limits: HealthLimits) -> None:
-        self._limits = limits
+    def __init__(self, limits: HealthLimits, on_eject: Callable[[str], object] = lambda reason: None) -> None:
+        """`on_eject` is told the reason of each ejection."""
+        self._limits, self._on_eject = limits, on_eject
         self.state: State = "starting"
         self.reason = "not reached yet"
         self.num_ejections = 0
@@ -65,6 +66,7 @@ class Health:
             self.num_ejections += 1
             factor = min(2 ** (self._in_a_row - 1), MAX_EJECT_FACTOR)
             self._until = now + self._limits.eject_s * factor
+            self._on_eject(reason)
         self.state, self.reason, self._failures = "ejected", reason, 0
         return not was_out
 

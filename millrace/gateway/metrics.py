@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from millrace.gateway.fleet import Fleet
+from millrace.gateway.limits.limits import Limits
 from millrace.gateway.replica import Replica
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 
 
 class GatewayMetrics:
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, limits: Limits) -> None:
         registry = self._registry = CollectorRegistry()
         self.requests = Counter(
             "millrace_gateway_requests", "Requests by route and status.", ("route", "status"), registry=registry
@@ -39,6 +40,12 @@ class GatewayMetrics:
             "millrace_gateway_matched_prompt_tokens", "Prompt tokens that were probably cached.", registry=registry
         )
         self.prompt = Counter("millrace_gateway_prompt_tokens", "Prompt tokens, estimated.", registry=registry)
+        shared = Gauge(
+            "millrace_gateway_limits_shared",
+            "1: quotas and budgets hold over all gateways; 0: this gateway counts its own requests.",
+            registry=registry,
+        )
+        shared.set_function(lambda: limits.scope == "shared")
         registry.register(_ReplicaCollector(fleet))
         ProcessCollector(registry=registry)
 

@@ -26,6 +26,7 @@ from millrace.gateway.upstream import (
     Sender,
     passed_headers,
 )
+from millrace.gateway.usage import UsageReader
 from millrace.serve.anthropic.write import stream_error
 from millrace.serve.http.connection import FrontProtocol
 from millrace.serve.http.error_bodies import error_body
@@ -100,15 +101,18 @@ class StreamRelay:
         self._is_foreign = False
         """True once a part of the answer came from another kind of server: there are no ids for it."""
         self._text = ""
+        self._usage = UsageReader()
         self.num_frames = 0
         self.num_resumes = 0
         self.first_at = 0.0
         """When the client got its first data."""
 
-    @property
-    def num_tokens(self) -> int:
+    def used_tokens(self) -> tuple[int, int]:
+        """Of the prompt and of the answer: as the answer said, else estimated and counted."""
         ids = self._frames.received(self._sender.facts.num_choices)
-        return sum(len(one) for one, _ in ids) or self.num_frames
+        counted = sum(len(one) for one, _ in ids) or self.num_frames
+        prompt = self._usage.prompt_tokens or self._sender.facts.asked.prompt_tokens
+        return prompt, max(counted, self._usage.output_tokens)
 
     async def run(self) -> web.StreamResponse:
         opened = await self._sender.open(self._payload, "new")
@@ -179,6 +183,7 @@ class StreamRelay:
             if not self._has_sent:
                 self._has_sent, self.first_at = True, self._sender.fleet.clock()
             self.num_frames += 1
+            self._usage.read(frames)
             frames = self._answer_id.rewrite(frames)
             if self._is_foreign and not self._is_lines:
                 self._text += text_in(frames)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,6 +15,7 @@ from millrace.gateway.routing.candidates import Asked
 from millrace.gateway.settings import ReplicaSettings, replica_name
 
 MIN_TOKEN_SAMPLES = 20
+KEPT_EJECTIONS = 8
 ASSUMED_TOKENS = 256
 """Work of a request that another gateway sent."""
 _SMOOTHING = 0.05
@@ -79,9 +82,15 @@ class Replica:
     num_sent: int = 0
     num_failed: int = 0
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    source: str = ""
+    """Who added it: the fleet's file, DNS, or nothing for options and registrations."""
+    lease_until: float = 0.0
+    """When it must have registered again; 0: never."""
+    recent_ejections: deque[tuple[float, str]] = field(default_factory=lambda: deque(maxlen=KEPT_EJECTIONS))
+    """Unix times and reasons, the last one last."""
 
     def __post_init__(self) -> None:
-        self.health = Health(self.limits)
+        self.health = Health(self.limits, lambda reason: self.recent_ejections.append((time.time(), reason)))
 
     @property
     def name(self) -> str:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from urllib.parse import quote
 
 import aiohttp
 from aiohttp import web
 
 from millrace.errors import EngineUnavailable, MillraceError
+from millrace.gateway.auto_model import with_model
+from millrace.gateway.limits.limits import Held
 from millrace.gateway.relay import ClientGone, StreamRelay, outcome_of, refusal_answer, relay_whole
 from millrace.gateway.replica import Replica
+from millrace.gateway.routing.candidates import Asked
 from millrace.gateway.routing.decisions import RequestRecord
 from millrace.gateway.routing.request_facts import EMBEDDING, GENERATING, RequestFacts, facts_of
 from millrace.gateway.state import STATE, GatewayState
@@ -27,11 +28,12 @@ from millrace.gateway.upstream import (
     own_headers,
     passed_headers,
 )
+from millrace.gateway.usage import UsageReader
+from millrace.model_router.router import AUTO
 from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.http.body import read_body
 from millrace.serve.http.ids import REQUEST_ID_HEADER
 from millrace.serve.tenancy.owner import owner_of, tenant_of
-from millrace.serve.tenancy.quotas import reserve
 
 _STORED = re.compile(r"^/v1/(?:responses|chat/completions|conversations|files|batches|requests)/(?P<id>[^/]+)(?:/.*)?$")
 _FIXED = frozenset({"input_tokens", "compact"})
@@ -48,6 +50,30 @@ _MAX_WHOLE_BYTES = 1 << 20
 """Answers up to this size are read to find what they created."""
 
 
+@dataclass
+class Used:
+    """Tokens that a request used: what its answer says, else what was estimated."""
+
+    prompt: int = 0
+    output: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.output
+
+    def read(self, answer: web.StreamResponse, asked: Asked) -> None:
+        """Errors use nothing."""
+        usage = UsageReader()
+        if isinstance(answer, web.Response) and isinstance(answer.body, bytes):
+            usage.read(answer.body)
+        if answer.status != 200:
+            self.prompt = 0
+        elif usage.prompt_tokens:
+            self.prompt, self.output = usage.prompt_tokens, usage.output_tokens
+        else:
+            self.output = asked.output_tokens
+
+
 async def generate(request: web.Request) -> web.StreamResponse:
     """A request that computes: routed by the policy, retried and resumed."""
     state, request_id = request.app[STATE], request[REQUEST_ID]
@@ -59,47 +85,89 @@ async def generate(request: web.Request) -> web.StreamResponse:
     record = state.fleet.decisions.begin(request_id, tenant)
     sender = Sender(state.fleet, state.session, request, request_id, facts, record)
     sender.only = await _home_of(state, request, facts.stored_id) if facts.stored_id else ""
-    began, ended, relay = state.fleet.clock(), "abort", None
-    with _quota(state, request, facts):
+    state.num_open += 1
+    used = Used()
+    try:
+        held = await _hold(state, request, facts)
         try:
-            if facts.is_stream:
-                relay = StreamRelay(sender, raw, lambda how: state.metrics.resumes.labels(how).inc())
-                answer = await relay.run()
-            else:
-                answer = await relay_whole(sender, raw)
-            ended = str(answer.status)
-            _learn(state, request, facts, record, answer)
+            raw = await _with_chosen_model(state, sender, tenant, raw)
+            answer = await _answered(state, sender, raw, used)
+            _learn(state, request, sender.facts, record, answer)
             return answer
         except ClientGone:
             return web.Response(status=499)
-        except MillraceError as error:
-            ended = error.code or error.type
-            raise
         finally:
-            first = relay.first_at if relay is not None else 0.0
-            num_resumes = relay.num_resumes if relay is not None else 0
-            state.fleet.decisions.ended(record, outcome_of(request_id, sender, ended, began, first, num_resumes))
-            _count(state, sender, first - began if first else 0.0)
+            if held is not None:
+                await held.release(used.total)
+            if record.model_choice is not None and state.auto is not None:
+                await state.auto.spent(tenant, record.model_choice.model, used.total)
+    finally:
+        state.num_open -= 1
 
 
-def _quota(state: GatewayState, request: web.Request, facts: RequestFacts) -> AbstractContextManager[None]:
-    """Holds the tenant's quota while the request is open. Tokens are estimates: the gateway has no tokenizer."""
+async def _hold(state: GatewayState, request: web.Request, facts: RequestFacts) -> Held | None:
+    """The tenant's quota. Tokens are estimates until the answer says how many it used."""
+    if state.keyring is None:
+        return None
+    return await state.limits.reserve(tenant_of(request), facts.asked.prompt_tokens + facts.asked.output_tokens)
 
-    @contextmanager
-    def held() -> Iterator[None]:
-        state.num_open += 1
-        tokens = facts.asked.prompt_tokens + facts.asked.output_tokens
-        reservation = None
-        try:
-            if state.keyring is not None:
-                reservation = reserve(state.quotas, tenant_of(request), tokens, time.time())
-            yield
-        finally:
-            state.num_open -= 1
-            if reservation is not None:
-                reservation.release(tokens)
 
-    return held()
+async def _with_chosen_model(state: GatewayState, sender: Sender, tenant: str, raw: bytes) -> bytes:
+    """The body, with the model that answers `model: "auto"`."""
+    if state.auto is None or sender.facts.asked.model != AUTO:
+        return raw
+    choice = await state.auto.choose(sender, tenant)
+    raw = with_model(sender.facts.body, choice.model)
+    request = sender.request
+    sender.facts = facts_of(request.path, raw, request.headers, sender.request_id, tenant, state.settings.long_tokens)
+    return raw
+
+
+async def _answered(state: GatewayState, sender: Sender, raw: bytes, used: Used) -> web.StreamResponse:
+    """The answer; `used` gets the tokens, also those of a stream that its client left."""
+    clock, record = state.fleet.clock, sender.record
+    began, ended, relay = clock(), "abort", None
+    try:
+        if sender.facts.is_stream:
+            relay = StreamRelay(sender, raw, lambda how: state.metrics.resumes.labels(how).inc())
+            answer = await relay.run()
+        else:
+            used.prompt = sender.facts.asked.prompt_tokens
+            answer = await relay_whole(sender, raw)
+            used.read(answer, sender.facts.asked)
+        ended = str(answer.status)
+        _note_rollout(state, sender, answer, (relay.first_at if relay is not None else 0.0) or clock(), began)
+        return answer
+    except MillraceError as error:
+        ended = error.code or error.type
+        raise
+    finally:
+        if relay is not None and relay.num_frames:
+            used.prompt, used.output = relay.used_tokens()
+        first = relay.first_at if relay is not None else 0.0
+        num_resumes = relay.num_resumes if relay is not None else 0
+        state.fleet.decisions.ended(record, outcome_of(sender.request_id, sender, ended, began, first, num_resumes))
+        _count(state, sender, first - began if first else 0.0)
+
+
+def _note_rollout(
+    state: GatewayState, sender: Sender, answer: web.StreamResponse, first_at: float, began: float
+) -> None:
+    """What the answer says of its side of a rollout; then a copy for shadow traffic."""
+    replica = state.fleet.replicas.get(sender.record.decisions[-1].choice.replica)
+    if replica is not None and state.fleet.rollout is not None:
+        if answer.status >= 500:
+            state.fleet.rollout.failed(replica.settings.group)
+        elif answer.status == 200:
+            state.fleet.rollout.answered(replica.settings.group, first_at - began)
+    facts = sender.facts
+    if state.shadow is not None and answer.status == 200 and not facts.stored_id:
+        group = state.shadow.settings.group
+        copies = [one for one in state.fleet.open_replicas() if one.settings.group == group]
+        whole = answer.body if isinstance(answer, web.Response) and isinstance(answer.body, bytes) else b""
+        headers = replica_headers(state, sender.request)
+        took_s = state.fleet.clock() - began
+        state.shadow.copy(copies, sender.request.path, facts.body, headers, sender.request_id, took_s, whole)
 
 
 def _count(state: GatewayState, sender: Sender, first_s: float) -> None:

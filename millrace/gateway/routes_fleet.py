@@ -10,12 +10,14 @@ import msgspec
 from aiohttp import web
 
 from millrace.errors import BadRequest, Conflict, Forbidden, NotFound
+from millrace.gateway import membership
 from millrace.gateway.replica import Replica
 from millrace.gateway.routes_api import pass_on, replica_headers
 from millrace.gateway.routing.decisions import RequestRecord
-from millrace.gateway.settings import checked
+from millrace.gateway.settings import checked, replica_name
 from millrace.gateway.state import STATE, GatewayState
 from millrace.gateway.upstream import LOST
+from millrace.model_router.router import AUTO
 from millrace.observe.metrics import CONTENT_TYPE
 from millrace.serve.http.body import read_body
 from millrace.serve.http.error_bodies import RETRY_AFTER_S
@@ -50,12 +52,15 @@ async def metrics(request: web.Request) -> web.Response:
 async def list_models(request: web.Request) -> web.StreamResponse:
     """The models of all replicas that can be reached, each once. Replicas that show them to clients only are asked with
     the client's key."""
+    state = request.app[STATE]
     merged: dict[str, object] = {}
     for replica in request.app[STATE].fleet.open_replicas():
         for entry in replica.model_entries:
             merged.setdefault(str(entry["id"]), entry)
     if not merged and request.app[STATE].fleet.open_replicas():
         return await pass_on(request)
+    if state.auto is not None:
+        merged.setdefault(AUTO, {"id": AUTO, "object": "model", "created": 0, "owned_by": "millrace"})
     return json_answer(request, {"object": "list", "data": list(merged.values())})
 
 
@@ -117,6 +122,7 @@ def _explained(record: RequestRecord) -> dict[str, Any]:
             }
             for one in record.decisions
         ],
+        **({"model": msgspec.to_builtins(record.model_choice)} if record.model_choice is not None else {}),
         "notes": record.notes,
         "outcome": msgspec.to_builtins(record.outcome),
     }
@@ -141,7 +147,7 @@ async def _explained_there(state: GatewayState, request: web.Request, record: Re
 # ── the replicas ──────────────────────────────────────────────────────────────────────────────────────────────────────
 async def fleet(request: web.Request) -> web.Response:
     """Every replica with its state and load, and the last routes with their reasons."""
-    _require_operator(request)
+    require_operator(request)
     state = request.app[STATE]
     routes = [
         {
@@ -149,6 +155,8 @@ async def fleet(request: web.Request) -> web.Response:
             "replica": record.decisions[-1].choice.replica,
             "reason": record.decisions[-1].choice.reason,
             "causes": [one.cause for one in record.decisions],
+            "model": record.model_choice.model if record.model_choice is not None else "",
+            "why_model": record.model_choice.reason if record.model_choice is not None else "",
             "notes": record.notes[-3:],
             "ended": record.outcome.ended if record.outcome is not None else None,
         }
@@ -157,7 +165,14 @@ async def fleet(request: web.Request) -> web.Response:
     ]
     replicas = [describe(state, one) for one in state.fleet.replicas.values()]
     body = {"object": "fleet", "policy": state.settings.policy, "open_requests": state.num_open}
-    return json_answer(request, {**body, "replicas": replicas, "routes": routes})
+    rollout, shadow = state.fleet.rollout, state.shadow
+    more = {
+        "limits": {"scope": state.limits.scope, "lost": state.limits.lost_reason},
+        "budgets": state.auto.describe() if state.auto is not None else [],
+        "rollout": rollout.describe() if rollout is not None else None,
+        "shadow": shadow.describe() if shadow is not None else None,
+    }
+    return json_answer(request, {**body, "replicas": replicas, "routes": routes, **more})
 
 
 def describe(state: GatewayState, replica: Replica) -> dict[str, Any]:
@@ -165,6 +180,7 @@ def describe(state: GatewayState, replica: Replica) -> dict[str, Any]:
     return {
         "name": replica.name,
         "url": replica.settings.url,
+        "group": replica.settings.group,
         "kind": replica.settings.kind,
         "state": "draining" if replica.is_draining or replica.load.draining else replica.health.state,
         "reason": replica.health.reason,
@@ -176,30 +192,37 @@ def describe(state: GatewayState, replica: Replica) -> dict[str, Any]:
         "sent": replica.num_sent,
         "failed": replica.num_failed,
         "ejections": replica.health.num_ejections,
+        "recent_ejections": [{"at": at, "reason": reason} for at, reason in replica.recent_ejections],
         "load": msgspec.to_builtins(replica.load),
     }
 
 
 async def add_replica(request: web.Request) -> web.Response:
-    """Register a replica: {"url": …} and the fields of a fleet file's [[replicas]]."""
-    _require_operator(request)
+    """Register a replica: {"url": …} and the fields of a fleet file's [[replicas]]. With `lease_s` it is removed unless
+    it registers again within that time."""
+    require_operator(request)
     state = request.app[STATE]
     try:
         tree = msgspec.json.decode(await read_body(request, _MAX_SETTINGS_BYTES))
     except msgspec.DecodeError as error:
         raise BadRequest(f"The body is not valid JSON: {error}", code="invalid_json") from None
+    lease_s = tree.pop("lease_s", 0.0) if isinstance(tree, dict) else 0.0
+    if not isinstance(lease_s, int | float) or isinstance(lease_s, bool) or lease_s < 0:
+        raise BadRequest(f"'lease_s' is {lease_s!r}; it must be seconds, 0 for ever.", param="lease_s")
     settings = checked(tree, "The body")
-    replica = state.fleet.add(settings)
-    state.watch.follow(replica)
-    return json_answer(request, describe(state, replica), status=201)
+    replica = state.fleet.replicas.get(replica_name(settings))
+    status = 200
+    if replica is None or replica.settings != settings:
+        replica, status = state.fleet.add(settings), 201
+        state.watch.follow(replica)
+    replica.lease_until = state.fleet.clock() + lease_s if lease_s else 0.0
+    return json_answer(request, describe(state, replica), status=status)
 
 
 async def remove_replica(request: web.Request) -> web.Response:
     """Forget a replica. Its open streams go on elsewhere."""
     state, replica = _named(request)
-    state.watch.unfollow(replica)
-    state.fleet.remove(replica.name)
-    replica.give_up_all("it was removed from the fleet")
+    membership.remove_replica(state, replica.name, "it was removed from the fleet")
     return json_answer(request, {"object": "replica.removed", "name": replica.name})
 
 
@@ -222,13 +245,13 @@ async def return_replica(request: web.Request) -> web.Response:
 
 
 def _named(request: web.Request) -> tuple[GatewayState, Replica]:
-    _require_operator(request)
+    require_operator(request)
     state, name = request.app[STATE], request.match_info["name"]
     if name not in state.fleet.replicas:
         raise NotFound(f"There is no replica {name[:128]!r}; GET /v1/fleet lists them.", param="name")
     return state, state.fleet.replicas[name]
 
 
-def _require_operator(request: web.Request) -> None:
+def require_operator(request: web.Request) -> None:
     if not is_operator(request):
         raise Forbidden("Only an operator's key may see and change the fleet.")

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from millrace.errors import ConfigError
+from millrace.model_router.router import RouterSettings
 
 ReplicaKind = Literal["millrace", "vllm", "llama.cpp", "ollama"]
 
@@ -21,6 +22,8 @@ class ReplicaSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: ReplicaKind = "millrace"
     weight: float = 1.0
     region: str = ""
+    group: str = ""
+    """Replicas of one release or one set of options, for rollouts and shadow traffic."""
     long_jobs: bool = False
     """Takes the long jobs, and nothing else while another replica can."""
 
@@ -59,6 +62,13 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     long_tokens: int = 32_768
     """Requests of this many prompt and output tokens, and those of priority batch, are long jobs."""
     decision_log: str = ""
+    limits_store: str = ""
+    """Where gateways share quotas and budgets: sqlite:PATH or redis://HOST:PORT; empty: each counts its own."""
+    router: RouterSettings | None = None
+    """Chooses a model for requests with `model: "auto"`."""
+    discover: str = ""
+    """HOST:PORT whose addresses in DNS are replicas."""
+    discover_s: float = 5.0
     body_limit_mb: int = 64
     drain_s: float = 30.0
     stream_buffer_kb: int = 256
@@ -102,7 +112,10 @@ def read_fleet(path: Path) -> tuple[dict[str, Any], tuple[ReplicaSettings, ...]]
     replicas = tree.get("replicas", [])
     if not isinstance(replicas, list):
         raise ConfigError(f"{path}: 'replicas' must be a list of tables, [[replicas]].", param="config")
-    return tree.get("gateway", {}), tuple(checked(one, str(path)) for one in replicas)
+    gateway = dict(tree.get("gateway", {}))
+    if "router" in tree:
+        gateway["router"] = tree["router"]
+    return gateway, tuple(checked(one, str(path)) for one in replicas)
 
 
 def gateway_settings(from_file: dict[str, Any], options: dict[str, Any]) -> GatewaySettings:

@@ -8,13 +8,15 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 
+from millrace.gateway.auto_model import AutoModel
 from millrace.gateway.fleet import Fleet
 from millrace.gateway.key_learner import KeyLearner
+from millrace.gateway.limits.limits import Limits, store_named
 from millrace.gateway.metrics import GatewayMetrics
+from millrace.gateway.rollout.shadow import Shadow
 from millrace.gateway.settings import GatewaySettings
 from millrace.gateway.watch import Watch
 from millrace.serve.tenancy.keyring import Keyring
-from millrace.serve.tenancy.quotas import Quotas
 
 MAX_HOMES = 65_536
 
@@ -40,10 +42,12 @@ class GatewayState:
         self.settings, self.fleet, self.session = settings, fleet, session
         self.watch = Watch(fleet, session)
         self.learner = KeyLearner(self.watch)
-        self.metrics = GatewayMetrics(fleet)
+        self.limits = Limits(store_named(settings.limits_store))
+        self.auto = AutoModel(settings.router, fleet, self.limits) if settings.router is not None else None
+        self.shadow: Shadow | None = None
+        self.metrics = GatewayMetrics(fleet, self.limits)
         self.homes = Homes()
         self.keyring = Keyring(Path(settings.keys_file)) if settings.keys_file else None
-        self.quotas = Quotas()
         self.is_draining = False
         self.num_open = 0
 

@@ -114,6 +114,8 @@ class Sender:
     """Since the request came, or since its stream was last lost."""
     only: str = ""
     """The replica that holds what the request refers to."""
+    path: str = ""
+    """Where replicas are asked, if not where the client asked."""
 
     async def open(self, payload: PayloadFor, cause: str) -> Opened | Refusal:
         """The answer of the first replica that takes the request, or the last refusal."""
@@ -215,7 +217,7 @@ class Sender:
         task = asyncio.ensure_future(
             self.session.request(
                 self.request.method,
-                replica.settings.url + self.request.raw_path,
+                replica.settings.url + (self.path or self.request.raw_path),
                 data=content.body,
                 headers=headers,
                 allow_redirects=False,
@@ -235,6 +237,8 @@ class Sender:
     def note_failure(self, replica: Replica, reason: str, *, counts: bool = True) -> None:
         self.record.notes.append(f"{replica.name}: {reason}")
         replica.num_failed += 1
+        if counts and self.fleet.rollout is not None:
+            self.fleet.rollout.failed(replica.settings.group)
         if counts:
             replica.health.failed(self.fleet.clock(), reason)
 

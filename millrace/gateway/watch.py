@@ -128,6 +128,8 @@ class Watch:
                 self.lost(replica, "its streams stand still")
             for replica in self.fleet.eject_slow():
                 log.warning("Replica %s is ejected: %s.", replica.name, replica.health.reason)
+            if self.fleet.rollout is not None and (change := self.fleet.rollout.check(self.fleet.clock())):
+                log.warning("Rollout: %s.", change)
             self.fleet.decisions.flush()
 
     # ── KV events ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -22,6 +22,11 @@ class Budgets:
         limit = self.limit(tenant)
         return limit if math.isinf(limit) else limit - self._owed(tenant, now)
 
+    def know(self, tenant: str, owed: float, now: float) -> None:
+        """A store that several routers share says what the tenant has spent and has not been refilled."""
+        if not math.isinf(self.limit(tenant)):
+            self._spent[tenant] = owed, now
+
     def spend(self, tenant: str, amount: float, now: float) -> None:
         if math.isinf(self.limit(tenant)):
             return

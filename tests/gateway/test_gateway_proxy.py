@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -236,5 +238,51 @@ def test_replicas_with_keys_need_none_of_the_gateway() -> None:
             assert (await gateway.post("/v1/completions", {"prompt": "x"}, headers=key))[0] == 200
             assert (await gateway.get("/v1/models", headers=key))[1]["data"][0]["id"] == MODEL
             assert (await gateway.get("/v1/models"))[0] == 401
+
+    asyncio.run(check())
+
+
+def test_registration_for_a_time_is_renewed_or_ends() -> None:
+    async def check() -> None:
+        async with NullReplica().running() as url, gateway_over(NullReplica()) as gateway:
+            body = {"url": url, "name": "guest", "lease_s": 0.3}
+            assert (await gateway.post("/v1/fleet/replicas", body))[0] == 201
+            assert (await gateway.post("/v1/fleet/replicas", body))[0] == 200
+            assert (await gateway.post("/v1/fleet/replicas", {**body, "weight": 2.0}))[0] == 400, "the name is taken"
+            assert (await gateway.post("/v1/fleet/replicas", {**body, "lease_s": "long"}))[0] == 400
+            await until(lambda: "guest" not in gateway.state.fleet.replicas)
+            assert (await gateway.post("/v1/fleet/replicas", {**body, "lease_s": 0}))[0] == 201
+
+    asyncio.run(check())
+
+
+def test_addresses_of_a_name_are_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def check() -> None:
+        async with NullReplica().running() as url:
+            port = int(url.rpartition(":")[2])
+            found: list[str] = ["127.0.0.1", "127.0.0.9"]
+            fails = False
+            loop = asyncio.get_running_loop()
+            resolve = loop.getaddrinfo
+
+            async def resolved(host: Any, port: Any, **more: Any) -> Any:
+                if host != "replicas.internal":
+                    return await resolve(host, port, **more)
+                if fails:
+                    raise OSError("no answer")
+                return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in found]
+
+            monkeypatch.setattr(loop, "getaddrinfo", resolved)
+            name = f"replicas.internal:{port}"
+            async with gateway_over(discover=name, discover_s=0.02) as gateway:
+                replicas = gateway.state.fleet.replicas
+                await until(lambda: set(replicas) == {f"127.0.0.1:{port}", f"127.0.0.9:{port}"})
+                await until(lambda: replicas[f"127.0.0.1:{port}"].health.state == "healthy")
+                assert (await gateway.complete())[0] == 200
+                fails = True
+                await asyncio.sleep(0.1)
+                assert len(replicas) == 2, "a name that cannot be resolved removes nothing"
+                found, fails = ["127.0.0.1"], False
+                await until(lambda: set(replicas) == {f"127.0.0.1:{port}"})
 
     asyncio.run(check())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import zlib
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -59,6 +60,10 @@ class NullReplica:
     hang_after: int = -1
     """Tokens of a stream after which nothing comes any more."""
     tokens_per_frame: int = 1
+    confidence: float = 0.9
+    """Probability of each of its tokens."""
+    usage: bool = False
+    """Whole answers say how many tokens they used."""
     key: str = ""
     """If set, what a client must send as its API key."""
     is_draining: bool = False
@@ -179,7 +184,14 @@ class NullReplica:
             is_chat = request.path.endswith("chat/completions")
             if not body.get("stream"):
                 await asyncio.sleep(len(tokens) * self.token_ms / 1e3)
-                return web.json_response(_whole(self.model, tokens, is_chat=is_chat))
+                whole = _whole(self.model, tokens, is_chat=is_chat)
+                if body.get("logprobs"):
+                    logprob = math.log(self.confidence)
+                    content = [{"token": f" w{token}", "logprob": logprob} for token in tokens]
+                    whole["choices"][0]["logprobs"] = {"content": content}
+                if self.usage:
+                    whole["usage"] = {"prompt_tokens": len(prompt_tokens(text)), "completion_tokens": len(tokens)}
+                return web.json_response(whole)
             return await self._stream(request, tokens, num_done, is_chat=is_chat)
         except (asyncio.CancelledError, ConnectionError):
             self.num_cancelled += 1

@@ -33,6 +33,8 @@ _OPTIONS: dict[str, tuple[type, str]] = {
     "keys_file": (str, "API keys that clients need; without it their keys go on to the replicas"),
     "replica_key": (str, "API key that replicas get instead of the client's"),
     "gateway_key": (str, "the replicas' --gateway-key, with which they let streams move"),
+    "limits_store": (str, "share quotas and budgets with other gateways: sqlite:PATH or redis://HOST:PORT"),
+    "discover": (str, "HOST:PORT whose addresses in DNS are replicas"),
     "decision_log": (str, "write every routing decision to this file"),
     "max_attempts": (int, "replicas that a request may try before its first token (default: 3)"),
     "probe_s": (float, "seconds between two looks at a replica (default: 1)"),
@@ -74,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
     }
     settings = gateway_settings(from_file, given)
     replicas += parse_replicas(args.replicas)
-    if not replicas and args.config is None:
-        raise UsageError("A gateway needs --replicas URL,… or --config fleet.toml.")
+    if not replicas and args.config is None and not settings.discover:
+        raise UsageError("A gateway needs --replicas URL,…, --config fleet.toml or --discover HOST:PORT.")
     setup_logging("info", process="gateway")
 
     import uvloop

@@ -12,6 +12,7 @@ import msgspec
 
 from millrace.errors import ConfigError
 from millrace.gateway.routing.candidates import Asked, Candidate, Choice, Moment
+from millrace.model_router.router import Decision as ModelChoice
 
 log = logging.getLogger("millrace.gateway")
 MAX_KEPT = 4096
@@ -49,6 +50,8 @@ class RequestRecord(msgspec.Struct):
     notes: list[str] = msgspec.field(default_factory=list)
     outcome: Outcome | None = None
     owner: str = ""
+    model_choice: ModelChoice | None = None
+    """How `model: "auto"` was answered."""
 
 
 class DecisionLog:

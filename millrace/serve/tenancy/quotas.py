@@ -117,11 +117,24 @@ def reserve(quotas: Quotas, tenant: Tenant, tokens: int, now: float) -> Reservat
     """Reserve one request and `tokens` tokens of the tenant's quotas, or raise with the time to retry."""
     usage, second = quotas.usage(tenant.name), math.floor(now)
     if tenant.max_concurrent and usage.num_open >= tenant.max_concurrent:
-        raise QuotaExceeded(
-            f"Tenant {tenant.name!r} has {usage.num_open} open requests; its limit is {tenant.max_concurrent}. Wait for"
-            " one to end.",
-            retry_after_s=1.0,
-        )
+        raise too_many_open(tenant, usage.num_open)
+    check_size(tenant, tokens)
+    limit = tenant.tokens_per_minute
+    if limit and (spent := usage.spent(second)) + tokens > limit:
+        raise too_many_tokens(tenant, spent, tokens, usage.seconds_until_free(tokens, limit, second))
+    return hold(quotas, tenant, tokens, now)
+
+
+def hold(quotas: Quotas, tenant: Tenant, tokens: int, now: float) -> Reservation:
+    """Count a request that was admitted elsewhere."""
+    usage, second = quotas.usage(tenant.name), math.floor(now)
+    usage.open(1)
+    usage.spend(tokens, second)
+    return Reservation(usage, tokens, second)
+
+
+def check_size(tenant: Tenant, tokens: int) -> None:
+    """A request above the limit would never fit."""
     limit = tenant.tokens_per_minute
     if limit and tokens > limit:
         raise BadRequest(
@@ -129,13 +142,19 @@ def reserve(quotas: Quotas, tenant: Tenant, tokens: int, now: float) -> Reservat
             " Send a smaller one.",
             code="quota_exceeded",
         )
-    if limit and (spent := usage.spent(second)) + tokens > limit:
-        wait_s = usage.seconds_until_free(tokens, limit, second)
-        raise QuotaExceeded(
-            f"Tenant {tenant.name!r} has used {spent} of its {limit} tokens per minute, and this request may use"
-            f" {tokens}. Retry in {wait_s} s.",
-            retry_after_s=wait_s,
-        )
-    usage.open(1)
-    usage.spend(tokens, second)
-    return Reservation(usage, tokens, second)
+
+
+def too_many_open(tenant: Tenant, num_open: int) -> QuotaExceeded:
+    return QuotaExceeded(
+        f"Tenant {tenant.name!r} has {num_open} open requests; its limit is {tenant.max_concurrent}. Wait for one to"
+        " end.",
+        retry_after_s=1.0,
+    )
+
+
+def too_many_tokens(tenant: Tenant, spent: int, tokens: int, wait_s: int) -> QuotaExceeded:
+    return QuotaExceeded(
+        f"Tenant {tenant.name!r} has used {spent} of its {tenant.tokens_per_minute} tokens per minute, and this request"
+        f" may use {tokens}. Retry in {wait_s} s.",
+        retry_after_s=wait_s,
+    )
