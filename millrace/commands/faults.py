@@ -18,7 +18,8 @@ EXAMPLES = """\
 examples:
   millrace faults disconnects --clients 2000 --seconds 300   clients disconnect at random moments
   millrace faults fuzz --seconds 600                         mutated requests: no 5xx, no hang, no leak
-  millrace faults gateway --seconds 600                      kill, stop and corrupt replicas under a gateway
+  millrace faults gateway --seconds 600                      kill, stop and corrupt replicas under two gateways
+  millrace faults gateway --kills 200                        kill a replica 200 times, and nothing else
   millrace faults kill-engine --seconds 120                  kill the engine under load, repeatedly
   millrace faults kill-front --seconds 120                   kill the second front under load, repeatedly
   millrace faults overload --seconds 60                      twice the capacity, in three priority classes
@@ -27,6 +28,7 @@ Each run starts its own server; gateway starts a gateway and null replicas. The 
 
 Say = Callable[[str], None]
 """Reports what a run found."""
+DEFAULT_S = 60.0
 _SMALL_POOL = ("--kv-tokens", "4096", "--max-context", "512")
 """KV pages become resident when first used; a large pool would look like a leak."""
 _SERVER_OPTIONS: dict[str, tuple[str, ...]] = {
@@ -47,7 +49,12 @@ FILES_SLACK = 12
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", metavar="WHAT", help=", ".join(sorted((*_SERVER_OPTIONS, "gateway"))))
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="X", help="duration (default: 60)")
+    parser.add_argument(
+        "--seconds", type=float, metavar="X", help="duration (default: 60; with --kills: until they are done)"
+    )
+    parser.add_argument(
+        "--kills", type=int, default=0, metavar="N", help="gateway: only kill replicas, this many times"
+    )
     parser.add_argument(
         "--clients", type=int, metavar="N", help="concurrent clients of disconnects (default: 2000) and gateway (32)"
     )
@@ -64,6 +71,10 @@ def run(args: argparse.Namespace) -> int:
     from millrace.serve.app import allow_many_connections
 
     allow_many_connections()
+    if args.kills and args.what != "gateway":
+        raise UsageError("--kills is for `millrace faults gateway`.")
+    if args.what != "gateway" and args.seconds is None:
+        args.seconds = DEFAULT_S
     return asyncio.run(_gateway(args) if args.what == "gateway" else _with_server(args))
 
 
@@ -85,13 +96,16 @@ async def _with_server(args: argparse.Namespace) -> int:
 
 
 async def _gateway(args: argparse.Namespace) -> int:
-    from millrace.faults.gateway_drill import drill
+    from millrace.faults.gateway_drill import KINDS, drill
 
-    result = await drill(args.seconds, args.clients or 32, args.seed)
-    faults = ", ".join(f"{count} × {kind}" for kind, count in result.num_faults.items())
+    kinds = ("kill",) if args.kills else KINDS
+    seconds = args.seconds if args.seconds is not None else 0.0 if args.kills else DEFAULT_S
+    result = await drill(seconds, args.clients or 32, args.seed, kinds, args.kills)
+    faults = ", ".join(f"{count} × {kind}" for kind, count in result.num_faults.items() if count)
     text = (
         f"{sum(result.num_faults.values())} faults ({faults}). Streams: {result.num_right} right,"
-        f" {len(result.wrong)} lost or wrong, {result.num_refused} refused. Longest gap {result.longest_gap_s:.1f} s."
+        f" {len(result.wrong)} lost or wrong, {result.num_refused} refused, {result.num_cut} sent again because their"
+        f" gateway was killed. Longest gap {result.longest_gap_s:.1f} s."
     )
     if not args.json:
         print(text)

@@ -1,6 +1,7 @@
-"""A gateway over null replicas that are killed, stopped, slowed and corrupted: no lost stream, no wrong token.
+"""Gateways over null replicas that are killed, stopped, slowed and corrupted: no lost stream, no wrong token.
 
-Every replica is a process behind a `FaultyProxy`; the gateway is a process too. The answer to each prompt is known.
+Every replica is a process behind a `FaultyProxy`; there are two gateways with one store of limits. The answer to each
+prompt is known. A gateway is killed, gets a full disk, and its wall clock jumps: clients of a killed one ask the other.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ import asyncio
 import json
 import os
 import random
+import resource
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -21,16 +26,27 @@ import aiohttp
 from millrace.bench.errors import BenchError
 from millrace.bench.gateway.null_replica import MODEL, answer_text
 from millrace.faults.proxy import FaultyProxy
+from millrace.serve.tenancy.keyring import DIGEST_PREFIX, digest_of
 
-KINDS = ("kill", "stop", "drop", "corrupt", "silence", "delay")
+REPLICA_KINDS = ("kill", "stop", "drop", "corrupt", "silence", "delay")
+GATEWAY_KINDS = ("kill-gateway", "full-disk", "clock")
+KINDS = (*REPLICA_KINDS, *GATEWAY_KINDS)
 START_S = 60.0
 RECOVERY_LIMIT_S = 60.0
 _NUM_REPLICAS = 3
+_NUM_GATEWAYS = 2
+_KEYS = """[tenants.drill]
+keys = ["{digest}"]
+max_concurrent = 100000
+tokens_per_minute = 1000000000
+operator = true
+"""
+_KEY = "the drill's key"
 _OUTPUT_TOKENS = 60
 _TOKEN_MS = 10.0
 _FAULT_S = (0.5, 3.0)
 """How long a replica stays stopped or its proxy faulty."""
-_GATEWAY = ("--port", "0", "--policy", "least-tokens", "--probe-s", "0.2", "--probe-timeout-s", "1.5")
+_GATEWAY = ("--policy", "least-tokens", "--probe-s", "0.2", "--probe-timeout-s", "1.5")
 _QUICK_RETURN = ("--eject-s", "0.5", "--ramp-s", "1", "--stall-s", "3")
 
 
@@ -40,6 +56,10 @@ class DrillResult:
     num_right: int = 0
     num_refused: int = 0
     """Answered with an error status: the client may send it again."""
+    is_killing: bool = False
+    """A gateway is being killed."""
+    num_cut: int = 0
+    """Streams that their gateway took along when it was killed; their clients asked the other one."""
     wrong: list[str] = field(default_factory=list)
     """Streams with a wrong, missing or repeated token, an error, or no end."""
     longest_gap_s: float = 0.0
@@ -105,29 +125,41 @@ class _Member:
         self.program.send(signal.SIGCONT)
 
 
-async def drill(seconds: float, num_clients: int, seed: int, kinds: tuple[str, ...] = KINDS) -> DrillResult:
-    """At least one fault of each kind, and faults until `seconds` have passed. One replica fails at a time."""
+async def drill(
+    seconds: float, num_clients: int, seed: int, kinds: tuple[str, ...] = KINDS, num_kills: int = 0
+) -> DrillResult:
+    """At least one fault of each kind, until `seconds` have passed and there were `num_kills` kills of replicas. One
+    replica or gateway fails at a time."""
     result, draw = DrillResult(), random.Random(seed)
     async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="millrace-drill-")))
+        (folder / "keys.toml").write_text(_KEYS.format(digest=DIGEST_PREFIX + digest_of(_KEY).hex()), encoding="utf-8")
         members = [await _member(stack) for _ in range(_NUM_REPLICAS)]
         urls = [await stack.enter_async_context(one.proxy.running()) for one in members]
-        gateway = _Program("millrace", "gateway", "--replicas", ",".join(urls), *_GATEWAY, *_QUICK_RETURN)
-        stack.push_async_callback(gateway.end)
-        url = await gateway.start()
-        timeout = aiohttp.ClientTimeout(total=None)
+        gateways = [await _gateway(stack, urls, folder, number) for number in range(_NUM_GATEWAYS)]
         session = await stack.enter_async_context(
-            aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0))
+            aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=None),
+                connector=aiohttp.TCPConnector(limit=0),
+                headers={"Authorization": f"Bearer {_KEY}"},
+            )
         )
-        await _until_open(session, url, _NUM_REPLICAS)
+        await _until_open(session, gateways)
         is_over = asyncio.Event()
-        clients = [asyncio.create_task(_client(session, url, number, is_over, result)) for number in range(num_clients)]
+        clients = [
+            asyncio.create_task(_client(session, gateways, number, is_over, result)) for number in range(num_clients)
+        ]
         end = time.monotonic() + seconds
         left = list(kinds)
-        while left or time.monotonic() < end:
-            kind = left.pop(0) if left else draw.choice(kinds)
-            await draw.choice(members).suffer(kind, draw)
+        while left or time.monotonic() < end or result.num_faults["kill"] < num_kills:
+            is_time_left = time.monotonic() < end
+            kind = left.pop(0) if left else draw.choice(kinds) if is_time_left else "kill"
+            if kind in GATEWAY_KINDS:
+                await _disturb(draw.choice(gateways), kind, draw, result)
+            else:
+                await draw.choice(members).suffer(kind, draw)
             result.num_faults[kind] += 1
-            await _until_open(session, url, _NUM_REPLICAS)
+            await _until_open(session, gateways)
         is_over.set()
         await asyncio.gather(*clients)
     return result
@@ -140,25 +172,72 @@ async def _member(stack: AsyncExitStack) -> _Member:
     return _Member(program, FaultyProxy(address.hostname or "", address.port or 0))
 
 
-async def _until_open(session: aiohttp.ClientSession, url: str, count: int) -> None:
-    """Until the gateway sends requests to all replicas again."""
+async def _gateway(stack: AsyncExitStack, urls: list[str], folder: Path, number: int) -> _Program:
+    shared = ("--keys-file", str(folder / "keys.toml"), "--limits-store", f"sqlite:{folder / 'limits.db'}")
+    log = ("--decision-log", str(folder / f"routes-{number}.jsonl"))
+    program = ("millrace.faults.skewed_clock", "gateway", "--replicas", ",".join(urls))
+    gateway = _Program(*program, *_GATEWAY, *_QUICK_RETURN, *shared, *log)
+    stack.push_async_callback(gateway.end)
+    await gateway.start("--port", "0")
+    return gateway
+
+
+async def _disturb(gateway: _Program, kind: str, draw: random.Random, result: DrillResult) -> None:
+    """One fault of a gateway, and its end."""
+    assert gateway.process is not None
+    if kind == "clock":
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            gateway.send(number)
+            await asyncio.sleep(draw.uniform(*_FAULT_S) / 2)
+    elif kind == "full-disk":  # No file can grow any more, as far as this process sees.
+        limits = resource.prlimit(gateway.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(gateway.process.pid, resource.RLIMIT_FSIZE, (0, limits[1]))
+        await asyncio.sleep(draw.uniform(*_FAULT_S))
+        resource.prlimit(gateway.process.pid, resource.RLIMIT_FSIZE, limits)
+    else:
+        result.is_killing = True
+        port = urlsplit(gateway.url).port
+        await gateway.end()
+        await gateway.start("--port", str(port))
+        result.is_killing = False
+
+
+async def _until_open(session: aiohttp.ClientSession, gateways: Sequence[_Program]) -> None:
+    """Until every gateway sends requests to all replicas again, with limits that are shared."""
     async with asyncio.timeout(START_S):
-        while True:
-            async with session.get(f"{url}/ready") as answer:
-                body = await answer.json()
-                if body.get("replicas", 0) >= count:
-                    return
-            await asyncio.sleep(0.05)
+        for gateway in gateways:
+            while not await _is_open(session, gateway.url):
+                await asyncio.sleep(0.05)
+
+
+async def _is_open(session: aiohttp.ClientSession, url: str) -> bool:
+    try:
+        async with session.get(f"{url}/ready") as answer:
+            if (await answer.json()).get("replicas", 0) < _NUM_REPLICAS:
+                return False
+        async with session.get(f"{url}/v1/fleet") as answer:
+            return bool((await answer.json())["limits"]["scope"] == "shared")
+    except aiohttp.ClientError:
+        return False
 
 
 async def _client(
-    session: aiohttp.ClientSession, url: str, number: int, is_over: asyncio.Event, result: DrillResult
+    session: aiohttp.ClientSession,
+    gateways: Sequence[_Program],
+    number: int,
+    is_over: asyncio.Event,
+    result: DrillResult,
 ) -> None:
-    count = 0
+    """Asks one gateway, and the next one when that is gone."""
+    count, at = 0, number
     while not is_over.is_set():
         count += 1
         prompt = f"client {number}, request {count}"
-        problem = await _stream(session, url, prompt, result)
+        problem = await _stream(session, gateways[at % len(gateways)].url, prompt, result)
+        if problem.startswith("cut off") and result.is_killing:
+            result.num_cut += 1
+            at += 1
+            problem = await _stream(session, gateways[at % len(gateways)].url, prompt, result)
         if problem == "refused":
             result.num_refused += 1
             await asyncio.sleep(0.2)

@@ -55,6 +55,8 @@ class FaultyProxy:
                 inner_writer.transport.abort()
         except OSError:
             pass  # The server is away: the client sees its connection end.
+        except asyncio.CancelledError:
+            pass  # The drill ends; asyncio's streams would print the cancellation of their callback.
         finally:
             self._connections.discard(task)
             writer.transport.abort() if self.fault else writer.close()

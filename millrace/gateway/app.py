@@ -18,6 +18,7 @@ from millrace.gateway.membership import FILE, expire_leases, follow_dns, follow_
 from millrace.gateway.settings import GatewaySettings, ReplicaSettings, read_fleet
 from millrace.gateway.state import STATE, GatewayState
 from millrace.gateway.upstream import new_session
+from millrace.model_router.router import AUTO
 from millrace.serve.api_routes import ERROR_BODIES, error_body_for
 from millrace.serve.app import BACKLOG, CLOSE_GRACE_S, KEEP_ALIVE_S, allow_many_connections, listening_socket
 from millrace.serve.http.app_keys import REQUEST_ID
@@ -61,6 +62,7 @@ def build_app(state: GatewayState, fleet_file: Path | None = None) -> web.Applic
     get("/ready", routes_fleet.ready)
     get("/metrics", routes_fleet.metrics)
     get("/v1/models", routes_fleet.list_models)
+    get(f"/v1/models/{AUTO}", routes_fleet.show_auto)
     for path in ("/v1/files", "/v1/batches", "/v1/requests"):
         get(path, routes_fleet.merged_list)
     get("/v1/requests/{request_id}/explain", routes_fleet.explain)

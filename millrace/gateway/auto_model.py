@@ -43,24 +43,29 @@ class AutoModel:
         body, settings = sender.facts.body, self.settings
         await self._know(tenant)
         decision = self._router.decide(body, tenant, self._clock())
-        available = {name for one in self._fleet.open_replicas() for name in one.models}
+        if decision.is_cascade and decision.model in self._models():
+            decision = await self._cascaded(sender, tenant, decision)
+        available = self._models()
         other = settings.small if decision.model == settings.large else settings.large
         if decision.model not in available and other in available:
             why = f"{decision.reason} No replica has {decision.model!r} now, so {other!r} answers."
-            decision = msgspec.structs.replace(decision, model=other, reason=why, is_cascade=False)
-        elif decision.is_cascade:
-            probabilities = await self._probe(sender, tenant)
-            if probabilities:
-                decision = self._router.after_answer(decision, probabilities, tenant, self._clock())
-            else:
-                why = (
-                    f"{decision.reason} The small model's confidence could not be read, so {settings.large!r} answers."
-                )
-                decision = msgspec.structs.replace(decision, model=settings.large, reason=why, is_cascade=False)
+            decision = msgspec.structs.replace(decision, model=other, reason=why)
         sender.record.model_choice = decision
         counts = self.tenants.setdefault(tenant, {}) if tenant in self.tenants or len(self.tenants) < 10_000 else {}
         counts[decision.model] = counts.get(decision.model, 0) + 1
         return decision
+
+    async def _cascaded(self, sender: Sender, tenant: str, decision: Decision) -> Decision:
+        """After the small model was asked for its first tokens."""
+        probabilities = await self._probe(sender, tenant)
+        if probabilities:
+            return self._router.after_answer(decision, probabilities, tenant, self._clock())
+        large = self.settings.large
+        why = f"{decision.reason} Its confidence could not be read, so {large!r} answers."
+        return msgspec.structs.replace(decision, model=large, reason=why, is_cascade=False)
+
+    def _models(self) -> set[str]:
+        return {name for one in self._fleet.open_replicas() for name in one.models}
 
     async def spent(self, tenant: str, model: str, num_tokens: int) -> None:
         """A request has ended."""

@@ -26,6 +26,7 @@ from millrace.serve.tenancy.owner import is_operator, owner_of
 
 _LIST_TIMEOUT_S = 10.0
 _SHOWN_ROUTES = 50
+_AUTO_ENTRY = {"id": AUTO, "object": "model", "created": 0, "owned_by": "millrace"}
 _MAX_SETTINGS_BYTES = 1 << 16
 
 
@@ -60,8 +61,15 @@ async def list_models(request: web.Request) -> web.StreamResponse:
     if not merged and request.app[STATE].fleet.open_replicas():
         return await pass_on(request)
     if state.auto is not None:
-        merged.setdefault(AUTO, {"id": AUTO, "object": "model", "created": 0, "owned_by": "millrace"})
+        merged.setdefault(AUTO, _AUTO_ENTRY)
     return json_answer(request, {"object": "list", "data": list(merged.values())})
+
+
+async def show_auto(request: web.Request) -> web.StreamResponse:
+    """The model that stands for the router's choice."""
+    if request.app[STATE].auto is None:
+        return await pass_on(request)
+    return json_answer(request, _AUTO_ENTRY)
 
 
 async def merged_list(request: web.Request) -> web.Response:

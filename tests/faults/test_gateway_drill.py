@@ -10,7 +10,7 @@ from helpers.gateways import gateway_over
 from helpers.waiting import until
 
 from millrace.bench.gateway.null_replica import NullReplica, answer_text
-from millrace.faults.gateway_drill import drill
+from millrace.faults.gateway_drill import GATEWAY_KINDS, drill
 from millrace.faults.proxy import FaultyProxy
 from millrace.gateway.settings import ReplicaSettings
 
@@ -18,15 +18,12 @@ pytestmark = pytest.mark.live
 
 
 def test_no_stream_is_lost_and_no_token_wrong() -> None:
-    result = asyncio.run(drill(0.0, 8, 1, ("kill", "stop", "drop", "corrupt")))
+    """A short soak: each fault once, and a second kill."""
+    kinds = ("kill", "stop", "drop", "corrupt", *GATEWAY_KINDS)
+    result = asyncio.run(drill(0.0, 4, 1, kinds, num_kills=2))
     assert result.failures() == []
     assert result.num_right > 0
-    assert {kind: result.num_faults[kind] for kind in ("kill", "stop", "drop", "corrupt")} == {
-        "kill": 1,
-        "stop": 1,
-        "drop": 1,
-        "corrupt": 1,
-    }
+    assert {kind: result.num_faults[kind] for kind in kinds} == {**dict.fromkeys(kinds, 1), "kill": 2}
 
 
 @pytest.mark.parametrize("fault", ["drop", "corrupt"])

@@ -53,6 +53,7 @@ def test_classifier_sends_easy_to_small_and_hard_to_large(file: str) -> None:
             assert (small.bodies[0]["model"], large.bodies[0]["model"]) == ("small", "large")
             listed = (await gateway.get("/v1/models"))[1]["data"]
             assert {one["id"] for one in listed} == {"auto", "small", "large"}
+            assert (await gateway.get("/v1/models/auto"))[0] == 200
             fleet = (await gateway.get("/v1/fleet"))[1]
             assert fleet["budgets"] == [
                 {"tenant": "", "per_hour": None, "left": None, "requests": {"small": 1, "large": 1}}
@@ -85,6 +86,19 @@ def test_model_that_nobody_has_is_not_chosen(file: str) -> None:
             status, body = await chat(gateway, HARD.format("it"), headers={"X-Request-Id": "mine"})
             assert (status, body["model"]) == (200, "small")
             told = (await gateway.get("/v1/requests/mine/explain"))[1]["gateway"]["model"]["reason"]
+            assert told.endswith("No replica has 'large' now, so 'small' answers.")
+
+    asyncio.run(check())
+
+
+def test_cascade_without_its_large_model_keeps_the_small_one() -> None:
+    async def check() -> None:
+        small = NullReplica(model="small", confidence=0.3)
+        async with gateway_over(small, router=RouterSettings("small", "large", min_confidence=0.6)) as gateway:
+            status, body = await chat(gateway, "hi", headers={"X-Request-Id": "mine"})
+            assert (status, body["model"]) == (200, "small")
+            told = (await gateway.get("/v1/requests/mine/explain"))[1]["gateway"]["model"]["reason"]
+            assert "less than 0.60" in told
             assert told.endswith("No replica has 'large' now, so 'small' answers.")
 
     asyncio.run(check())
