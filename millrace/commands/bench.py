@@ -52,7 +52,7 @@ examples:
   millrace bench front --streams 64,512,2048             fronts over a null engine: tokens/s, µs of CPU per token
   millrace bench front --fronts 1,2 --streams 512        the same with one front and with two
   millrace bench gateway --streams 256                   a gateway over null replicas: added latency, tokens/s,
-                                                         hit rates per policy
+                                                         hit rates per policy; --svg FILE draws them
   millrace bench smooth                                  streams beside a long prompt, a small tenant beside 60 streams:
                                                          about two minutes; longer with --rounds 4 --seconds 30
   millrace bench replay --step-log steps.log             run the steps of `serve --step-log` again, compare tokens
@@ -214,23 +214,31 @@ def _bench_front(args: argparse.Namespace) -> int:
 def _bench_gateway(args: argparse.Namespace) -> int:
     import uvloop
 
-    from millrace.bench.gateway.run import (
+    from millrace.bench.gateway.policies import (
         CACHED_TOKENS,
+        PROMPT_TOKENS_PER_S,
         TRACE_CACHED_TOKENS,
-        GatewayBench,
+        TRACE_PROMPT_TOKENS_PER_S,
         conversations,
+        plot,
         policy_figures,
         read_trace,
     )
+    from millrace.bench.gateway.run import GatewayBench
 
     figures: list[Figure] = []
     for streams in numbers("--streams", args.streams or "256"):
         bench = GatewayBench(num_streams=streams, num_tokens=args.tokens, seconds=args.seconds or 5.0)
         figures += uvloop.run(bench.run())
     if args.trace is not None:
-        figures += policy_figures(read_trace(args.trace, _POLICY_REPLICAS), TRACE_CACHED_TOKENS)
+        traffic = read_trace(args.trace, _POLICY_REPLICAS)
+        figures += policy_figures(traffic, TRACE_CACHED_TOKENS, TRACE_PROMPT_TOKENS_PER_S)
     else:
-        figures += policy_figures(conversations(_POLICY_REPLICAS, args.requests), CACHED_TOKENS)
+        traffic = conversations(_POLICY_REPLICAS, args.requests)
+        figures += policy_figures(traffic, CACHED_TOKENS, PROMPT_TOKENS_PER_S)
+    if args.svg is not None:
+        name = args.trace.name if args.trace is not None else "made-up conversations"
+        args.svg.write_text(plot(figures, f"{len(traffic)} requests of {name}, {_POLICY_REPLICAS} replicas"))
     return _print_figures(
         figures, "A gateway over null replicas, and policies on one traffic", "gateway", as_json=args.json
     )

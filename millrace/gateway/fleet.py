@@ -69,6 +69,7 @@ class Fleet:
                 matched_tokens=min(asked.prompt_tokens, self.prefixes.matched_tokens(one.name, asked.chain)),
                 has_model=one.models.get(asked.model, True),
                 region=one.settings.region,
+                tokens_per_s=one.load.tokens_per_s,
             )
             for one in able
         )

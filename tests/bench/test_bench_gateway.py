@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 
 from millrace.bench.errors import BenchError
-from millrace.bench.gateway.run import CACHED_TOKENS, GatewayBench, conversations, policy_figures, read_trace
+from millrace.bench.gateway.policies import (
+    BALANCE,
+    CACHED_TOKENS,
+    FIRST_P99,
+    HITS,
+    PROMPT_TOKENS_PER_S,
+    conversations,
+    plot,
+    policy_figures,
+    read_trace,
+)
+from millrace.bench.gateway.run import GatewayBench
 
 
 @pytest.mark.live
@@ -24,9 +35,17 @@ def test_figures_of_a_small_run() -> None:
 
 
 def test_prefix_policy_finds_more_than_round_robin() -> None:
-    figures = list(policy_figures(conversations(4, 1500), CACHED_TOKENS))
-    hits = {one.workload: one.value for one in figures if one.metric == "prompt tokens cached"}
-    assert hits["prefix"] >= 1.3 * hits["round-robin"]
+    figures = list(policy_figures(conversations(4, 1500), CACHED_TOKENS, PROMPT_TOKENS_PER_S))
+    by_metric = {
+        metric: {one.workload: one.value for one in figures if one.metric == metric}
+        for metric in (HITS, FIRST_P99, BALANCE)
+    }
+    assert by_metric[HITS]["prefix"] >= 1.3 * by_metric[HITS]["round-robin"]
+    assert by_metric[FIRST_P99]["prefix"] <= by_metric[FIRST_P99]["round-robin"]
+    drawn = plot(figures, "policies & caches")
+    assert drawn.startswith("<svg")
+    assert "policies &amp; caches" in drawn
+    assert drawn.count("<rect") == 1 + 2 * len(by_metric[HITS])
 
 
 def test_trace_of_mooncake_is_read(tmp_path: Path) -> None:

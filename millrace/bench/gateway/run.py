@@ -1,33 +1,22 @@
-"""What a gateway adds over null replicas: time to the first token, tokens per second; and hit rates per policy."""
+"""What a gateway adds over null replicas: time to the first token, tokens per second."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import random
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
-import msgspec
 
 from millrace.bench.errors import BenchError
 from millrace.bench.figures import Figure, percentile
 from millrace.bench.gateway.null_replica import MODEL
-from millrace.gateway.routing.candidates import CHUNK_TOKENS, Asked, Candidate, Choice, Moment
-from millrace.gateway.routing.decisions import Decision
-from millrace.gateway.routing.policies import POLICIES
-from millrace.gateway.routing.replay import replay
 
-CACHED_TOKENS = 160_000
-"""Prompt tokens that a replica keeps, for made-up conversations."""
-TRACE_CACHED_TOKENS = 2_000_000
-_TRACE_BLOCK = 512
-_OUTPUT_S, _PROMPT_S = 0.008, 1 / 5000
 _START_S = 60.0
 _FIRST_TOKENS = 300
 """Requests whose time to the first token is measured, one at a time, directly and through the gateway in turn."""
@@ -125,70 +114,3 @@ async def _until_ready(session: aiohttp.ClientSession, url: str, count: int) -> 
                 if (await answer.json()).get("replicas", 0) >= count:
                     return
             await asyncio.sleep(0.05)
-
-
-# ── hit rates ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def conversations(num_replicas: int, num_requests: int, seed: int = 0) -> list[Decision]:
-    """Made-up traffic: conversations of several turns that begin with one of a few system prompts. Each turn sends all
-    that was said before."""
-    draw, found = random.Random(seed), []
-    open_ones: list[list[str]] = []
-    candidates = tuple(Candidate(f"r{number}") for number in range(num_replicas))
-    now = 0.0
-    for number in range(num_requests):
-        now += draw.expovariate(40.0)
-        if len(open_ones) < 60 or draw.random() < 0.15:
-            system = draw.choices(range(8), weights=[1 / (rank + 1) for rank in range(8)])[0]
-            open_ones.append([f"system {system} {chunk}" for chunk in range(24)])
-        chain = draw.choice(open_ones)
-        chain += [f"turn {number} {chunk}" for chunk in range(draw.randint(1, 12))]
-        asked = Asked(f"{number}", MODEL, len(chain) * CHUNK_TOKENS, draw.randint(16, 256), tuple(chain))
-        moment = Moment(number, draw.random())
-        found.append(Decision(now, "", asked, moment, candidates, Choice("", "")))
-        if len(chain) > 160:
-            open_ones.remove(chain)
-    return found
-
-
-class _TraceLine(msgspec.Struct):
-    """A line of Mooncake's published traces."""
-
-    timestamp: float
-    """Milliseconds."""
-    input_length: int
-    output_length: int
-    hash_ids: list[int]
-    """One per 512 tokens; equal ids mean an equal prefix."""
-
-
-def read_trace(path: Path, num_replicas: int) -> list[Decision]:
-    candidates = tuple(Candidate(f"r{number}") for number in range(num_replicas))
-    draw, found = random.Random(0), []
-    per_id = _TRACE_BLOCK // CHUNK_TOKENS
-    try:
-        lines = [msgspec.json.decode(line, type=_TraceLine) for line in path.read_bytes().splitlines()]
-    except OSError as error:
-        raise BenchError(f"Cannot read {path}: {error.strerror}.") from error
-    except msgspec.DecodeError as error:
-        raise BenchError(f"{path} is not a trace of Mooncake's form: {error}") from error
-    for number, line in enumerate(lines):
-        chain = tuple(f"{one}.{part}" for one in line.hash_ids for part in range(per_id))
-        asked = Asked(f"{number}", MODEL, line.input_length, line.output_length, chain)
-        found.append(
-            Decision(line.timestamp / 1e3, "", asked, Moment(number, draw.random()), candidates, Choice("", ""))
-        )
-    return found
-
-
-def policy_figures(decisions: list[Decision], cached_tokens: int) -> Iterator[Figure]:
-    """Each policy on the same traffic. A replica keeps `cached_tokens` of prompts, computes 5,000 prompt tokens per
-    second and takes 8 ms per token of output."""
-    lasted = {
-        one.asked.id: one.asked.output_tokens * _OUTPUT_S + one.asked.prompt_tokens * _PROMPT_S for one in decisions
-    }
-    for policy in POLICIES:
-        if policy in ("session", "model", "nearest"):  # This traffic names no sessions, models or regions.
-            continue
-        result = replay(decisions, lasted, policy, cached_tokens // CHUNK_TOKENS)
-        yield Figure(policy, "prompt tokens cached", 100 * result.hit_rate, "%", result.num_requests)
-        yield Figure(policy, "busiest replica over mean", result.balance, "×", result.num_requests)

@@ -23,7 +23,7 @@ examples:
   millrace gateway replay routes.jsonl --policy least-tokens
       route the same requests by another policy and compare
 
-policies: round-robin, least-tokens, power-of-two, weighted, prefix, session, model, nearest"""
+policies: round-robin, least-tokens, power-of-two, weighted, prefix, least-time, session, model, nearest"""
 
 _OPTIONS: dict[str, tuple[type, str]] = {
     "host": (str, "address to listen on (default: 127.0.0.1)"),

@@ -41,6 +41,8 @@ class Candidate(msgspec.Struct, frozen=True):
     has_model: bool = True
     """True if the model is loaded there, not only known."""
     region: str = ""
+    tokens_per_s: float = 0.0
+    """What the replica's own model of its steps predicts for full ones; 0: not known."""
 
     @property
     def load(self) -> float:

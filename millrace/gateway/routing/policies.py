@@ -10,6 +10,8 @@ from millrace.errors import ConfigError
 from millrace.gateway.routing.candidates import Asked, Candidate, Choice, Moment
 
 MISSING_WEIGHT = 2
+ASSUMED_TOKENS_PER_S = 1000.0
+"""Where no replica has reported a speed."""
 SPILL_TOKENS = 8192
 """A preferred replica is passed over if it has this many more outstanding tokens than the least loaded one."""
 
@@ -75,6 +77,23 @@ class PrefixAware:
         )
 
 
+class LeastTime:
+    """Soonest done: outstanding tokens and those of this request that are not cached, at the speed that each replica
+    reports. Replicas of different machines need no weights."""
+
+    def choose(self, asked: Asked, candidates: Sequence[Candidate], moment: Moment) -> Choice:
+        known = [one.tokens_per_s for one in candidates if one.tokens_per_s > 0]
+        assumed = sum(known) / len(known) if known else ASSUMED_TOKENS_PER_S
+
+        def seconds(one: Candidate) -> float:
+            own = asked.prompt_tokens - one.matched_tokens + asked.output_tokens
+            return (one.outstanding_tokens + own) / ((one.tokens_per_s or assumed) * one.weight)
+
+        best = min(_rotated(candidates, moment), key=seconds)
+        speed = f"{best.tokens_per_s:.0f} tokens/s" if best.tokens_per_s else "a speed that it has not measured yet"
+        return Choice(best.name, f"done in {seconds(best):.2f} s at {speed}, {best.outstanding_tokens} outstanding")
+
+
 class SessionSticky:
     """Requests of a session go to one replica as long as it is there; only its share moves when a replica comes or
     goes (rendezvous hashing)."""
@@ -130,6 +149,7 @@ POLICIES: dict[str, type[Policy]] = {
     "power-of-two": PowerOfTwo,
     "weighted": Weighted,
     "prefix": PrefixAware,
+    "least-time": LeastTime,
     "session": SessionSticky,
     "model": ModelAware,
     "nearest": Nearest,

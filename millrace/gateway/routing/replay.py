@@ -32,6 +32,8 @@ class ReplayResult:
     matched_tokens: int = 0
     sent: Counter[str] = field(default_factory=Counter)
     """Tokens of work by replica."""
+    first_s: list[float] = field(default_factory=list)
+    """Modelled time to the first token of each request: a replica computes one prompt after the other."""
 
     @property
     def hit_rate(self) -> float:
@@ -55,13 +57,19 @@ def replay_log(path: Path, policy: str | None = None, max_chunks: int | None = N
 
 
 def replay(
-    decisions: list[Decision], lasted: dict[str, float], policy: str, max_chunks: int | None = None
+    decisions: list[Decision],
+    lasted: dict[str, float],
+    policy: str,
+    max_chunks: int | None = None,
+    prompt_s: float = 0.0,
 ) -> ReplayResult:
-    """`max_chunks`: how much of its prompts a replica keeps; by default everything."""
+    """`max_chunks`: how much of its prompts a replica keeps; by default everything. `prompt_s`: modelled seconds per
+    prompt token that is not cached."""
     chooser, result = policy_named(policy), ReplayResult(policy)
     prefixes = PrefixMap(max_chunks) if max_chunks is not None else PrefixMap()
     outstanding: Counter[str] = Counter()
     ends: list[tuple[float, str, int]] = []
+    free_at: dict[str, float] = {}
     for turn, decision in enumerate(decisions):
         asked = decision.asked
         while ends and ends[0][0] <= decision.at:
@@ -80,6 +88,9 @@ def replay(
         choice = chooser.choose(asked, candidates, msgspec.structs.replace(decision.moment, turn=turn))
         matched = next(one.matched_tokens for one in candidates if one.name == choice.replica)
         prefixes.sent_to(choice.replica, asked.chain)
+        begins = max(decision.at, free_at.get(choice.replica, 0.0))
+        free_at[choice.replica] = begins + (asked.prompt_tokens - matched) * prompt_s
+        result.first_s.append(free_at[choice.replica] - decision.at)
         work = asked.prompt_tokens - matched + asked.output_tokens
         outstanding[choice.replica] += work
         heapq.heappush(ends, (decision.at + lasted.get(asked.id, ASSUMED_S), choice.replica, work))
