@@ -31,7 +31,8 @@ from millrace.serve.tenancy.keyring import DIGEST_PREFIX, digest_of
 REPLICA_KINDS = ("kill", "stop", "drop", "corrupt", "silence", "delay")
 GATEWAY_KINDS = ("kill-gateway", "full-disk", "clock")
 KINDS = (*REPLICA_KINDS, *GATEWAY_KINDS)
-START_S = 60.0
+START_S = 120.0
+"""For a process to start, and for gateways to find every replica again."""
 RECOVERY_LIMIT_S = 60.0
 _NUM_REPLICAS = 3
 _NUM_GATEWAYS = 2
@@ -149,6 +150,7 @@ async def drill(
         clients = [
             asyncio.create_task(_client(session, gateways, number, is_over, result)) for number in range(num_clients)
         ]
+        stack.push_async_callback(_end, clients)
         end = time.monotonic() + seconds
         left = list(kinds)
         while left or time.monotonic() < end or result.num_faults["kill"] < num_kills:
@@ -170,6 +172,13 @@ async def _member(stack: AsyncExitStack) -> _Member:
     stack.push_async_callback(program.end)
     address = urlsplit(await program.start())
     return _Member(program, FaultyProxy(address.hostname or "", address.port or 0))
+
+
+async def _end(clients: list[asyncio.Task[None]]) -> None:
+    """Idempotent."""
+    for one in clients:
+        one.cancel()
+    await asyncio.gather(*clients, return_exceptions=True)
 
 
 async def _gateway(stack: AsyncExitStack, urls: list[str], folder: Path, number: int) -> _Program:
@@ -204,10 +213,13 @@ async def _disturb(gateway: _Program, kind: str, draw: random.Random, result: Dr
 
 async def _until_open(session: aiohttp.ClientSession, gateways: Sequence[_Program]) -> None:
     """Until every gateway sends requests to all replicas again, with limits that are shared."""
-    async with asyncio.timeout(START_S):
-        for gateway in gateways:
-            while not await _is_open(session, gateway.url):
-                await asyncio.sleep(0.05)
+    try:
+        async with asyncio.timeout(START_S):
+            for gateway in gateways:
+                while not await _is_open(session, gateway.url):
+                    await asyncio.sleep(0.05)
+    except TimeoutError:
+        raise BenchError(f"A gateway did not find all its replicas within {START_S:g} s; see its log above.") from None
 
 
 async def _is_open(session: aiohttp.ClientSession, url: str) -> bool:

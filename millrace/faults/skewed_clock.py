@@ -6,14 +6,14 @@ wall clock is set.
 
 from __future__ import annotations
 
+import runpy
 import signal
-import sys
 import time
 
 FORWARD_S, BACK_S = 3600.0, -7200.0
 
 
-def main() -> int:
+def main() -> None:
     true_time, offsets = time.time, [0.0]
 
     def jump(number: int, frame: object) -> None:
@@ -23,10 +23,8 @@ def main() -> int:
     signal.signal(signal.SIGUSR2, jump)
     time.time = lambda: true_time() + sum(offsets)
 
-    from millrace.cli import main as run_command
-
-    return run_command(sys.argv[1:])
+    runpy.run_module("millrace", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

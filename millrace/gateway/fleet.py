@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Collection
 
 from millrace.errors import ConfigError, EngineUnavailable
-from millrace.gateway.health import HealthLimits, slow_outliers
 from millrace.gateway.replica import MIN_TOKEN_SAMPLES, OpenAttempt, Replica
 from millrace.gateway.rollout.canary import Rollout
 from millrace.gateway.routing.candidates import Asked, Candidate, Moment
 from millrace.gateway.routing.decisions import Decision, DecisionLog, RequestRecord
+from millrace.gateway.routing.health import HealthLimits, slow_outliers
 from millrace.gateway.routing.policies import policy_named
 from millrace.gateway.routing.prefix_map import PrefixMap
 from millrace.gateway.settings import GatewaySettings, ReplicaSettings, replica_name

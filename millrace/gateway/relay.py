@@ -13,6 +13,7 @@ from millrace.errors import EngineUnavailable, MillraceError
 from millrace.gateway.fleet import NoReplica
 from millrace.gateway.foreign import continued_body, text_in
 from millrace.gateway.frames import AnswerId, FrameReader, before_passing_error, encode_received, has_data
+from millrace.gateway.limits.usage import UsageReader
 from millrace.gateway.replica import Replica
 from millrace.gateway.routing.decisions import Outcome
 from millrace.gateway.upstream import (
@@ -26,7 +27,6 @@ from millrace.gateway.upstream import (
     Sender,
     passed_headers,
 )
-from millrace.gateway.usage import UsageReader
 from millrace.serve.anthropic.write import stream_error
 from millrace.serve.http.connection import FrontProtocol
 from millrace.serve.http.error_bodies import error_body

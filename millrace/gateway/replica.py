@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from millrace.gateway.health import Health, HealthLimits
 from millrace.gateway.routing.candidates import Asked
+from millrace.gateway.routing.health import Health, HealthLimits
 from millrace.gateway.settings import ReplicaSettings, replica_name
 
 MIN_TOKEN_SAMPLES = 20

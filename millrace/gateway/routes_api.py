@@ -12,6 +12,7 @@ from aiohttp import web
 from millrace.errors import EngineUnavailable, MillraceError
 from millrace.gateway.auto_model import with_model
 from millrace.gateway.limits.limits import Held
+from millrace.gateway.limits.usage import UsageReader
 from millrace.gateway.relay import ClientGone, StreamRelay, outcome_of, refusal_answer, relay_whole
 from millrace.gateway.replica import Replica
 from millrace.gateway.routing.candidates import Asked
@@ -28,7 +29,6 @@ from millrace.gateway.upstream import (
     own_headers,
     passed_headers,
 )
-from millrace.gateway.usage import UsageReader
 from millrace.model_router.router import AUTO
 from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.http.body import read_body

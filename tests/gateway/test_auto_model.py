@@ -11,7 +11,7 @@ from helpers.gateways import GatewayUnderTest, gateway_over
 from helpers.waiting import until
 
 from millrace.bench.gateway.null_replica import NullReplica, answer_text
-from millrace.gateway.usage import UsageReader
+from millrace.gateway.limits.usage import UsageReader
 from millrace.model_router.classifier import save, train
 from millrace.model_router.features import features_of
 from millrace.model_router.router import RouterSettings

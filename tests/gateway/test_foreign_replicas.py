@@ -10,8 +10,8 @@ from aiohttp import web
 from helpers.gateways import gateway_over
 
 from millrace.gateway.foreign import continued_body, read_report
-from millrace.gateway.health import HealthLimits
 from millrace.gateway.replica import Replica
+from millrace.gateway.routing.health import HealthLimits
 from millrace.gateway.settings import ReplicaKind, ReplicaSettings
 
 WORDS = [f" word{number}" for number in range(12)]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from millrace.gateway.fleet import Fleet
-from millrace.gateway.health import FIRST_SHARE, Health, HealthLimits, slow_outliers
 from millrace.gateway.replica import OpenAttempt
 from millrace.gateway.routing.candidates import Asked
+from millrace.gateway.routing.health import FIRST_SHARE, Health, HealthLimits, slow_outliers
 from millrace.gateway.settings import GatewaySettings, ReplicaSettings
 
 LIMITS = HealthLimits(max_failures=3, eject_s=5.0, ramp_s=10.0)
