@@ -50,7 +50,7 @@ from millrace.run.runner import AnyRunner, Runner
 from millrace.run.sampling.processors import load_processor
 from millrace.run.settings import RunnerSettings
 from millrace.run.step_log import StepLog
-from millrace.sources.encoders.encoder_files import is_encoder
+from millrace.sources.encoders.families import is_encoder
 from millrace.sources.resolve import ModelFiles, resolve_model
 from millrace.version import __version__
 

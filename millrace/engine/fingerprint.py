@@ -20,6 +20,7 @@ from millrace.sources.gguf.reader import read_gguf
 
 SAMPLE_BYTES = 4096
 """Read at the start, in the middle and at the end of each tensor."""
+ONNX_PIECE_BYTES = 1 << 16
 _HEADER_LENGTH = struct.Struct("<Q")
 
 Span = tuple[int, int]
@@ -57,7 +58,7 @@ def _compute(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        header_end, tensors = _gguf_layout(path, size) if path.suffix == ".gguf" else _safetensors_layout(path)
+        header_end, tensors = _layout(path, size)
         for start, end in _samples(header_end, tensors):
             digest.update(os.pread(file.fileno(), end - start, start))
     digest.update(str(size).encode())
@@ -73,6 +74,14 @@ def _samples(header_end: int, tensors: Iterable[Span]) -> Iterator[Span]:
         middle = (first + end - SAMPLE_BYTES) // 2
         for start in (first, middle, end - SAMPLE_BYTES):
             yield start, start + SAMPLE_BYTES
+
+
+def _layout(path: Path, size: int) -> tuple[int, list[Span]]:
+    if path.suffix == ".gguf":
+        return _gguf_layout(path, size)
+    if path.suffix == ".onnx":  # Header and tensors are mixed: pieces of one length stand for tensors.
+        return 0, [(first, min(first + ONNX_PIECE_BYTES, size)) for first in range(0, size, ONNX_PIECE_BYTES)]
+    return _safetensors_layout(path)
 
 
 def _safetensors_layout(path: Path) -> tuple[int, list[Span]]:

@@ -9,6 +9,7 @@ from millrace.sources.hf_config import read_json_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ONNX = "model.onnx"
 DRAFTER_TORCH_FILES = ("medusa_lm_head.pt", "pytorch_model.bin")
 """Files of drafters that are read as named tensors, if there is no safetensors file."""
 _PICKLED_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -25,6 +26,18 @@ def find_weights(folder: Path) -> tuple[Path, ...]:
         return tuple(others)
     listed = ", ".join(path.name for path in others[:4])
     raise ModelError(f"{folder} has several safetensors files ({listed}) but no {INDEX}; download that file too.")
+
+
+def find_onnx(folder: Path) -> Path | None:
+    """The ONNX file of a directory: the unquantised one if there is one, also in the folder `onnx`."""
+    for place in (folder, folder / "onnx"):
+        if (place / ONNX).is_file():
+            return place / ONNX
+    found = sorted([*folder.glob("*.onnx"), *(folder / "onnx").glob("*.onnx")])
+    if len(found) > 1:
+        listed = ", ".join(path.name for path in found[:4])
+        raise ModelError(f"{folder} has several ONNX files ({listed}); give the path of one of them.")
+    return found[0] if found else None
 
 
 def weight_map(folder: Path) -> dict[str, str]:

@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 from millrace.errors import ModelError
 from millrace.sources.download import Progress, fetch_known
+from millrace.sources.encoders.families import is_encoder
 from millrace.sources.gguf.config import config_from_gguf
 from millrace.sources.gguf.model import open_gguf_model
 from millrace.sources.hf_config import read_config
-from millrace.sources.hf_files import find_weights, has_pickled_weights
+from millrace.sources.hf_files import find_onnx, find_weights, has_pickled_weights
 from millrace.sources.hub import fetch, find_downloaded
 from millrace.sources.known_models import find_known
 from millrace.sources.library import find_local, is_downloaded, nearest_name
@@ -30,7 +31,7 @@ class ModelFiles:
 
     name: str
     """Default model name in the API."""
-    kind: Literal["gguf", "safetensors", "random"]
+    kind: Literal["gguf", "safetensors", "onnx", "random"]
     path: Path
     """The .gguf file, the directory, or the config file for random weights."""
     config: dict[str, Any]
@@ -109,6 +110,9 @@ def _from_gguf(path: Path, name: str) -> ModelFiles:
 def _from_file(path: Path) -> ModelFiles:
     if path.suffix == ".gguf":
         return _from_gguf(path, re.sub(r"-00001-of-\d{5}$", "", path.stem))
+    if path.suffix == ".onnx":
+        folder = path.parent if (path.parent / "config.json").is_file() else path.parent.parent
+        return _from_onnx(folder, path, folder.resolve().name)
     if path.suffix in _PICKLED:
         raise ModelError(
             f"{path} is a pickled file, which is refused because loading it can run arbitrary code."
@@ -116,7 +120,7 @@ def _from_file(path: Path) -> ModelFiles:
         )
     if path.suffix in (".safetensors", ".json"):
         raise ModelError(f"{path} is one file of a model; give its directory {path.parent} instead.")
-    raise ModelError(f"{path} is neither a .gguf file nor a model directory. Give one of them.")
+    raise ModelError(f"{path} is neither a .gguf or .onnx file nor a model directory. Give one of them.")
 
 
 def _from_directory(path: Path, name: str = "") -> ModelFiles:
@@ -130,12 +134,27 @@ def _from_directory(path: Path, name: str = "") -> ModelFiles:
     if ggufs:
         listed = ", ".join(item.name for item in ggufs)
         raise ModelError(f"{path} contains {len(ggufs)} GGUF models ({listed}); give the path of one of them.")
+    onnx = find_onnx(path)
+    if onnx is not None:
+        return _from_onnx(path, onnx, name)
     if has_pickled_weights(path):
         raise ModelError(
             f"{path} has only pickled weights, which are refused because loading them can run arbitrary code."
             " Convert the model to safetensors or GGUF."
         )
-    raise ModelError(f"{path} has no .safetensors or .gguf files, so it is not a model directory. Give another path.")
+    raise ModelError(
+        f"{path} has no .safetensors, .gguf or .onnx files, so it is not a model directory. Give another path."
+    )
+
+
+def _from_onnx(folder: Path, weights: Path, name: str) -> ModelFiles:
+    config = read_config(folder / "config.json")
+    if not is_encoder(config):
+        raise ModelError(
+            f"{weights} belongs to a {config.get('model_type')!r} model; only encoders are read from ONNX files."
+            " Give the safetensors or GGUF files of this model."
+        )
+    return ModelFiles(name, "onnx", folder, config, (weights,))
 
 
 def _gguf_choices(path: Path) -> list[Path]:

@@ -158,8 +158,8 @@ def test_paths_that_are_no_model(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     folder = make_directory(tmp_path / "m", config=None)
     cases = {
-        "empty": "has no .safetensors or .gguf files",
-        "notes.txt": "neither a .gguf file nor a model directory",
+        "empty": r"has no \.safetensors, \.gguf or \.onnx files",
+        "notes.txt": "neither a .gguf or .onnx file nor a model directory",
         "absent.gguf": "no file or directory",
         "m": r"There is no config.json in",
         "m/model.safetensors": "give its directory",

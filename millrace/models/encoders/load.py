@@ -19,7 +19,9 @@ from millrace.models.encoders.encoder import (
 )
 from millrace.models.encoders.heads import Head, PooledVectors, TextLogits, TokenLogits
 from millrace.models.encoders.spec import EncoderSpec, encoder_spec
+from millrace.models.weights.onnx_weights import OnnxWeights
 from millrace.models.weights.safetensors_weights import SafetensorsWeights
+from millrace.models.weights.source import WeightSource
 from millrace.sources.encoders.encoder_files import DenseModule, EncoderFiles, encoder_files
 from millrace.sources.resolve import ModelFiles
 
@@ -32,19 +34,25 @@ class LoadedEncoder:
 
 
 def load_encoder(files: ModelFiles, *, device: torch.device, dtype: torch.dtype) -> LoadedEncoder:
-    if files.kind != "safetensors":
-        raise ModelError(f"{files.path}: encoders are loaded from safetensors only. Give a directory with such files.")
+    if files.kind not in ("safetensors", "onnx"):
+        raise ModelError(f"{files.path}: encoders need safetensors or ONNX files. Give a directory with them.")
     described = encoder_files(files.path, files.config)
-    source = _Tensors(SafetensorsWeights(files.path, files.weights, files.config), device, dtype)
+    source = _Tensors(_open(files), device, dtype)
     spec = encoder_spec(files.config, frozenset(source.names))
     body = _Body(source, spec)
     return LoadedEncoder(Encoder(spec, body.weights()), _head(body, described), described)
 
 
+def _open(files: ModelFiles) -> WeightSource:
+    if files.kind == "onnx":
+        return OnnxWeights(files.weights[0])
+    return SafetensorsWeights(files.path, files.weights, files.config)
+
+
 class _Tensors:
     """Tensors by name, checked against the shape that the config asks for."""
 
-    def __init__(self, source: SafetensorsWeights, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, source: WeightSource, device: torch.device, dtype: torch.dtype) -> None:
         self._source, self._device, self._dtype = source, device, dtype
         # TensorFlow's names of a norm's parts, which old checkpoints have.
         self.names = {

@@ -15,6 +15,6 @@ def is_trained_to_embed(files: ModelFiles) -> bool:
         metadata = open_gguf_model(files.path).metadata
         if metadata.get(f"{metadata.get('general.architecture')}.pooling_type"):
             return True
-    if files.kind == "safetensors" and any((files.path / name).is_file() for name in _MARKERS):
+    if files.kind in ("safetensors", "onnx") and any((files.path / name).is_file() for name in _MARKERS):
         return True
     return "embed" in files.name.lower()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from millrace.errors import ModelError
+from millrace.sources.encoders.families import is_encoder
 from millrace.sources.resolve import ModelFiles
 
 EncoderTask = Literal["embed", "classify", "tag"]
@@ -20,10 +21,6 @@ EncoderTask = Literal["embed", "classify", "tag"]
 PoolingMode = Literal["cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 ScoreActivation = Literal["sigmoid", "softmax", "identity"]
 
-ENCODER_TYPES = frozenset(
-    {"bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet", "modernbert", "nomic_bert", "new", "gte"}
-)
-"""Values of `model_type` in config.json that name an encoder."""
 _OFFSET_TYPES = frozenset({"roberta", "xlm-roberta", "camembert", "mpnet"})
 """Their position tables begin after the padding token's id."""
 _TASKS: tuple[tuple[str, EncoderTask], ...] = (
@@ -94,14 +91,9 @@ class EncoderFiles:
         return self.task == "classify" and len(self.labels) == 1
 
 
-def is_encoder(config: Mapping[str, Any]) -> bool:
-    """True if config.json describes a model that reads a whole text at once, in both directions."""
-    return config.get("model_type") in ENCODER_TYPES and not config.get("is_decoder")
-
-
 def read_encoder(files: ModelFiles) -> EncoderFiles | None:
     """None for a model that writes text and has no module files. With them, a decoder is an embedder too."""
-    folder = files.path if files.kind == "safetensors" else files.path.parent
+    folder = files.path if files.kind in ("safetensors", "onnx") else files.path.parent
     if is_encoder(files.config):
         return encoder_files(folder, files.config)
     modules = _json(folder / "modules.json", list) if files.kind == "safetensors" else None
