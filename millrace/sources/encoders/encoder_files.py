@@ -66,6 +66,20 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True)
+class PairForm:
+    """A reranker that reads one text made of both, as the section `millrace` of config.json says."""
+
+    text: str
+    """With {query} and {document}."""
+    label: int
+    """Index of the class whose probability is the score."""
+
+    def joined(self, query: str, document: str) -> str:
+        before, _, after = self.text.partition("{document}")
+        return before.replace("{query}", query) + document + after.replace("{query}", query)
+
+
+@dataclass(frozen=True, slots=True)
 class EncoderFiles:
     task: EncoderTask
     max_tokens: int
@@ -82,13 +96,15 @@ class EncoderFiles:
     lower_case: bool = False
     is_decoder: bool = False
     """True for a model that also writes text."""
+    pair: PairForm | None = None
+    """Of a classifier that ranks with one of its classes; None: a cross-encoder with one logit, or no reranker."""
     has_modules: bool = True
     """False if no module files say how states become vectors, so that defaults hold."""
 
     @property
     def ranks(self) -> bool:
-        """True for a cross-encoder: one logit for two texts."""
-        return self.task == "classify" and len(self.labels) == 1
+        """True for a cross-encoder: one logit for two texts, or one class that says how relevant a document is."""
+        return self.task == "classify" and (len(self.labels) == 1 or self.pair is not None)
 
 
 def read_encoder(files: ModelFiles) -> EncoderFiles | None:
@@ -105,7 +121,8 @@ def encoder_files(folder: Path, config: Mapping[str, Any]) -> EncoderFiles:
     max_tokens = _max_tokens(folder, config)
     if task != "embed":
         labels = _labels(config)
-        return EncoderFiles(task, max_tokens, labels=labels, activation=_activation(config, len(labels)))
+        pair = _pair(config, labels) if task == "classify" else None
+        return EncoderFiles(task, max_tokens, labels=labels, activation=_activation(config, len(labels)), pair=pair)
     modules = _json(folder / "modules.json", list)
     if modules is None:
         return EncoderFiles(task, max_tokens, has_modules=False)
@@ -185,6 +202,19 @@ def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
     if isinstance(names, dict) and names:
         return tuple(str(names[key]) for key in sorted(names, key=int))
     return tuple(f"LABEL_{index}" for index in range(int(config.get("num_labels") or 2)))
+
+
+def _pair(config: Mapping[str, Any], labels: tuple[str, ...]) -> PairForm | None:
+    own = config.get("millrace") or {}
+    text, label = own.get("pair_text"), own.get("relevant_label")
+    if text is None and label is None:
+        return None
+    if label not in labels or any(str(text).count(part) != 1 for part in ("{query}", "{document}")):
+        raise ModelError(
+            "The section 'millrace' of config.json needs pair_text, with {query} and {document} once each, and"
+            f" relevant_label, one of {', '.join(labels)}; it has {text!r} and {label!r}."
+        )
+    return PairForm(str(text), labels.index(label))
 
 
 def _activation(config: Mapping[str, Any], num_labels: int) -> ScoreActivation:
