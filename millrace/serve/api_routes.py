@@ -14,7 +14,7 @@ from millrace.serve.describe import routes_info as info
 from millrace.serve.describe import routes_kv, routes_load, routes_stats, routes_steps
 from millrace.serve.describe import routes_models as models
 from millrace.serve.describe import routes_requests as requests
-from millrace.serve.encode import classify, rerank, score
+from millrace.serve.encode import classify, cohere_embed, rerank, score
 from millrace.serve.generate.work import Prepare
 from millrace.serve.http.error_bodies import error_body
 from millrace.serve.ollama import embed as ollama_embed
@@ -42,6 +42,7 @@ POST: dict[str, Handler] = {
     "/v1/chat/completions/{completion_id}": stored_chat.update,
     "/v1/completions": openai.completions,
     "/v1/embeddings": openai_embeddings.embeddings,
+    **dict.fromkeys(("/v1/embed", "/v2/embed"), cohere_embed.embed),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), rerank.rerank),
     **dict.fromkeys(("/v1/score", "/score"), score.score),
     **dict.fromkeys(("/v1/classify", "/classify"), classify.classify),

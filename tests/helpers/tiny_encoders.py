@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 WORDS = "the a sea sky is blue red fish swims in water dog cat runs far away what colour has two sun moon".split()
 TOKENS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS, *"abcdefghijklmnopqrstuvwxyz"]
@@ -74,6 +74,7 @@ def write_tokenizer(folder: Path) -> None:
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
         special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
+    tokenizer.decoder = decoders.WordPiece()
     tokenizer.save(str(folder / "tokenizer.json"))
     roles = {f"{role}_token": f"[{role.upper()}]" for role in ("pad", "unk", "cls", "sep", "mask")}
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 10**30, **roles}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 
 import numpy as np
@@ -93,3 +94,20 @@ def test_tokens_are_classified(tmp_path: Path) -> None:
     best = make_model("roberta", kind, num_labels=3)(ids).logits[0].argmax(-1).tolist()
     assert [token.token_id for token in found.tokens] == ids[0].tolist()
     assert [token.label for token in found.tokens] == [f"LABEL_{index}" for index in best]
+
+
+def test_a_classifier_ranks_by_the_class_and_the_text_that_its_files_name(tmp_path: Path) -> None:
+    folder = save_encoder(tmp_path / "m", "bert", "ForSequenceClassification", num_labels=2)
+    config = json.loads((folder / "config.json").read_text())
+    config["millrace"] = {"pair_text": "what {query} sea {document}", "relevant_label": "LABEL_1"}
+    (folder / "config.json").write_text(json.dumps(config))
+    documents = ["blue", "the dog runs far away", "moon"]
+    model = make_model("bert", "ForSequenceClassification", num_labels=2)
+    scores = []
+    for document in documents:
+        ids = encoded(folder, f"what two fish sea {document}")[0]
+        scores.append(float(torch.softmax(model(ids).logits[0], -1)[1]))
+    with opened(folder) as llm:
+        ranked = llm.rerank("two fish", documents)
+    assert [one.index for one in ranked] == np.argsort(scores)[::-1].tolist()
+    np.testing.assert_allclose([one.score for one in ranked], sorted(scores, reverse=True), atol=1e-5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_modules(save_encoder(root / "embedder"), "Pooling", "Normalize", prompts={"query": "what is "})
     save_encoder(root / "reranker", "bert", "ForSequenceClassification", num_labels=1)
     save_encoder(root / "classifier", "modernbert", "ForSequenceClassification", num_labels=3)
-    save_encoder(root / "judge", "bert", "ForSequenceClassification", num_labels=2)
-    config = json.loads((root / "judge" / "config.json").read_text())
-    config["millrace"] = {"pair_text": "what {query} sea {document}", "relevant_label": "LABEL_1"}
-    (root / "judge" / "config.json").write_text(json.dumps(config))
     save_encoder(root / "tagger", "distilbert", "ForTokenClassification", num_labels=3)
     (root / "writer").mkdir()
     return root
@@ -38,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[Served]:
-    sources = [str(folder / name) for name in ("embedder", "reranker", "classifier", "tagger", "judge")]
+    sources = [str(folder / name) for name in ("embedder", "reranker", "classifier", "tagger")]
     with serving(*sources, tiny_source(folder / "writer"), "--data-dir", str(folder / "data")) as server:
         yield server
 
@@ -92,6 +87,29 @@ def test_embeddings_are_those_of_the_model(served: Served, folder: Path) -> None
     np.testing.assert_allclose(vector, embedding(folder, texts[0]), atol=1e-5)
 
 
+def test_embeddings_in_coheres_form(served: Served, folder: Path) -> None:
+    texts = ["the sea is blue", "a dog runs"]
+    answer = post(served, "/v1/embed", model="embedder", texts=texts)
+    assert (answer["response_type"], answer["texts"]) == ("embeddings_floats", texts)
+    for vector, text in zip(answer["embeddings"], texts, strict=True):
+        np.testing.assert_allclose(vector, embedding(folder, text), atol=1e-5)
+    types = ["float", "base64", "binary", "ubinary"]
+    answer = post(
+        *(served, "/v2/embed"), model="embedder", texts=["the sea"], input_type="search_query", embedding_types=types
+    )
+    [vector], expected = answer["embeddings"]["float"], embedding(folder, "what is the sea")
+    np.testing.assert_allclose(vector, expected, atol=1e-5)
+    [coded] = answer["embeddings"]["base64"]
+    np.testing.assert_allclose(np.frombuffer(base64.b64decode(coded), "<f4"), expected, atol=1e-5)
+    [bits], [signed] = answer["embeddings"]["ubinary"], answer["embeddings"]["binary"]
+    assert bits == np.packbits(expected > 0).tolist() == [number + 128 for number in signed]
+    answer = post(served, "/v2/embed", model="embedder", texts=["sea"], input_type="search_document")
+    np.testing.assert_allclose(answer["embeddings"]["float"][0], embedding(folder, "sea"), atol=1e-5)
+    assert answer["meta"]["tokens"]["input_tokens"] == answer["meta"]["billed_units"]["input_tokens"] == 3
+    assert refused(served, "/v2/embed", model="embedder", texts=[LONG])["param"] == "texts"
+    post(served, "/v2/embed", model="embedder", texts=[LONG], truncate="END", output_dimension=8)
+
+
 def test_a_prompt_of_the_model_goes_before_the_text(served: Served, folder: Path) -> None:
     [data] = post(served, "/v1/embeddings", model="embedder", input="the sea", prompt_name="query")["data"]
     np.testing.assert_allclose(data["embedding"], embedding(folder, "what is the sea"), atol=1e-5)
@@ -120,21 +138,6 @@ def test_documents_are_ranked_by_the_cross_encoder(path: str, served: Served, fo
     )
     [best] = answer["results"]
     assert best["document"] == {"text": documents[int(np.argmax(scores))]}
-
-
-def test_a_classifier_ranks_by_the_class_and_the_text_that_its_files_name(served: Served, folder: Path) -> None:
-    documents = ["blue", "the dog runs far away", "moon"]
-    answer = post(served, "/v1/rerank", model="judge", query="two fish", documents=documents)
-    model = make_model("bert", "ForSequenceClassification", num_labels=2)
-    scores = []
-    for document in documents:
-        ids = encoded(folder, "judge", f"what two fish sea {document}").ids
-        scores.append(float(torch.softmax(model(torch.tensor([ids])).logits[0], -1)[1]))
-    found = {result["index"]: result["relevance_score"] for result in answer["results"]}
-    np.testing.assert_allclose([found[index] for index in range(3)], scores, atol=1e-5)
-    assert [result["index"] for result in answer["results"]] == np.argsort(scores)[::-1].tolist()
-    body = {"model": "judge", "query": "two fish", "documents": documents}
-    assert refused(served, "/v1/rerank", **body, max_tokens_per_doc=2)["param"] == "max_tokens_per_doc"
 
 
 def test_an_embedder_ranks_by_cosine(served: Served, folder: Path) -> None:
@@ -220,6 +223,7 @@ def test_requests_are_counted_and_explained(served: Served) -> None:
 
 def test_the_openapi_document_has_every_path(served: Served) -> None:
     _, document = served.request("GET", "/openapi.json")
-    for path in ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/v1/classify", "/classify"):
+    embeds, ranks = ("/v1/embed", "/v2/embed"), ("/v1/rerank", "/v2/rerank", "/rerank")
+    for path in (*embeds, *ranks, "/v1/score", "/score", "/v1/classify", "/classify"):
         assert "requestBody" in document["paths"][path]["post"], path
         assert document["paths"][path]["post"]["responses"]["200"]

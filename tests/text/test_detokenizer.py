@@ -137,10 +137,20 @@ def test_the_stand_in_streams() -> None:
     assert tokenizer.decode(ids) == "hé 256 299"
 
 
+@pytest.mark.parametrize("cleans", [True, False])
+def test_word_pieces_stream_as_their_decoder_writes_them(cleans: bool) -> None:
+    words = ["sea", "##side", "is", "##n", "'", "t", ",", ".", "don", "do not", "'s", "blue", "##"]
+    backend = Backend(WordLevel({word: index for index, word in enumerate(words)}, unk_token="sea"))
+    backend.decoder = decoders.WordPiece(cleanup=cleans)
+    tokenizer = Tokenizer(backend)
+    for ids in ([0, 1, 6, 2, 3, 4, 5, 11, 7], [0, 9, 11, 10, 0, 12, 7], [7, 0]):
+        assert "".join(streamed(tokenizer, ids, skip_special=True)) == tokenizer.decode(ids) == backend.decode(ids)
+
+
 def test_unsupported_decoder_is_refused() -> None:
     backend = Backend(WordLevel({"a": 0}, unk_token="a"))
-    backend.decoder = decoders.WordPiece()
-    with pytest.raises(ModelError, match="decoder is WordPiece, which is not supported"):
+    backend.decoder = decoders.CTC()
+    with pytest.raises(ModelError, match="decoder is CTC, which is not supported"):
         Detokenizer(Tokenizer(backend))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Strip(" ", 1, 0)])
     with pytest.raises(ModelError, match="ByteFallback \\+ Strip"):

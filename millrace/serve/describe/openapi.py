@@ -14,7 +14,7 @@ from millrace.serve.anthropic import schemas as schemas_anthropic
 from millrace.serve.describe import routes_kv, routes_load, routes_requests
 from millrace.serve.describe.openapi_limits import tighten
 from millrace.serve.describe.openapi_paths import paths
-from millrace.serve.encode import classify, rerank, score
+from millrace.serve.encode import classify, cohere_embed, rerank, score
 from millrace.serve.generate.messages import RESERVED
 from millrace.serve.http.error_bodies import ErrorAnswer
 from millrace.serve.ollama import embed
@@ -34,6 +34,7 @@ _TYPES = (
     *(anthropic_models.AnthropicModel, anthropic_models.AnthropicModelList),
     *(answers.TokenizeAnswer, answers.DetokenizeAnswer, answers.Model, answers.ModelList, answers.Health),
     *(embeddings.EmbeddingsRequest, embeddings.EmbeddingsAnswer),
+    *(cohere_embed.EmbedRequest, cohere_embed.EmbedAnswer),
     *(rerank.RerankRequest, rerank.RerankAnswer, score.ScoreRequest, score.ScoreAnswer),
     *(classify.ClassifyRequest, classify.ClassifyAnswer),
     *(ErrorAnswer, schemas_anthropic.AnthropicErrorAnswer, schemas_ollama.OllamaErrorAnswer),

@@ -184,8 +184,10 @@ def _unstreamed() -> tuple[str, ...]:
 def _encode_paths() -> dict[str, Any]:
     ranked = {"model": _NAME, "query": "What colour is the sea?", "documents": ["The sea is blue", "Cats sleep"]}
     pairs = {"model": _NAME, "text_1": "What colour is the sea?", "text_2": ["The sea is blue", "Cats sleep"]}
+    embedded = {"model": _NAME, "texts": ["What a fine day", "It rains again"]}
     classed = {"model": _NAME, "input": ["What a fine day", "It rains again"]}
     kinds = (
+        ("embed", "A vector for each text, in Cohere's form", embedded, ("/v1", "/v2")),
         ("rerank", "Order documents by their relevance to a query", ranked, ("/v1", "/v2", "")),
         ("score", "Score pairs of texts", pairs, ("/v1", "")),
         ("classify", "Classify texts, or their tokens", classed, ("/v1", "")),

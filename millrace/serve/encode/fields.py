@@ -16,11 +16,8 @@ from millrace.serve.http.schema import Strict, described
 from millrace.serve.state import FrontState
 
 
-class EncodeRequest(Strict, kw_only=True):
+class EncodeFields(Strict, kw_only=True):
     model: str | None = None
-    truncate: Annotated[
-        bool | None, described("Cut the ends of texts that are too long; without it they are refused.")
-    ] = None
     user: Annotated[str | None, described("A label; no effect.")] = None
     priority: Annotated[
         PriorityClass | int | None, described("Priority class: 0 interactive, 1 standard (default), 2 batch.")
@@ -40,6 +37,35 @@ class EncodeRequest(Strict, kw_only=True):
         )
 
 
+class EncodeRequest(EncodeFields, kw_only=True):
+    truncate: Annotated[
+        bool | None, described("Cut the ends of texts that are too long; without it they are refused.")
+    ] = None
+
+
 class EncodeUsage(msgspec.Struct):
     prompt_tokens: int
     total_tokens: int
+
+
+class ApiVersion(msgspec.Struct):
+    version: str
+
+
+class EncodeTokens(msgspec.Struct):
+    input_tokens: int
+    output_tokens: int = 0
+
+
+class EncodeMeta(msgspec.Struct):
+    """Of answers in Cohere's form."""
+
+    api_version: ApiVersion
+    tokens: EncodeTokens
+    billed_units: EncodeTokens
+    """The same: nothing is billed here, but Cohere's clients read it."""
+
+
+def meta_of(num_tokens: int, version: str = "2") -> EncodeMeta:
+    tokens = EncodeTokens(num_tokens)
+    return EncodeMeta(ApiVersion(version), tokens, tokens)

@@ -12,7 +12,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from millrace.errors import BadRequest
-from millrace.serve.encode.fields import EncodeRequest, EncodeUsage
+from millrace.serve.encode.fields import EncodeMeta, EncodeRequest, EncodeUsage, meta_of
 from millrace.serve.encode.pairs import PairScores, Texts, score_pairs
 from millrace.serve.generate.checks import check_range
 from millrace.serve.generate.choices import CollectedChoice
@@ -53,27 +53,13 @@ class RerankResult(msgspec.Struct):
     document: TextDocument | UnsetType = UNSET
 
 
-class RerankVersion(msgspec.Struct):
-    version: str
-
-
-class RerankTokens(msgspec.Struct):
-    input_tokens: int
-    output_tokens: int = 0
-
-
-class RerankMeta(msgspec.Struct):
-    api_version: RerankVersion
-    tokens: RerankTokens
-
-
 class RerankAnswer(msgspec.Struct):
     id: str
     model: str
     results: list[RerankResult]
     """The best first."""
     usage: EncodeUsage
-    meta: RerankMeta
+    meta: EncodeMeta
 
 
 _decoder = BodyDecoder(RerankRequest)
@@ -119,5 +105,5 @@ class RerankWriter(VectorWriter):
             for index in order
         ]
         num_tokens = usage.prompt_tokens
-        meta = RerankMeta(RerankVersion("2"), RerankTokens(num_tokens))
-        return encode(RerankAnswer(self._id, self._model, results, EncodeUsage(num_tokens, num_tokens), meta))
+        total = EncodeUsage(num_tokens, num_tokens)
+        return encode(RerankAnswer(self._id, self._model, results, total, meta_of(num_tokens)))

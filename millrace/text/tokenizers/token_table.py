@@ -32,6 +32,21 @@ BYTE_OF_CHAR = _byte_of_char()
 CHAR_OF_BYTE = {byte: chr(char) for char, byte in BYTE_OF_CHAR.items()}
 _BYTE_CHARS = frozenset(CHAR_OF_BYTE.values())
 
+_CLEANED = (
+    (" .", "."),
+    (" ?", "?"),
+    (" !", "!"),
+    (" ,", ","),
+    (" ' ", "'"),
+    (" n't", "n't"),
+    (" 'm", "'m"),
+    (" do not", " don't"),
+    (" 's", "'s"),
+    (" 've", "'ve"),
+    (" 're", "'re"),
+)
+"""What a WordPiece decoder that cleans up replaces in each token."""
+
 
 class TokenTable(ABC):
     """Base of the tables. `pending` holds the bytes of an incomplete character."""
@@ -197,6 +212,22 @@ class WordTable(TokenTable):
         return text.removeprefix(" ")
 
 
+class WordPieceTable(WordTable):
+    """BERT's words: a token that continues a word has a prefix, mostly ##; others follow a space."""
+
+    def __init__(
+        self, backend: Backend, vocab_size: int, special_ids: frozenset[int], *, prefix: str, cleans: bool
+    ) -> None:
+        super().__init__(backend, vocab_size, special_ids)
+        self._prefix, self._cleans = prefix, cleans
+
+    def _encode(self, token: str) -> bytes:
+        text = token.removeprefix(self._prefix) if token.startswith(self._prefix) else f" {token}"
+        for old, new in _CLEANED if self._cleans else ():
+            text = text.replace(old, new)
+        return text.encode("utf-8")
+
+
 def table_for(backend: Backend, vocab_size: int, special_ids: frozenset[int]) -> TokenTable:
     """The table that decodes like the backend's decoder."""
     decoder = backend.decoder
@@ -205,6 +236,9 @@ def table_for(backend: Backend, vocab_size: int, special_ids: frozenset[int]) ->
     rule = json.loads(decoder.__getstate__())
     if rule["type"] == "ByteLevel":
         return ByteLevelTable(backend, vocab_size, special_ids)
+    if rule["type"] == "WordPiece":
+        cleans = bool(rule.get("cleanup", True))
+        return WordPieceTable(backend, vocab_size, special_ids, prefix=rule.get("prefix", "##"), cleans=cleans)
     steps = rule["decoders"] if rule["type"] == "Sequence" else [rule]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
@@ -224,7 +258,7 @@ def _piece_table(
     if rest not in ([], ["Fuse"], ["ByteFallback"], ["ByteFallback", "Fuse"]) or None in patterns:
         raise ModelError(
             f"The tokenizer's decoder is {' + '.join(kinds)}, which is not supported."
-            " Supported: ByteLevel, and Replace + ByteFallback + Fuse + Strip."
+            " Supported: ByteLevel, WordPiece, and Replace + ByteFallback + Fuse + Strip."
         )
     return PieceTable(
         backend,
