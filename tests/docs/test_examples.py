@@ -39,6 +39,7 @@ pytestmark = [
 CANNOT_RUN = {
     r"^(source .venv/|pip |python -m venv |peers\S*/bin/pip |git |docker |npm |systemctl |cmake )": "sets up a machine",
     r"^(llama-server|vllm|VLLM_\w+=|peers\S*/bin/python)\b": "another engine",
+    r'"model": "(minilm|reranker|classifier)"': "further models are tested in tests/real_models/test_real_encoders.py",
     r"^for turn in|^python (tools/|-m millrace\.bench)": "measures for minutes",
     r"^millrace (bench|faults|train-drafter)\b": "takes minutes, or a GPU",
     r"^millrace load (?!.*--seconds \d\b)": "sends requests for a minute, or reads files that this would write",
