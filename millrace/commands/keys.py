@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--private-cache",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="do not share cached prefixes with other tenants",
+        help="share no cached prefixes with other tenants; the default, unless the server has --share-prefixes",
     )
     parser.add_argument(
         "--operator",
@@ -84,16 +84,22 @@ def _add(args: argparse.Namespace) -> None:
         print(f"{key}\nStore this key now: it is not shown again. {args.file} keeps only its hash.")
 
 
+def _limits(tenant: Tenant) -> dict[str, object]:
+    """What is set; `private_cache` may be left to the server."""
+    values = {field: getattr(tenant, field) for field in _FIELDS}
+    return {field: value for field, value in values.items() if value is not None}
+
+
 def _list(args: argparse.Namespace) -> None:
     from millrace.serve.tenancy.keyring import DIGEST_PREFIX, read_tenants
 
     for name, tenant in read_tenants(args.file).items():
         if args.json:
             own = [key.removeprefix(DIGEST_PREFIX) for key in tenant.keys]
-            print(json.dumps({"tenant": name, "hashes": own, **{field: getattr(tenant, field) for field in _FIELDS}}))
+            print(json.dumps({"tenant": name, "hashes": own, **_limits(tenant)}))
             continue
         hashes = ", ".join(key.removeprefix(DIGEST_PREFIX)[:12] + "…" for key in tenant.keys) or "no keys"
-        limits = ", ".join(f"{field} {getattr(tenant, field)}" for field in _FIELDS)
+        limits = ", ".join(f"{field} {value}" for field, value in _limits(tenant).items())
         print(folded(f"{name}: {hashes}; {limits}"))
 
 
@@ -128,10 +134,7 @@ def _write(file: Path, tenants: dict[str, Tenant]) -> None:
 
     from millrace.serve.tenancy.keyring import read_tenants
 
-    tables = {
-        name: {"keys": list(tenant.keys), **{field: getattr(tenant, field) for field in _FIELDS}}
-        for name, tenant in tenants.items()
-    }
+    tables = {name: {"keys": list(tenant.keys), **_limits(tenant)} for name, tenant in tenants.items()}
     descriptor, path = tempfile.mkstemp(dir=file.parent or Path(), prefix=file.name)
     try:
         with os.fdopen(descriptor, "wb") as out:

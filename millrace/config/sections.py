@@ -93,6 +93,9 @@ class ServerConfig:
     )
     batch_lines: int = setting(64, "maximum number of batch lines that are generated at once", minimum=1)
     keys_file: str = setting("", "TOML file with tenants and their hashed API keys; if empty, no key is required")
+    share_prefixes: bool = setting(
+        False, "tenants share cached prefixes, so each can time what others sent; off: only a tenant's own are reused"
+    )
     gateway_key: str = setting(
         "",
         "secret that a gateway sends in X-Millrace-Gateway-Key, to move streams between replicas and to read KV events;"

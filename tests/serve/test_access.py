@@ -185,7 +185,7 @@ def test_classes_and_weights_reach_the_engine(tmp_path: Path) -> None:
         assert (sent.tenant, sent.weight, sent.priority) == ("plain", 3.5, 2)
         assert sent.names[0] == "mine"
         assert sent.names[1].startswith("cmpl-")
-        assert sent.cache_salt.startswith("plain")
+        assert sent.cache_salt == "\0plain\0"
 
 
 def test_a_request_that_can_never_fit_a_quota_is_told_no_limit_that_it_did_not_send(tmp_path: Path) -> None:

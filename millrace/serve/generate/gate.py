@@ -19,6 +19,7 @@ from millrace.serve.generate.priority import STANDARD
 from millrace.serve.generate.prompts import check_writes
 from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.state import FrontState
+from millrace.serve.tenancy.cache_scope import scope_of
 from millrace.serve.tenancy.keyring import DEFAULT_TENANT, Tenant
 from millrace.serve.tenancy.owner import tenant_of
 from millrace.serve.tenancy.quotas import Reservation, reserve
@@ -37,7 +38,7 @@ def enter(
     if not generation.params.pooling:
         check_writes(state)
     tenant = tenant_of(request)
-    generation = _for_tenant(generation, tenant, request[REQUEST_ID], received)
+    generation = _for_tenant(state, generation, tenant, request[REQUEST_ID], received)
     deadline = min(generation.deadline, header_deadline(request, received))
     num_sequences = len(generation.prompts) * generation.num_sequences
     client = state.client
@@ -72,14 +73,16 @@ def enter_unattended(
     if not generation.params.pooling:
         check_writes(state)
     tenant = state.keyring.named(owner) if state.keyring is not None else DEFAULT_TENANT
-    generation = _for_tenant(generation, tenant, request_id, received)
+    generation = _for_tenant(state, generation, tenant, request_id, received)
     return generation, reserve(state.quotas, tenant, _tokens_of(generation), time.time())
 
 
-def _for_tenant(generation: Generation, tenant: Tenant, request_id: str, received: float) -> Generation:
+def _for_tenant(
+    state: FrontState, generation: Generation, tenant: Tenant, request_id: str, received: float
+) -> Generation:
     names = (request_id, generation.answer_id)
     caller = Caller(tenant=tenant.name, weight=tenant.weight, names=names, received=received)
-    salt = f"{tenant.name}\0{generation.cache_salt}" if tenant.private_cache else generation.cache_salt
+    salt = scope_of(tenant, generation.cache_salt, share_prefixes=state.config.server.share_prefixes)
     priority = _class_of(tenant, generation.asked_priority)
     return dataclasses.replace(generation, caller=caller, cache_salt=salt, priority=priority)
 

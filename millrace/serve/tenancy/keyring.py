@@ -6,7 +6,7 @@ weight = 2.0                   # share of the engine relative to other tenants; 
 tokens_per_minute = 100000     # prompt and output tokens; default 0: no limit
 max_concurrent = 64            # requests at once; default 0: no limit
 most_urgent = "standard"       # most urgent priority class it may ask for; default "interactive"
-private_cache = true           # share no cached prefixes with other tenants; default false
+private_cache = false          # true or false overrides the server's share_prefixes for this tenant
 operator = true                # sees and cancels all tenants' requests, manages models; default false
 """
 
@@ -41,7 +41,8 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokens_per_minute: int = 0
     max_concurrent: int = 0
     most_urgent: Literal["interactive", "standard", "batch"] = "interactive"
-    private_cache: bool = False
+    private_cache: bool | None = None
+    """False shares cached prefixes with the other tenants that do; None = as the server's `share_prefixes` says."""
     operator: bool = False
     name: str = ""
 
@@ -76,6 +77,8 @@ def _check(path: Path, name: str, tenant: Tenant) -> None:
     def invalid(what: str) -> ConfigError:
         return ConfigError(f"The keys file {path} is invalid: tenant {name!r} {what}", param="server.keys_file")
 
+    if not name or "\0" in name:
+        raise invalid("needs a name without zero bytes.")
     if not 0 < tenant.weight <= 1000:
         raise invalid(f"has weight {tenant.weight}; it must be above 0 and at most 1000.")
     for field in ("tokens_per_minute", "max_concurrent"):
