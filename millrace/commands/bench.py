@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from millrace.bench.http.workloads import Workload
 
 BENCHMARKS = (
-    "local, peers, plan, counting, step, encode, front, gateway, serve, observe, speculate, smooth, policies, replay,"
-    " gpu"
+    "local, peers, plan, counting, step, encode, front, gateway, serve, observe, speculate, smooth, policies,"
+    " eviction, replay, gpu"
 )
 USAGE = "millrace bench [WHAT] [options]"
 EXIT_TERMINATED = 143
@@ -56,7 +56,8 @@ examples:
   millrace bench smooth                                  streams beside a long prompt, a small tenant beside 60 streams:
                                                          about two minutes; longer with --rounds 4 --seconds 30
   millrace bench replay --step-log steps.log             run the steps of `serve --step-log` again, compare tokens
-  millrace bench policies --trace trace.csv --svg p.svg  scheduling policies on a recorded trace, simulated device"""
+  millrace bench policies --trace trace.csv --svg p.svg  scheduling policies on a recorded trace, simulated device
+  millrace bench eviction --trace trace.jsonl            policies of eviction on a trace with prefixes (Mooncake)"""
 _ALLOWED = {"peers": ("quick",), "speculate": ("models", "shapes", "batches")}
 """Options of `bench gpu` that other benchmarks take too."""
 _POLICY_REPLICAS = 4
@@ -98,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace",
         type=Path,
         metavar="FILE",
-        help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens; gateway: Mooncake",
+        help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens; gateway, eviction: Mooncake",
     )
     trace.add_argument("--requests", type=int, default=3000, metavar="N", help="number of requests (default: 3000)")
     trace.add_argument("--speed", type=float, default=4.0, metavar="X", help="speed-up of the trace (default: 4)")
@@ -138,6 +139,7 @@ def run(args: argparse.Namespace) -> int:
         "speculate": bench_speculate.run,
         "smooth": lambda args: _until_terminated(lambda: _bench_smooth(args)),
         "policies": _bench_policies,
+        "eviction": _bench_eviction,
         "replay": _bench_replay,
     }
     if args.what not in actions:
@@ -308,6 +310,16 @@ def _bench_policies(args: argparse.Namespace) -> int:
     if args.svg is not None:
         args.svg.write_text(plot_svg(results), encoding="utf-8")
     return code
+
+
+def _bench_eviction(args: argparse.Namespace) -> int:
+    from millrace.bench.micro.eviction import eviction_figures
+
+    if args.trace is None:
+        raise UsageError("bench eviction needs --trace FILE: JSON lines with hash_ids, as in the Mooncake traces.")
+    title = f"Policies of eviction on {args.trace.name}: share of the prompt tokens found"
+    figures = eviction_figures(args.trace)
+    return _print_figures(figures, title, "eviction", as_json=args.json)
 
 
 def _bench_server(args: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 Speculation = Literal["off", "ngram", "suffix", "draft", "medusa", "eagle", "replay", "auto"]
 Batching = Literal["continuous", "static"]
 PolicyName = Literal["fcfs", "shortest", "feedback", "deadline"]
+EvictionName = Literal["lru", "frequency", "cost"]
 GenerationDefaults = Literal["model", "neutral"]
 ManageModels = Literal["local", "always", "never"]
 LoadWhen = Literal["auto", "start", "request"]
@@ -214,6 +215,11 @@ class MemoryConfig:
         "auto",
         "KV cache format; full: the model's dtype; packed: bfloat16 in 12 bits (GPU); float16: float32 models on a CPU;"
         " auto: packed on a GPU, float16 beside INT8 products, else full; smallest: fp8 (GPU), int8 (CPU)",
+    )
+    kv_eviction: EvictionName = setting(
+        "lru",
+        "which cached KV block is evicted next; lru: the least recently used; frequency: the least often used, with"
+        " age; cost: the cheapest to compute again for its uses, with age",
     )
     fraction: float = setting(
         0.0, "share of free memory to use; 0 = 0.9 on a GPU, 0.25 on a CPU", minimum=0.0, maximum=1.0

@@ -33,6 +33,7 @@ from millrace.ops.cpp.native import native_notes
 from millrace.plan.budget import StepTarget
 from millrace.plan.drafting.control import MAX_DRAFTS
 from millrace.plan.drafts import DraftSettings
+from millrace.plan.kv.eviction import EvictionSettings
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.host_tier import HostTierSettings
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
@@ -183,7 +184,7 @@ def _decide(config: Config, files: ModelFiles, on_loading: Callable[[str, int, i
         drafter=drafter,
         plan=plan,
         runner=_runner_settings(config, plan, host_tier),
-        scheduler=_scheduler_settings(config, spec, plan, host_tier, drafts, target),
+        scheduler=_scheduler_settings(config, spec, plan, host_tier, drafts, target, work),
         work=work,
     )
 
@@ -210,7 +211,9 @@ def _scheduler_settings(
     host_tier: HostTierSettings,
     drafts: DraftSettings,
     target: StepTarget | None,
+    work: ModelWork,
 ) -> SchedulerSettings:
+    column_cost = config.plan.block_size * work.pair_flops / max(work.token_flops, 1.0)
     return SchedulerSettings(
         num_blocks=plan.num_blocks,
         block_size=config.plan.block_size,
@@ -225,6 +228,7 @@ def _scheduler_settings(
         drafts=drafts,
         groups=KvGroups(spec.kv_groups.windows),
         host_tier=host_tier,
+        eviction=EvictionSettings(config.memory.kv_eviction, column_cost),
     )
 
 

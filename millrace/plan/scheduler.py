@@ -25,6 +25,7 @@ from millrace.plan.confirming import Confirming
 from millrace.plan.drafts import DraftPlaces, DraftSettings
 from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.kv.block_pool import BlockPool
+from millrace.plan.kv.eviction import EvictionSettings
 from millrace.plan.kv.groups import ONE_GROUP, KvGroups
 from millrace.plan.kv.host_index import HostIndex
 from millrace.plan.kv.host_tier import HostTier, HostTierSettings
@@ -77,6 +78,7 @@ class SchedulerSettings:
     groups: KvGroups = ONE_GROUP
     drafts: DraftSettings = field(default_factory=DraftSettings)
     host_tier: HostTierSettings = field(default_factory=HostTierSettings)
+    eviction: EvictionSettings = field(default_factory=EvictionSettings)
 
 
 class Scheduler:
@@ -86,7 +88,7 @@ class Scheduler:
         self.budget = StepBudget(settings.token_budget, settings.mixed_budget, settings.target)
         has_host_tier = settings.host_tier.num_slots and settings.prefix_cache
         host_index = HostIndex(settings.host_tier.num_slots) if has_host_tier else None
-        self.pool = BlockPool(settings.num_blocks, groups.num_groups, host_index)
+        self.pool = BlockPool(settings.num_blocks, groups.num_groups, host_index, settings.eviction)
         self.rows = Rows(settings.max_running, self.block_size, groups.num_groups)
         self.prefix = PrefixIndex(self.pool, self.block_size, settings.prefix_cache, groups)
         self._choice = RowChoice(self.rows, self.budget)

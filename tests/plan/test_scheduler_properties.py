@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from millrace.plan.budget import StepTarget
 from millrace.plan.drafts import DraftSettings
+from millrace.plan.kv.eviction import EvictionSettings
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.host_tier import HostTierSettings
 from millrace.plan.pacing.step_time import StepRates
@@ -55,6 +56,7 @@ class World:
                 groups=KvGroups(windows),
                 drafts=DraftSettings(max_drafts, max_places=rng.choice([8, 1000])),
                 target=rng.choice([None, StepTarget(0.1, StepRates(0.01, 0.02, 0.03, 1e-3, 1e-4))]),
+                eviction=EvictionSettings(rng.choice(["lru", "frequency", "cost"]), rng.choice([0.0, 0.5])),
                 host_tier=HostTierSettings(host_slots, block_bytes=1, batch_bytes=rng.choice([1, 3, 100])),
             )
         )

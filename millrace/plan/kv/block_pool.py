@@ -3,7 +3,7 @@
 Every block is in exactly one of five states, and the pool equation always holds:
     free + cached + fenced + held + in use = total
   free    has no content worth keeping
-  cached  unreferenced, but registered under its hash; evicted in least-recently-used order
+  cached  unreferenced, but registered under its hash; evicted in the order of a policy (`eviction.py`)
   fenced  released, but a launched step may still touch it; becomes free, cached or held when that step completes
   held    no row references it, but it is leaving for host memory or arriving from there (`host_tier.py`)
   in use  referenced by at least one row
@@ -17,17 +17,25 @@ of one block per group.
 from __future__ import annotations
 
 from array import array
-from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Sequence
 
+from millrace.plan.kv.eviction import Eviction, EvictionOrder, EvictionSettings
 from millrace.plan.kv.host_index import HostIndex, Key
 from millrace.plan.planner.journal import KvJournal
 
 NO_FENCE = -1
+LRU = EvictionSettings()
 
 
 class BlockPool:
-    def __init__(self, num_blocks: int, num_groups: int = 1, host: HostIndex | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        num_groups: int = 1,
+        host: HostIndex | None = None,
+        eviction: EvictionSettings = LRU,
+    ) -> None:
         self.total = num_blocks
         self._host = host
         self.withholds_dirty = host is not None
@@ -39,9 +47,12 @@ class BlockPool:
         self.journal: KvJournal | None = None
         """Notes the blocks of group 0; None while nobody reads it."""
         self._free = list(range(num_blocks, 0, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        policy = Eviction(eviction, num_blocks)
+        self._records = policy.records
+        """None if the policy needs none."""
+        self._cached: EvictionOrder = policy.make_order()
         """Cached blocks that are not dirty."""
-        self._dirty: OrderedDict[int, None] = OrderedDict()
+        self._dirty: EvictionOrder = policy.make_order()
         self._holds: dict[int, int] = {}
         """Number of copies and arrivals that need each block, rows or not."""
         self._held: set[int] = set()
@@ -96,9 +107,9 @@ class BlockPool:
         blocks = []
         for _ in range(count):
             if cached:
-                block, _ = cached.popitem(last=False)
+                block = cached.take_first()
             else:
-                block, _ = self._dirty.popitem(last=False)
+                block = self._dirty.take_first()
                 self.num_lost += 1
             digest, group = hash_of[block], group_of[block]
             if digest is None:
@@ -117,6 +128,9 @@ class BlockPool:
         """The block is evicted: it is no child any longer, and its children have no parent."""
         parent, last_child_of = self._parent_of[block], self._last_child_of
         last_child_of[block] = 0
+        if self._records is not None and self._records.end(block, parent):
+            self._cached.on_leaf(parent)
+            self._dirty.on_leaf(parent)
         if parent:
             if last_child_of[parent] == block:
                 last_child_of[parent] = 0
@@ -148,7 +162,7 @@ class BlockPool:
         """Hashes of all blocks of group 0 that `find` finds."""
         return list(self._by_hash[0])
 
-    def share(self, blocks: Iterable[int]) -> None:
+    def share(self, blocks: Sequence[int]) -> None:
         """Add a reference to each of these blocks, which `find` returned."""
         refs, fence_of, cached = self._refs, self._fence_of, self._cached
         for block in blocks:
@@ -157,12 +171,15 @@ class BlockPool:
                     fence_of[block] = NO_FENCE
                     self.num_fenced -= 1
                 elif block in cached:
-                    del cached[block]
+                    cached.remove(block)
                 elif block in self._dirty:
-                    del self._dirty[block]
+                    self._dirty.remove(block)
                 else:
                     self._held.remove(block)
             refs[block] += 1
+        if self._records is not None:
+            for block in blocks:
+                self._records.uses[block] += 1
 
     def register(
         self, blocks: list[int], hashes: list[bytes], tokens: list[bytes], parent: bytes, group: int = 0
@@ -175,6 +192,8 @@ class BlockPool:
             registered = by_hash.setdefault(digest, block) if block else by_hash.get(digest, 0)
             if block and registered == block and hash_of[block] is None:
                 hash_of[block], tokens_of[block], group_of[block] = digest, own, group
+                if self._records is not None:
+                    self._records.begin(block, before if group == 0 else 0)
                 if group == 0:
                     self._follow(block, before, parent)
                     if self.journal is not None:
@@ -254,11 +273,11 @@ class BlockPool:
             elif hash_of[block] is None:
                 free.append(block)
             elif host is None:
-                cached[block] = None
+                cached.add(block)
             elif self._key(block) not in host:
-                self._dirty[block] = None
+                self._dirty.add(block)
             else:
-                cached[block] = None
+                cached.add(block)
                 host.touch(self._key(block))
 
     # -- the host tier ---------------------------------------------------------------------------------------------
@@ -271,7 +290,7 @@ class BlockPool:
 
     def oldest_dirty(self) -> tuple[int, Key, bytes] | None:
         """The dirty block to copy to host memory next, with its name there and its tokens."""
-        block = next(iter(self._dirty), None)
+        block = self._dirty.first()
         if block is None:
             return None
         tokens = self._tokens_of[block]
@@ -296,9 +315,9 @@ class BlockPool:
             self._holds[block] = self._holds.get(block, 0) + 1
             if self._refs[block] == 0 and self._fence_of[block] == NO_FENCE and block not in self._held:
                 if block in self._cached:
-                    del self._cached[block]
+                    self._cached.remove(block)
                 else:
-                    del self._dirty[block]
+                    self._dirty.remove(block)
                 self._held.add(block)
 
     def unhold(self, blocks: Iterable[int]) -> None:
@@ -313,8 +332,8 @@ class BlockPool:
     def give_up(self, block: int) -> None:
         """The block's copy to host memory failed: it may be evicted without one."""
         if block in self._dirty:
-            del self._dirty[block]
-            self._cached[block] = None
+            self._dirty.remove(block)
+            self._cached.add(block)
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
@@ -328,7 +347,7 @@ class BlockPool:
     def check(self) -> None:
         """Check the pool equation and that the states are disjoint. For tests."""
         self.check_sums()
-        free, cached = set(self._free), {*self._cached, *self._dirty}
+        free, cached = set(self._free), {*self._cached.blocks(), *self._dirty.blocks()}
         fenced = {block for block, fence in enumerate(self._fence_of) if fence != NO_FENCE}
         if len(fenced) != self.num_fenced:
             raise AssertionError(f"{len(fenced)} blocks are fenced, {self.num_fenced} are counted")
