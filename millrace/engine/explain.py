@@ -7,6 +7,7 @@ from typing import Any
 from millrace.engine.ledger import Entry
 from millrace.link.messages import Resumption, unpack_tokens
 from millrace.params import CLASS_NAMES
+from millrace.plan.request import Diagnostics
 
 _CAUSES = {
     "rows": "the maximum number of requests was running",
@@ -51,6 +52,7 @@ def _sequence(entry: Entry, now: float) -> dict[str, Any]:
             "cached_tokens": finish.cached_tokens if finish is not None else None,
             "diverged_at_token": diagnostics.diverged_at if diagnostics.diverged_at >= 0 else None,
             "why": _what_it_found(entry),
+            **_text_around(entry.diagnostics),
         },
         "preemptions": {
             "count": finish.preemptions if finish is not None else None,
@@ -111,6 +113,17 @@ def _how_it_went_on(resumed: Resumption, taken: float) -> str:
         return f"Another server generated {num_tokens} tokens of it; this one went on from there."
     when = f"after {num_tokens} tokens" if num_tokens else "before its first token"
     return f"Its engine died {when}; this one took it over {waited:.3f} s later and went on from there."
+
+
+def _text_around(diagnostics: Diagnostics) -> dict[str, Any]:
+    """For the front, which has the tokenizer and answers with what stands there instead."""
+    if diagnostics.diverged_at < 0:
+        return {}
+    return {
+        "around": unpack_tokens(diagnostics.around).tolist(),
+        "around_from": diagnostics.around_from,
+        "is_reordered": diagnostics.is_reordered,
+    }
 
 
 def _what_it_found(entry: Entry) -> str:

@@ -230,6 +230,14 @@ def _labelled_counters(stats: EngineStats) -> Iterator[Metric]:
     evicted.add_metric(["new_tokens"], stats.evictions - stats.evicted_for_arrivals)
     evicted.add_metric(["arrival"], stats.evicted_for_arrivals)
     yield evicted
+    tiers = CounterMetricFamily(
+        "millrace_engine_prefix_tokens", "Prompt tokens by where their KV blocks were found.", labels=["tier"]
+    )
+    loaded = min(stats.host_tokens_loaded, stats.prefix_hit_tokens)  # It was on the device when it was looked up.
+    tiers.add_metric(["device"], stats.prefix_hit_tokens - loaded)
+    tiers.add_metric(["host"], loaded)
+    tiers.add_metric(["none"], stats.prefix_query_tokens - stats.prefix_hit_tokens)
+    yield tiers
     finished = CounterMetricFamily("millrace_engine_finished", "Ended sequences, by finish reason.", labels=["reason"])
     for reason, count in stats.finished.items():
         finished.add_metric([reason], count)

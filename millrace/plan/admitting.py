@@ -98,7 +98,7 @@ class Admitting:
             request.cached_tokens = min(match.num_columns * self._rows.block_size, request.num_prompt)
             self.delays.note("none", now)
             request.diagnostics.waited_for = self.delays.since(request.diagnostics.delays_before)
-            request.diagnostics.diverged_at = self._prefix.divergence(request, match)
+            self._prefix.note_divergence(request, match)
             self._charge(request)
         return self._seating.admit(request, match)
 

@@ -28,6 +28,12 @@ class Diagnostics:
     """Seconds by cause, until the first admission."""
     diverged_at: int = -1
     """Index of the first prompt token that differs from the cached block at that position; -1 if none differs."""
+    around: bytes = b""
+    """Own tokens around that one, as int32 bytes."""
+    around_from: int = 0
+    """Index of the first of them."""
+    is_reordered: bool = False
+    """True if what the cached block has there comes later in the prompt."""
     has_cache: bool = True
     """False if the model computes every text whole."""
     preempted_for: list[str] = field(default_factory=list)

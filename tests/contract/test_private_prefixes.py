@@ -53,6 +53,11 @@ def test_a_prefix_is_found_by_its_tenant_alone(server: tuple[RealServer, bool]) 
     assert (why["cached_tokens"], why["diverged_at_token"]) == (96 if shares else 0, None)
     if not shares:
         assert why["why"] == "No cached prefix matches this prompt."
+    turned = PROMPT[:32] + PROMPT[48:64] + PROMPT[32:48] + PROMPT[64:]
+    sent = {"model": NAME, "prompt": turned, "max_tokens": 2}
+    assert post(running.port, COMPLETIONS, sent, {**bearer("acme"), "X-Request-Id": "turned"}).status == 200
+    why = ask(running.port, "GET", "/v1/requests/turned/explain", headers=bearer("acme")).json["sequences"][0]["cache"]
+    assert (why["cached_tokens"], why["diverged_at_token"], why["defeated_by"]) == (32, 32, "reordered")
     assert ask(running.port, "GET", "/v1/requests/first/explain", headers=bearer("other")).status == 404
     assert ask(running.port, "GET", "/v1/kv/events", headers=bearer("other")).status == 403
     metrics = ask(running.port, "GET", "/metrics", headers=bearer("other")).body.decode()

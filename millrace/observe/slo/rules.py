@@ -37,6 +37,9 @@ def alert_rules(objectives: tuple[Objective, ...]) -> str:
     lines += _rule("MillraceNotReady", down, "2m", "page", "the engine makes no progress")
     errors = 'sum(rate(millrace_requests_total{status=~"5.."}[5m])) / sum(rate(millrace_requests_total[5m])) > 0.01'
     lines += _rule("MillraceErrors", errors, "5m", "page", "more than 1% of the requests fail")
+    memory = 'sum(rate(millrace_engine_preemptions_by_reason_total{reason="memory"}[10m])) > 0.1'
+    text = "KV memory runs out: requests are preempted for lack of blocks more than once in ten seconds"
+    lines += _rule("MillraceKvOutOfMemory", memory, "10m", "ticket", text)
     return "\n".join(lines) + "\n"
 
 

@@ -14,6 +14,11 @@ from millrace.plan.request import Request
 MAX_ROOTS = 1024
 """Root hashes kept, one per salt."""
 
+TOKENS_AROUND = 24
+"""Own tokens kept on each side of the one where a prompt diverged."""
+TOKENS_COMPARED = 4
+"""Tokens of a cached block that are looked for later in a prompt that diverged from it."""
+
 Find = Callable[[bytes, bytes, int], int | None]
 """Hash, tokens and KV group of a block to where it is, or None."""
 
@@ -217,19 +222,23 @@ class PrefixIndex:
             if pending.get(digest) == request.id:
                 del pending[digest]
 
-    def divergence(self, request: Request, match: Match) -> int:
-        """Index of the first token after the match that differs from the block last cached there; -1 if none does."""
+    def note_divergence(self, request: Request, match: Match) -> None:
+        """Note the first token after the match that differs from the block last cached there, if there is one."""
         if not (self._enabled and request.read_cache):
-            return -1
+            return
         num_matched, blocks = match.num_columns, match.blocks[0]
         cached = self._pool.child_tokens(blocks[-1] if blocks else 0, self.parent_of(request, num_matched))
         if cached is None:
-            return -1
+            return
         tokens = self.tokens_of(request, num_matched)
         for index in range(0, len(tokens), 4):
             if tokens[index : index + 4] != cached[index : index + 4]:
-                return num_matched * self.block_size + index // 4
-        return -1
+                at, noted = num_matched * self.block_size + index // 4, request.diagnostics
+                noted.diverged_at, noted.around_from = at, max(0, at - TOKENS_AROUND)
+                noted.around = bytes(request.history[4 * noted.around_from : 4 * (at + TOKENS_AROUND)])
+                wanted = cached[index : index + 4 * TOKENS_COMPARED]
+                noted.is_reordered = len(wanted) == 4 * TOKENS_COMPARED and _holds(request.history, wanted, 4 * at)
+                return
 
     def parent_of(self, request: Request, index: int) -> bytes:
         """The parent hash of block `index`."""
@@ -272,6 +281,14 @@ class PrefixIndex:
             return request.block_tokens[index]
         width = 4 * self.block_size
         return bytes(request.history[index * width : (index + 1) * width])
+
+
+def _holds(history: bytearray, tokens: bytes, start: int) -> bool:
+    """True if the tokens are in the history, from byte `start` on."""
+    at = history.find(tokens, start)
+    while at % 4 and at >= 0:
+        at = history.find(tokens, at + 1)
+    return at >= 0
 
 
 def _visible(blocks: list[int | None], length: int, window: int | None, block_size: int) -> list[int]:

@@ -10,7 +10,7 @@ import asyncio
 import heapq
 import time
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import quote
 
 import msgspec
@@ -19,14 +19,17 @@ from aiohttp import web
 from millrace.errors import EngineUnavailable, NotFound
 from millrace.link.messages import MAX_FINISHED_KEPT
 from millrace.params import CLASS_NAMES
+from millrace.serve.describe.cache_defeats import ADVICE, defeat_of
 from millrace.serve.http.json_answer import json_answer
 from millrace.serve.http.queries import check_query, page_of
 from millrace.serve.http.siblings import is_for_sibling
-from millrace.serve.state import STATE, JobSummary
+from millrace.serve.served_models import ServedModel
+from millrace.serve.state import STATE, FrontState, JobSummary
 from millrace.serve.tenancy.owner import is_operator, owner_of
 
 _CREDENTIALS = ("Authorization", "X-Api-Key")
 MAX_LISTED = 10_000
+_Model = ServedModel[FrontState]
 
 
 class RunningRequest(msgspec.Struct):
@@ -199,42 +202,69 @@ async def _cancel_waiting(request: web.Request) -> CancelledRequest | bytes | No
 
 async def explain(request: web.Request) -> web.Response:
     """Why it waited, what it found in the cache, whether it was preempted, and the time of each stage."""
-    return json_answer(request, await _query(request, "explain"))
+    model, body = await _ask_engines(request, "explain")
+    explanation = msgspec.json.decode(body)
+    for sequence in explanation["sequences"]:
+        _name_defeat(model.state, sequence["cache"])
+    return json_answer(request, explanation)
+
+
+def _name_defeat(state: FrontState | None, cache: dict[str, Any]) -> None:
+    """Replace the tokens around the one where the prompt diverged by what stands there."""
+    cache["defeated_by"] = None
+    token_ids, first = cache.pop("around", None), cache.pop("around_from", 0)
+    is_reordered = cache.pop("is_reordered", False)
+    if token_ids is None or state is None:
+        return
+    before = state.tokenizer.decode(token_ids[: cache["diverged_at_token"] - first])
+    kind = defeat_of(state.tokenizer.decode(token_ids), len(before), is_reordered=is_reordered)
+    if kind is not None:
+        cache["defeated_by"] = kind
+        cache["why"] += " " + ADVICE[kind]
 
 
 async def _query(request: web.Request, what: Literal["cancel", "explain"]) -> bytes:
     """The engine's reply, as JSON."""
+    return (await _ask_engines(request, what))[1]
+
+
+async def _ask_engines(request: web.Request, what: Literal["cancel", "explain"]) -> tuple[_Model, bytes]:
+    """The model whose engine knows the request, and its engine's reply."""
     state, name = request.app[STATE], request.match_info["request_id"]
     tenant = None if is_operator(request) else owner_of(request)
-    clients = [model.client for model in state.models if model.status == "loaded"]
-    if not clients:
+    models = [model for model in state.models if model.status == "loaded"]
+    if not models:
         state.require_engine()
-    body = await _first_found([asyncio.ensure_future(client.query(what, name, tenant)) for client in clients])
-    if not body:
+
+    async def ask(model: _Model) -> tuple[_Model, bytes]:
+        return model, await model.client.query(what, name, tenant)
+
+    found = await _first_found([asyncio.ensure_future(ask(model)) for model in models])
+    if found is None:
         raise NotFound(
             f"Request {name[:128]!r} is not running and not among the last {MAX_FINISHED_KEPT} that ended. A request's"
             " id is its header X-Request-Id or the 'id' of its answer.",
             param="request_id",
             code="request_not_found",
         )
-    return body
+    return found
 
 
-async def _first_found(questions: Sequence[asyncio.Future[bytes]]) -> bytes:
+async def _first_found(questions: Sequence[asyncio.Future[tuple[_Model, bytes]]]) -> tuple[_Model, bytes] | None:
     """The reply of the engine that knows the request; one that does not answer must not hide the others' requests."""
     failure: EngineUnavailable | None = None
     try:
         for question in asyncio.as_completed(questions):
             try:
-                body = await question
+                model, body = await question
             except EngineUnavailable as error:
                 failure = error
                 continue
             if body:
-                return body
+                return model, body
     finally:
         for question in questions:
             question.cancel()
     if failure is not None:
         raise failure
-    return b""
+    return None
