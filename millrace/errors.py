@@ -148,6 +148,12 @@ class QuotaExceeded(Overloaded):
     code = "quota_exceeded"
 
 
+class CacheFull(Overloaded):
+    """No more prompts may be kept cached."""
+
+    code = "cache_full"
+
+
 class RequestCancelled(MillraceError):
     """The request was cancelled through the API."""
 

@@ -437,4 +437,20 @@ class RowParams:
 
 _row_encoder = msgspec.msgpack.Encoder()
 _row_decoder = msgspec.msgpack.Decoder(tuple[DrawParams, tuple[int, ...], str])
+
+
+class Retain(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Keep the blocks of a prompt, or of its beginning, in the prefix cache for a time."""
+
+    ttl_s: float
+    name: str = ""
+    """Of the handle; a later request of the same owner with this name replaces it. Empty: named after the prefix."""
+    num_tokens: int = 0
+    """Of the prompt; 0: all."""
+    max_bytes: int = 0
+    """Quota of all handles of this owner; 0: what the server allows."""
+    is_hint: bool = True
+    """It may take the place of its owner's older hints."""
+
+
 DEFAULT_ROW_PARAMS = RowParams(DrawParams())

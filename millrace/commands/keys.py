@@ -25,7 +25,7 @@ examples:
   millrace keys remove keys.toml --hash 3fb2c9                       revoke the key with this hash prefix
   millrace serve --keys-file keys.toml                               require keys; changes apply within a second"""
 
-_FIELDS = ("weight", "tokens_per_minute", "max_concurrent", "most_urgent", "private_cache", "operator")
+_FIELDS = ("weight", "tokens_per_minute", "max_concurrent", "most_urgent", "private_cache", "cache_mib", "operator")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=None,
         help="share no cached prefixes with other tenants; the default, unless the server has --share-prefixes",
+    )
+    parser.add_argument(
+        "--cache-mib",
+        type=int,
+        metavar="N",
+        help="KV memory that its handles may keep; 0 = no own limit",
     )
     parser.add_argument(
         "--operator",

@@ -221,6 +221,12 @@ class MemoryConfig:
         "which cached KV block is evicted next; lru: the least recently used; frequency: the least often used, with"
         " age; cost: the cheapest to compute again for its uses, with age",
     )
+    kv_retained: float = setting(
+        0.25,
+        "share of the KV pool that may be kept cached on request (/v1/cache, cache_control, prompt_cache_retention)",
+        minimum=0.0,
+        maximum=0.9,
+    )
     fraction: float = setting(
         0.0, "share of free memory to use; 0 = 0.9 on a GPU, 0.25 on a CPU", minimum=0.0, maximum=1.0
     )

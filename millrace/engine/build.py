@@ -36,6 +36,7 @@ from millrace.plan.drafts import DraftSettings
 from millrace.plan.kv.eviction import EvictionSettings
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.host_tier import HostTierSettings
+from millrace.plan.kv.retention import RetentionSettings
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes.choice import make_shape_choice
 from millrace.run.device.defaults import DeviceDefaults
@@ -229,6 +230,7 @@ def _scheduler_settings(
         groups=KvGroups(spec.kv_groups.windows),
         host_tier=host_tier,
         eviction=EvictionSettings(config.memory.kv_eviction, column_cost),
+        retention=RetentionSettings(int(config.memory.kv_retained * plan.num_blocks), plan.block_bytes),
     )
 
 

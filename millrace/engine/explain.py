@@ -53,6 +53,9 @@ def _sequence(entry: Entry, now: float) -> dict[str, Any]:
             "diverged_at_token": diagnostics.diverged_at if diagnostics.diverged_at >= 0 else None,
             "why": _what_it_found(entry),
             **_text_around(entry.diagnostics),
+            "handle": diagnostics.handle or None,
+            "retained_tokens": diagnostics.retained_tokens,
+            "refused": diagnostics.refused or None,
         },
         "preemptions": {
             "count": finish.preemptions if finish is not None else None,

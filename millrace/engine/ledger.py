@@ -205,6 +205,9 @@ class Ledger:
             total_s=now - entry.arrival,
             predicted_tokens=predicted,
             predicted_accepted=predicted_accepted,
+            retained_tokens=entry.diagnostics.retained_tokens,
+            handle=entry.diagnostics.handle,
+            refused=entry.diagnostics.refused,
         )
         self.tenants.close(entry.tenant, was_running=entry.is_running)
         if entry.search is None:

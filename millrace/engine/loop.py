@@ -323,6 +323,10 @@ class Engine:
     def _answer(self, query: Query) -> bytes:
         if query.kind == "steps":
             return msgspec.json.encode(self._figures.last_steps(int(query.name)))
+        if query.kind == "handles":
+            return msgspec.json.encode(self._scheduler.handles(query.tenant, self._clock()))
+        if query.kind == "drop_handles":
+            return msgspec.json.encode(self._scheduler.drop_handles(query.name, query.tenant))
         entries = self._ledger.named(query.name, query.tenant)
         if not entries:
             return b""
@@ -404,6 +408,7 @@ def _to_request(message: NewRequest, facts: RunnerFacts, *, has_drafts: bool = T
         arrival=message.arrival,
         deadline=message.deadline if message.deadline is not None else float("inf"),
         salt=message.cache_salt.encode(),
+        retain=message.retain,
         read_cache=params.prompt_logprobs is None and params.pooling != "mean",
         constrained=constrained,
         can_draft=has_drafts and _can_draft(params, facts),

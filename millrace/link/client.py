@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
@@ -41,6 +40,7 @@ from millrace.link.messages import (
     KvEvents,
     NewRequest,
     Query,
+    QueryKind,
     Reply,
     Resumption,
     Retire,
@@ -55,7 +55,7 @@ from millrace.link.messages import (
 )
 from millrace.link.open_requests import TOKEN_BYTES, OpenRequests, RequestSink
 from millrace.observe.sketch import Sketch
-from millrace.params import FinishReason, SamplingParams
+from millrace.params import FinishReason, Retain, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -231,6 +231,7 @@ class EngineClient:
         priority: int = 1,
         deadline: float | None = None,
         cache_salt: str = "",
+        retain: Retain | None = None,
         caller: Caller = ANONYMOUS,
         search: int | None = None,
         output: Sequence[int] = (),
@@ -266,6 +267,7 @@ class EngineClient:
             tenant=caller.tenant,
             weight=caller.weight,
             cache_salt=cache_salt,
+            retain=retain,
             search=search,
             resumed=resumed,
         )
@@ -290,7 +292,7 @@ class EngineClient:
         request_id, self._next_id = self._next_id, self._next_id + 1
         return request_id
 
-    async def query(self, kind: Literal["explain", "cancel", "steps"], name: str, tenant: str | None) -> bytes:
+    async def query(self, kind: QueryKind, name: str, tenant: str | None) -> bytes:
         """Explain or cancel the request with this name. Returns JSON, or b"" if the engine knows no such request."""
         return await self._ask(lambda query_id: Query(self.front_index, query_id, kind, name, tenant))
 

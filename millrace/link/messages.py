@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace.link.frames import HEADER
-from millrace.params import FinishReason, SamplingParams
+from millrace.params import FinishReason, Retain, SamplingParams
 
 FRONT_SHIFT = 48
 KV_KEY_BYTES = 8
@@ -57,6 +57,7 @@ class NewRequest(msgspec.Struct, frozen=True, tag="new"):
     weight: float = 1.0
     """Weight of the tenant's fair share."""
     cache_salt: str = ""
+    retain: Retain | None = None
     search: int | None = None
     """Id of the beam search that this is one step of. From its first step to `EndSearch`, a search is one request."""
     resumed: Resumption | None = None
@@ -89,16 +90,43 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     front: int
 
 
+QueryKind = Literal["explain", "cancel", "steps", "handles", "drop_handles"]
+
+
 class Query(msgspec.Struct, frozen=True, tag="query"):
     """A question about a request by name, sent through any front. Answered by one `Reply`."""
 
     front: int
     query_id: int
-    kind: Literal["explain", "cancel", "steps"]
+    kind: QueryKind
     name: str
-    """Of the request; with `steps`, how many of the last ones are wanted."""
+    """Of the request, or of the handles; with `steps`, how many of the last ones are wanted."""
     tenant: str | None = None
-    """Find only requests of this tenant; None = of any."""
+    """Find only requests or handles of this tenant; None = of any."""
+
+
+class HandleFigures(msgspec.Struct, frozen=True):
+    """A prefix that is kept cached."""
+
+    name: str
+    owner: str
+    tokens: int
+    resident_tokens: int
+    """Those of them, from the first on, that need not be computed now."""
+    bytes: int
+    age_s: float
+    ttl_s: float
+    expires_in_s: float
+    is_hint: bool
+
+
+class HandleList(msgspec.Struct, frozen=True):
+    """The answer to a `Query` for handles."""
+
+    handles: list[HandleFigures]
+    used_bytes: int
+    max_bytes: int
+    """That all tenants' handles may keep together."""
 
 
 class Retire(msgspec.Struct, frozen=True, tag="retire"):
@@ -165,6 +193,11 @@ class Finish(msgspec.Struct, frozen=True):
     """Drafts that came from the request's `prediction`."""
     predicted_accepted: int = 0
     """Those of them that became output."""
+    retained_tokens: int = 0
+    """Prompt tokens that a handle keeps cached from now on."""
+    handle: str = ""
+    refused: str = ""
+    """Why no handle keeps its prompt, although that was asked for."""
     vector: bytes = b""
     """Of a request with `pooling` that succeeded: float32."""
 
@@ -303,6 +336,12 @@ class EngineStats(msgspec.Struct, frozen=True):
     """KV blocks evicted from the prefix cache."""
     evicted_for_arrivals: int = 0
     """Those of them that made room for blocks from host memory; the others did for new tokens."""
+    evicted_retained: int = 0
+    """Those of them that a handle was to keep."""
+    blocks_retained: int = 0
+    """Cached blocks that handles keep."""
+    retentions_refused: int = 0
+    """Prefixes that no handle keeps, although that was asked for."""
     yields: int = 0
     """Preemptions in favour of a more urgent request; the other `preemptions` were for lack of KV blocks."""
     bytes_read: float = 0.0

@@ -132,7 +132,8 @@ def _kv(stats: EngineStats) -> Iterator[Metric]:
     blocks = GaugeMetricFamily("millrace_kv_blocks", "KV blocks by state.", labels=["state"])
     used = stats.blocks_total - stats.blocks_free - stats.blocks_cached
     blocks.add_metric(["free"], stats.blocks_free)
-    blocks.add_metric(["cached"], stats.blocks_cached)
+    blocks.add_metric(["cached"], stats.blocks_cached - stats.blocks_retained)
+    blocks.add_metric(["retained"], stats.blocks_retained)
     blocks.add_metric(["used"], used)
     yield blocks
     if stats.host_blocks_total:
@@ -229,6 +230,16 @@ def _labelled_counters(stats: EngineStats) -> Iterator[Metric]:
     )
     evicted.add_metric(["new_tokens"], stats.evictions - stats.evicted_for_arrivals)
     evicted.add_metric(["arrival"], stats.evicted_for_arrivals)
+    retained = CounterMetricFamily(
+        "millrace_engine_retained_evictions", "KV blocks evicted although a handle was to keep them."
+    )
+    retained.add_metric([], stats.evicted_retained)
+    yield retained
+    refused = CounterMetricFamily(
+        "millrace_engine_retentions_refused", "Prefixes that no handle keeps, although that was asked for."
+    )
+    refused.add_metric([], stats.retentions_refused)
+    yield refused
     yield evicted
     tiers = CounterMetricFamily(
         "millrace_engine_prefix_tokens", "Prompt tokens by where their KV blocks were found.", labels=["tier"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from millrace.params import DEFAULT_ROW_PARAMS, FinishReason, RowParams
+from millrace.params import DEFAULT_ROW_PARAMS, FinishReason, Retain, RowParams
 from millrace.plan.step import Ended, Int32s
 
 INTERACTIVE, STANDARD, BATCH = 0, 1, 2
@@ -34,6 +34,11 @@ class Diagnostics:
     """Index of the first of them."""
     is_reordered: bool = False
     """True if what the cached block has there comes later in the prompt."""
+    handle: str = ""
+    """Name of the handle that retains its prefix."""
+    retained_tokens: int = 0
+    refused: str = ""
+    """Why its prefix is not retained, although that was asked for."""
     has_cache: bool = True
     """False if the model computes every text whole."""
     preempted_for: list[str] = field(default_factory=list)
@@ -64,6 +69,8 @@ class Request:
     """False if its tokens must be drawn one by one."""
     can_jump: bool = True
     """False if every token must be drawn, also where the grammar allows only one."""
+    retain: Retain | None = None
+    """Keep its prompt cached after its end."""
     row_params: RowParams = DEFAULT_ROW_PARAMS
     output: bytes = b""
     """Tokens that another engine generated, as int32 bytes. They are computed again, as after a preemption."""

@@ -30,8 +30,9 @@ from millrace.plan.kv.groups import ONE_GROUP, KvGroups
 from millrace.plan.kv.host_index import HostIndex
 from millrace.plan.kv.host_tier import HostTier, HostTierSettings
 from millrace.plan.kv.prefix import PrefixIndex
+from millrace.plan.kv.retention import Retention, RetentionSettings
 from millrace.plan.planner.journal import Tier, WatchedBlocks
-from millrace.plan.planner.protocol import NONE_FORCED, ChosenRows, Forced, PlannerFigures
+from millrace.plan.planner.protocol import NONE_FORCED, ChosenRows, Forced, HandleFigures, HandleList, PlannerFigures
 from millrace.plan.queue.fair_shares import FairShares
 from millrace.plan.queue.kv_peak import OutputLengthEstimate
 from millrace.plan.queue.policy import make_policy
@@ -79,6 +80,7 @@ class SchedulerSettings:
     drafts: DraftSettings = field(default_factory=DraftSettings)
     host_tier: HostTierSettings = field(default_factory=HostTierSettings)
     eviction: EvictionSettings = field(default_factory=EvictionSettings)
+    retention: RetentionSettings = field(default_factory=RetentionSettings)
 
 
 class Scheduler:
@@ -89,8 +91,10 @@ class Scheduler:
         has_host_tier = settings.host_tier.num_slots and settings.prefix_cache
         host_index = HostIndex(settings.host_tier.num_slots) if has_host_tier else None
         self.pool = BlockPool(settings.num_blocks, groups.num_groups, host_index, settings.eviction)
+        self._has_cache = settings.prefix_cache
         self.rows = Rows(settings.max_running, self.block_size, groups.num_groups)
         self.prefix = PrefixIndex(self.pool, self.block_size, settings.prefix_cache, groups)
+        self.retention = Retention(settings.retention, self.pool, self.prefix, groups.num_groups)
         self._choice = RowChoice(self.rows, self.budget)
         self.host_tier: HostTier | None = None
         if host_index is not None:
@@ -169,6 +173,8 @@ class Scheduler:
             return
         request.diagnostics.num_ahead = len(self.waiting)
         request.diagnostics.delays_before = self._admitting.delays.totals()
+        if request.retain is not None and self._has_cache:
+            self.retention.keep(request, request.retain, request.arrival)
         self.shares.enter(request.tenant)
         self.waiting.add(request)
 
@@ -211,6 +217,33 @@ class Scheduler:
         self._seating.append(row, tokens)
         return len(tokens) - 1
 
+    # -- handles ---------------------------------------------------------------------------------------------------
+
+    def handles(self, owner: str | None, now: float) -> HandleList:
+        """Prefixes that are kept cached, of this owner (None: of all)."""
+        kept, block_bytes = self.retention, self.retention.settings.block_bytes
+        num_groups = self._seating.groups.num_groups
+        found = [
+            HandleFigures(
+                name=one.name,
+                owner=one.owner,
+                tokens=one.num_tokens,
+                resident_tokens=kept.resident_tokens(one),
+                bytes=len(one.digests) * num_groups * block_bytes,
+                age_s=now - one.created,
+                ttl_s=one.ttl_s,
+                expires_in_s=one.expires - now,
+                is_hint=one.is_hint,
+            )
+            for one in kept.handles(owner, now)
+        ]
+        used = kept.num_blocks * block_bytes if owner is None else kept.bytes_of(owner)
+        return HandleList(found, used, kept.settings.max_blocks * block_bytes)
+
+    def drop_handles(self, name: str, owner: str | None) -> int:
+        """End the handles with this name. Returns how many there were."""
+        return self.retention.drop(name, owner)
+
     # -- copies between the device and host memory -------------------------------------------------------------------
 
     def take_copies(self) -> list[BlockCopies]:
@@ -247,6 +280,7 @@ class Scheduler:
         """The first part of `plan`, for which masks need not be known."""
         self.run_deferred()
         self._expire(now)
+        self.retention.advance(now)
         if self.host_tier is not None:
             self.host_tier.advance(now)
         if only is None:
@@ -397,6 +431,9 @@ class Scheduler:
             prefix_query_tokens=self.prefix.query_tokens,
             evictions=pool.num_evicted,
             evicted_for_arrivals=pool.num_evicted_for_arrivals,
+            evicted_retained=pool.num_evicted_retained,
+            blocks_retained=pool.num_retained,
+            retentions_refused=self.retention.num_refused,
             host_blocks_total=tier.index.total if tier is not None else 0,
             host_blocks_used=tier.index.num_used if tier is not None else 0,
             host_tokens_loaded=tier.tokens_loaded if tier is not None else 0,

@@ -22,6 +22,7 @@ from millrace.serve.ollama import library as ollama_library
 from millrace.serve.ollama import routes as ollama
 from millrace.serve.ollama.write import error_body as ollama_error_body
 from millrace.serve.openai import embeddings as openai_embeddings
+from millrace.serve.openai import prefixes
 from millrace.serve.openai import routes as openai
 from millrace.serve.openai import routes_stored as stored_chat
 from millrace.serve.openai.translate_chat import prepare_chat
@@ -52,6 +53,7 @@ POST: dict[str, Handler] = {
     "/v1/conversations": conversations.create,
     "/v1/conversations/{conversation_id}": conversations.update,
     "/v1/conversations/{conversation_id}/items": conversations.add_items,
+    "/v1/cache": prefixes.create,
     "/v1/files": files.upload,
     "/v1/batches": batches.create,
     "/v1/batches/{batch_id}/cancel": batches.cancel,
@@ -80,6 +82,8 @@ GET: dict[str, Handler] = {
     "/v1/conversations/{conversation_id}": conversations.retrieve,
     "/v1/conversations/{conversation_id}/items": conversations.list_items,
     "/v1/conversations/{conversation_id}/items/{item_id}": conversations.retrieve_item,
+    "/v1/cache": prefixes.listing,
+    "/v1/cache/{name}": prefixes.describe,
     "/v1/files": files.listing,
     "/v1/files/{file_id}": files.describe,
     "/v1/files/{file_id}/content": files.content,
@@ -103,6 +107,7 @@ DELETE: dict[str, Handler] = {
     "/v1/chat/completions/{completion_id}": stored_chat.delete,
     "/v1/conversations/{conversation_id}": conversations.delete,
     "/v1/conversations/{conversation_id}/items/{item_id}": conversations.delete_item,
+    "/v1/cache/{name}": prefixes.delete,
     "/v1/files/{file_id}": files.delete,
     "/v1/requests/{request_id}": requests.cancel,
     "/api/delete": ollama_library.delete,

@@ -18,11 +18,13 @@ from helpers.toy_device import ToyDevice, lone_run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.params import Retain
 from millrace.plan.budget import StepTarget
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.kv.eviction import EvictionSettings
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.host_tier import HostTierSettings
+from millrace.plan.kv.retention import RetentionSettings
 from millrace.plan.pacing.step_time import StepRates
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
@@ -57,6 +59,7 @@ class World:
                 drafts=DraftSettings(max_drafts, max_places=rng.choice([8, 1000])),
                 target=rng.choice([None, StepTarget(0.1, StepRates(0.01, 0.02, 0.03, 1e-3, 1e-4))]),
                 eviction=EvictionSettings(rng.choice(["lru", "frequency", "cost"]), rng.choice([0.0, 0.5])),
+                retention=RetentionSettings(rng.choice([0, 4, 10]), 1),
                 host_tier=HostTierSettings(host_slots, block_bytes=1, batch_bytes=rng.choice([1, 3, 100])),
             )
         )
@@ -99,10 +102,19 @@ class World:
             deadline=self.now + rng.randrange(1, 60) if rng.random() < 0.1 else math.inf,
             can_draft=rng.random() < 0.8,
             read_cache=rng.random() < 0.9,
+            retain=self.handle() if rng.random() < 0.2 else None,
         )
         self.requests[request_id] = request
         self.outputs[request_id] = []
         self.scheduler.submit(request)
+
+    def handle(self) -> Retain:
+        rng = self.rng
+        ttl_s, name = float(rng.randrange(1, 40)), rng.choice(["", "a", "b"])
+        return Retain(ttl_s, name, rng.choice([0, 5, 12]), rng.choice([0, 3]), rng.random() < 0.5)
+
+    def drop_handle(self) -> None:
+        self.scheduler.drop_handles(self.rng.choice(["a", "b"]), self.rng.choice([None, "", "a"]))
 
     def cancel(self) -> None:
         alive = [request_id for request_id in self.requests if request_id not in self.ended]
@@ -160,6 +172,7 @@ class World:
 
     def check_pools(self) -> None:
         self.scheduler.pool.check()
+        self.scheduler.retention.check()
         if self.scheduler.host_tier is not None:
             self.scheduler.host_tier.index.check()
 
@@ -260,6 +273,8 @@ def test_every_request_ends_once_with_its_own_tokens(seed: int) -> None:
             world.submit()
         if world.rng.random() < 0.1:
             world.cancel()
+        if world.rng.random() < 0.1:
+            world.drop_handle()
         world.step()
     world.drain(20_000)
     world.check_end()
@@ -267,7 +282,9 @@ def test_every_request_ends_once_with_its_own_tokens(seed: int) -> None:
 
 def test_the_random_schedules_do_preempt_share_cancel_repeat_and_load() -> None:
     """The property above is only worth something if the schedules exercise these features."""
-    preemptions = hits = cancelled = repeated = accepted = dropped = loaded = failed = lost = jumped = 0
+    preemptions = hits = cancelled = repeated = accepted = dropped = loaded = failed = lost = jumped = retained = (
+        unkept
+    ) = 0
     for seed in range(60):
         world = random_world(seed)
         for _ in range(20):
@@ -284,9 +301,13 @@ def test_the_random_schedules_do_preempt_share_cancel_repeat_and_load() -> None:
         accepted += world.device.num_accepted
         dropped += int(world.scheduler.rows.num_dropped.sum())
         lost += world.scheduler.pool.num_lost
+        retained += sum(request.diagnostics.retained_tokens for request in world.requests.values())
+        unkept += world.scheduler.pool.num_evicted_retained
         if world.scheduler.host_tier is not None:
             loaded += world.scheduler.host_tier.tokens_loaded
             failed += world.scheduler.host_tier.copies_failed
+    assert retained > 100
+    assert unkept > 10
     assert loaded > 100
     assert failed > 10
     assert lost > 10

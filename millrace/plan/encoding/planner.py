@@ -15,7 +15,7 @@ from millrace.params import FinishReason
 from millrace.plan.encoding.rows import EncodeRows
 from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.planner.journal import Tier, WatchedBlocks
-from millrace.plan.planner.protocol import NONE_FORCED, ChosenRows, Forced, PlannerFigures
+from millrace.plan.planner.protocol import NO_HANDLES, NONE_FORCED, ChosenRows, Forced, HandleList, PlannerFigures
 from millrace.plan.queue.delays import Cause, Delays
 from millrace.plan.queue.fair_shares import FairShares
 from millrace.plan.queue.policy import FirstCome
@@ -254,6 +254,12 @@ class EncodePlanner:
         raise AssertionError("an encoder has no blocks to copy")
 
     def observe_step(self, plan: StepPlan, seconds: float) -> None: ...
+
+    def handles(self, owner: str | None, now: float) -> HandleList:
+        return NO_HANDLES
+
+    def drop_handles(self, name: str, owner: str | None) -> int:
+        return 0
 
     def observe_speed(self, tokens_per_s: float) -> None: ...
 

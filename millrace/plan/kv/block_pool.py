@@ -3,7 +3,8 @@
 Every block is in exactly one of five states, and the pool equation always holds:
     free + cached + fenced + held + in use = total
   free    has no content worth keeping
-  cached  unreferenced, but registered under its hash; evicted in the order of a policy (`eviction.py`)
+  cached  unreferenced, but registered under its hash; evicted in the order of a policy (`eviction.py`), those that a
+          handle names last (`retention.py`)
   fenced  released, but a launched step may still touch it; becomes free, cached or held when that step completes
   held    no row references it, but it is leaving for host memory or arriving from there (`host_tier.py`)
   in use  referenced by at least one row
@@ -17,10 +18,10 @@ of one block per group.
 from __future__ import annotations
 
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
-from millrace.plan.kv.eviction import Eviction, EvictionOrder, EvictionSettings
+from millrace.plan.kv.eviction import Eviction, EvictionOrder, EvictionSettings, LeastRecentlyUsed
 from millrace.plan.kv.host_index import HostIndex, Key
 from millrace.plan.planner.journal import KvJournal
 
@@ -44,6 +45,8 @@ class BlockPool:
         """Dirty blocks that were evicted."""
         self.num_evicted = 0
         self.num_evicted_for_arrivals = 0
+        self.num_evicted_retained = 0
+        """Blocks that a handle named."""
         self.journal: KvJournal | None = None
         """Notes the blocks of group 0; None while nobody reads it."""
         self._free = list(range(num_blocks, 0, -1))
@@ -53,6 +56,10 @@ class BlockPool:
         self._cached: EvictionOrder = policy.make_order()
         """Cached blocks that are not dirty."""
         self._dirty: EvictionOrder = policy.make_order()
+        self._retained = LeastRecentlyUsed()
+        """Cached blocks that a handle names (`retention.py`). They are evicted last."""
+        self.retained_names: Counter[bytes] = Counter()
+        """Hashes that handles name, with how many do."""
         self._holds: dict[int, int] = {}
         """Number of copies and arrivals that need each block, rows or not."""
         self._held: set[int] = set()
@@ -81,7 +88,12 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached) + len(self._dirty)
+        return len(self._cached) + len(self._dirty) + len(self._retained)
+
+    @property
+    def num_retained(self) -> int:
+        """Cached blocks that a handle names."""
+        return len(self._retained)
 
     @property
     def num_held(self) -> int:
@@ -89,8 +101,12 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `take_many` can return now: free and cached, without dirty ones that are withheld."""
-        return len(self._free) + len(self._cached) + (0 if self.withholds_dirty else len(self._dirty))
+        """Blocks that `take_many` can return now: free and cached, without dirty ones that are withheld, and without
+        retained ones as long as those are there."""
+        num_clean = len(self._free) + len(self._cached)
+        if self.withholds_dirty and self._dirty:
+            return num_clean
+        return num_clean + len(self._dirty) + len(self._retained)
 
     @property
     def num_soon(self) -> int:
@@ -108,9 +124,12 @@ class BlockPool:
         for _ in range(count):
             if cached:
                 block = cached.take_first()
-            else:
+            elif self._dirty:
                 block = self._dirty.take_first()
                 self.num_lost += 1
+            else:
+                block = self._retained.take_first()
+                self.num_evicted_retained += 1
             digest, group = hash_of[block], group_of[block]
             if digest is None:
                 raise AssertionError(f"block {block} is cached without a hash")
@@ -174,6 +193,8 @@ class BlockPool:
                     cached.remove(block)
                 elif block in self._dirty:
                     self._dirty.remove(block)
+                elif block in self._retained:
+                    self._retained.remove(block)
                 else:
                     self._held.remove(block)
             refs[block] += 1
@@ -223,9 +244,9 @@ class BlockPool:
         return self._last_child_of[before] if before else self._last_first_of.get(parent, 0)
 
     def num_unreferenced(self, blocks: Iterable[int]) -> int:
-        """Number of these blocks without a reference."""
-        refs = self._refs
-        return sum(refs[block] == 0 for block in blocks)
+        """Number of these blocks without a reference, and without a handle that names them."""
+        refs, retained = self._refs, self._retained
+        return sum(refs[block] == 0 and block not in retained for block in blocks)
 
     def num_refs(self, block: int) -> int:
         """Rows that reference the block."""
@@ -267,11 +288,14 @@ class BlockPool:
     def _retire(self, blocks: Iterable[int]) -> None:
         """These blocks are no longer used: each becomes free, cached, dirty or held."""
         hash_of, free, cached, holds, host = self._hash_of, self._free, self._cached, self._holds, self._host
+        names = self.retained_names
         for block in blocks:
             if block in holds:
                 self._held.add(block)
             elif hash_of[block] is None:
                 free.append(block)
+            elif names and hash_of[block] in names:
+                self._retained.add(block)
             elif host is None:
                 cached.add(block)
             elif self._key(block) not in host:
@@ -279,6 +303,50 @@ class BlockPool:
             else:
                 cached.add(block)
                 host.touch(self._key(block))
+
+    def _uncache(self, block: int) -> None:
+        for order in (self._cached, self._dirty, self._retained):
+            if block in order:
+                order.remove(block)
+                return
+
+    # -- handles ---------------------------------------------------------------------------------------------------
+
+    def retain(self, digests: Iterable[bytes]) -> None:
+        """One more handle names these blocks, cached or not."""
+        names = self.retained_names
+        for digest in digests:
+            names[digest] += 1
+            if names[digest] == 1:
+                for block in self._named(digest):
+                    if block in self._cached or block in self._dirty:
+                        self._uncache(block)
+                        self._retained.add(block)
+
+    def let_go(self, digests: Sequence[bytes]) -> None:
+        """One handle fewer names these blocks. Those without any become the last to be evicted of the others."""
+        names = self.retained_names
+        for digest in reversed(digests):
+            names[digest] -= 1
+            if not names[digest]:
+                del names[digest]
+                for block in self._named(digest):
+                    if block in self._retained:
+                        self._retained.remove(block)
+                        self._retire((block,))
+
+    def _named(self, digest: bytes) -> list[int]:
+        """The blocks with this hash, of all groups."""
+        return [by_hash[digest] for by_hash in self._by_hash if digest in by_hash]
+
+    def num_leading(self, digests: Iterable[bytes]) -> int:
+        """How many of these hashes, from the first on, have a block in group 0."""
+        by_hash, count = self._by_hash[0], 0
+        for digest in digests:
+            if digest not in by_hash:
+                break
+            count += 1
+        return count
 
     # -- the host tier ---------------------------------------------------------------------------------------------
 
@@ -314,10 +382,7 @@ class BlockPool:
         for block in blocks:
             self._holds[block] = self._holds.get(block, 0) + 1
             if self._refs[block] == 0 and self._fence_of[block] == NO_FENCE and block not in self._held:
-                if block in self._cached:
-                    self._cached.remove(block)
-                else:
-                    self._dirty.remove(block)
+                self._uncache(block)
                 self._held.add(block)
 
     def unhold(self, blocks: Iterable[int]) -> None:
@@ -347,7 +412,7 @@ class BlockPool:
     def check(self) -> None:
         """Check the pool equation and that the states are disjoint. For tests."""
         self.check_sums()
-        free, cached = set(self._free), {*self._cached.blocks(), *self._dirty.blocks()}
+        free, cached = set(self._free), {*self._cached.blocks(), *self._dirty.blocks(), *self._retained}
         fenced = {block for block, fence in enumerate(self._fence_of) if fence != NO_FENCE}
         if len(fenced) != self.num_fenced:
             raise AssertionError(f"{len(fenced)} blocks are fenced, {self.num_fenced} are counted")
@@ -357,6 +422,8 @@ class BlockPool:
             raise AssertionError(f"pool equation broken: {[len(part) for part in parts]} of {self.total}")
         if self._held != self._holds.keys() - used - fenced:
             raise AssertionError("a block that a copy needs is free or cached")
+        if any(self._hash_of[block] not in self.retained_names for block in self._retained):
+            raise AssertionError("a block is retained that no handle names")
         if len(free) != len(self._free):
             raise AssertionError("a block is free twice")
         for group, by_hash in enumerate(self._by_hash):

@@ -99,6 +99,9 @@ class PlannerFigures:
     prefix_query_tokens: int = 0
     evictions: int = 0
     evicted_for_arrivals: int = 0
+    evicted_retained: int = 0
+    blocks_retained: int = 0
+    retentions_refused: int = 0
     host_blocks_total: int = 0
     host_blocks_used: int = 0
     host_tokens_loaded: int = 0
@@ -107,6 +110,33 @@ class PlannerFigures:
     draft_length: int = 0
     draft_probes: int = 0
     draft_stops: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandleFigures:
+    """A prefix that is kept cached."""
+
+    name: str
+    owner: str
+    tokens: int
+    resident_tokens: int
+    """Those of them, from the first on, that need not be computed now."""
+    bytes: int
+    age_s: float
+    ttl_s: float
+    expires_in_s: float
+    is_hint: bool
+
+
+@dataclass(frozen=True, slots=True)
+class HandleList:
+    handles: list[HandleFigures]
+    used_bytes: int
+    max_bytes: int
+    """That all owners' handles may keep together."""
+
+
+NO_HANDLES = HandleList([], 0, 0)
 
 
 class Planner(Protocol):
@@ -192,6 +222,14 @@ class Planner(Protocol):
     def discard_in_flight(self) -> tuple[int, ...]:
         """A launched step failed: forget all steps in flight. Returns the active rows of the oldest: one of them caused
         the failure."""
+
+    # -- prefixes that are kept cached
+
+    def handles(self, owner: str | None, now: float) -> HandleList:
+        """Those of this owner; None: of all."""
+
+    def drop_handles(self, name: str, owner: str | None) -> int:
+        """End those with this name, of this owner or of any. Returns how many there were."""
 
     # -- copies between the device and host memory
 

@@ -217,9 +217,11 @@ OutputBlock = OutputTextBlock | OutputToolUseBlock | OutputThinkingBlock
 
 class AnthropicUsage(msgspec.Struct):
     input_tokens: int
-    """Prompt tokens that were computed, without those from the prefix cache."""
+    """Prompt tokens that were computed, without those that `cache_control` keeps cached."""
     cache_read_input_tokens: int
+    """Prompt tokens found in the prefix cache."""
     cache_creation_input_tokens: int
+    """Prompt tokens that were computed and stay cached as `cache_control` asks."""
     output_tokens: int
 
 

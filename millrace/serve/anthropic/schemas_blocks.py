@@ -10,7 +10,8 @@ from msgspec import UNSET, Raw, UnsetType
 from millrace.serve.http.schema import Strict, described
 
 CacheControl = Annotated[
-    Raw | UnsetType, described("Accepted, without effect: equal prompt prefixes are always reused.")
+    Raw | UnsetType,
+    described("Keep the prompt up to here cached for 5 minutes, or 1 hour (`ttl`), as far as the quota allows."),
 ]
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 from msgspec import UNSET
 
 from millrace.errors import BadRequest
+from millrace.serve.anthropic.cache_points import retention_of
 from millrace.serve.anthropic.context_edits import check_edits, edited
 from millrace.serve.anthropic.schemas import (
     NOT_SUPPORTED,
@@ -111,9 +112,11 @@ async def _generation(
     )
     field = wanted.field if wanted is not None else ""
     chat = await open_chat(state, conversation, params, use=_tools(body), wish=_wish(body), grammar_field=field)
+    shown = partial(_rendered, body)
     return Generation(
         prompts=[chat.prompt],
         params=chat.params,
+        retain=await retention_of(state, body, conversation, shown, chat.prompt.token_ids),
         form=chat.form,
         answer_id=new_id("msg_"),
         deadline=deadline_of(None, state.config, received),

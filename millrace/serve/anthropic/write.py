@@ -179,4 +179,5 @@ def _stop_reason(choice: Choice) -> tuple[StopReason, str | None]:
 
 def _usage(usage: Usage) -> AnthropicUsage:
     cached = usage.cached_tokens
-    return AnthropicUsage(usage.prompt_tokens - cached, cached, 0, usage.output_tokens)
+    created = usage.created_tokens
+    return AnthropicUsage(usage.prompt_tokens - cached - created, cached, created, usage.output_tokens)

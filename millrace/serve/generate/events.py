@@ -116,6 +116,8 @@ class Usage:
     """Tokens of the request's prediction that were tried as drafts."""
     predicted_accepted: int = 0
     """Those of them that became output."""
+    created_tokens: int = 0
+    """Prompt tokens that were computed and that a handle keeps cached."""
 
     @property
     def total_tokens(self) -> int:

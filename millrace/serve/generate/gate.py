@@ -9,6 +9,7 @@ import dataclasses
 import math
 import time
 
+import msgspec
 from aiohttp import web
 
 from millrace.errors import BadRequest, Forbidden, Overloaded
@@ -84,7 +85,10 @@ def _for_tenant(
     caller = Caller(tenant=tenant.name, weight=tenant.weight, names=names, received=received)
     salt = scope_of(tenant, generation.cache_salt, share_prefixes=state.config.server.share_prefixes)
     priority = _class_of(tenant, generation.asked_priority)
-    return dataclasses.replace(generation, caller=caller, cache_salt=salt, priority=priority)
+    retain = generation.retain
+    if retain is not None:
+        retain = msgspec.structs.replace(retain, max_bytes=tenant.cache_mib << 20)
+    return dataclasses.replace(generation, caller=caller, cache_salt=salt, priority=priority, retain=retain)
 
 
 def _class_of(tenant: Tenant, asked: int | None) -> int:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from millrace.link.client import ANONYMOUS, Caller
-from millrace.params import BeamParams, SamplingParams
+from millrace.params import BeamParams, Retain, SamplingParams
 from millrace.serve.generate.choosing.beam_fields import SelfConsistency
 from millrace.serve.generate.resuming.request import NOTHING, Received, Resumable
 from millrace.serve.http.ids import new_id
@@ -53,6 +53,8 @@ class Generation:
     priority: int = 1
     """Set at the gate, like `caller`."""
     cache_salt: str = ""
+    retain: Retain | None = None
+    """Keep the prompt cached for a time. Its quota is set at the gate."""
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False

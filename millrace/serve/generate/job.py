@@ -89,6 +89,7 @@ class Job:
                     priority=generation.priority,
                     deadline=generation.deadline,
                     cache_salt=generation.cache_salt,
+                    retain=generation.retain if choice.index == 0 else None,
                     caller=generation.caller,
                     output=generation.received_by(choice.index).token_ids,
                 )
@@ -258,6 +259,7 @@ class Job:
             reasoning_tokens=sum(choice.reasoning_tokens for choice in self.choices),
             predicted_tokens=sum(finish.predicted_tokens for finish in ends),
             predicted_accepted=sum(finish.predicted_accepted for finish in ends),
+            created_tokens=max(0, max((finish.retained_tokens for finish in ends), default=0) - cached),
         )
 
     def summary(self) -> JobSummary:

@@ -256,7 +256,7 @@ class ChatRequest(Sampled, kw_only=True):
         described("Also of the k likeliest tokens; requires `logprobs`.", minimum=0, maximum=MAX_LOGPROBS),
     ] = None
     safety_identifier: Annotated[str | None, described("A label; no effect on generation.")] = None
-    prompt_cache_key: Annotated[str | None, described("A label; equal prefixes are always reused.")] = None
+    prompt_cache_key: Annotated[str | None, described("Names the handle of `prompt_cache_retention`.")] = None
 
     add_generation_prompt: Annotated[bool | None, described("Let the template begin the answer; default true.")] = None
     continue_final_message: Annotated[bool | None, described("Continue the last message instead of answering it.")] = (
@@ -298,7 +298,7 @@ class ChatRequest(Sampled, kw_only=True):
     store: Annotated[bool | None, described("Store the completion and its messages for 30 days; default false.")] = None
     prompt_cache_retention: Annotated[
         Literal["in_memory", "in-memory", "24h"] | None,
-        described("Accepted, without effect: prefixes stay cached while there is room."),
+        described("Keep the prompt cached for ten minutes, or 24 hours, as far as the quota allows."),
     ] = None
     prompt_cache_options: Annotated[
         dict[str, Any] | None, described("Accepted, without effect: equal prompt prefixes are always reused.")

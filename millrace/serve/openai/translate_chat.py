@@ -16,6 +16,7 @@ from millrace.serve.generate.choosing.beam_fields import beam_params
 from millrace.serve.generate.generation import Generation
 from millrace.serve.generate.priority import priority_of
 from millrace.serve.generate.prompts import check_truncation, encode_texts
+from millrace.serve.generate.retaining import retention_of
 from millrace.serve.generate.sampling import complete, deadline_of, salt_of, sampling_params
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder
@@ -80,6 +81,7 @@ async def _generation(state: FrontState, request: ChatRequest, received: float) 
         beams=beams,
         asked_priority=priority_of(request.priority, request.service_tier),
         cache_salt=salt_of(request.cache_salt),
+        retain=retention_of(request.prompt_cache_key, request.prompt_cache_retention),
         stream=bool(request.stream),
         holds_end=bool(request.store),
         writes_details=bool(request.store),

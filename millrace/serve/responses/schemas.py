@@ -186,10 +186,10 @@ class ResponsesRequest(_ResponseInput, kw_only=True):
     ] = None
     user: Annotated[str | None, described("A label; no effect on generation.")] = None
     safety_identifier: Annotated[str | None, described("A label; no effect on generation.")] = None
-    prompt_cache_key: Annotated[str | None, described("A label; equal prefixes are always reused.")] = None
+    prompt_cache_key: Annotated[str | None, described("Names the handle of `prompt_cache_retention`.")] = None
     prompt_cache_retention: Annotated[
         Literal["in_memory", "in-memory", "24h"] | None,
-        described("Accepted, without effect: prefixes stay cached while there is room."),
+        described("Keep the prompt cached for ten minutes, or 24 hours, as far as the quota allows."),
     ] = None
     prompt_cache_options: Annotated[
         dict[str, Any] | None, described("Accepted, without effect: equal prompt prefixes are always reused.")

@@ -29,6 +29,7 @@ from millrace.serve.generate.job import Job
 from millrace.serve.generate.messages import Conversation, Message
 from millrace.serve.generate.priority import ServiceTier, priority_of
 from millrace.serve.generate.prompts import encode_chat, without_oldest
+from millrace.serve.generate.retaining import retention_of
 from millrace.serve.generate.sampling import complete, deadline_of, salt_of, sampling_params
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder
@@ -278,6 +279,7 @@ async def _generation(
         deadline=deadline_of(body.timeout, state.config, received),
         asked_priority=priority_of(body.priority, body.service_tier),
         cache_salt=salt_of(body.cache_salt),
+        retain=retention_of(body.prompt_cache_key, body.prompt_cache_retention),
         stream=bool(body.stream),
         logprobs=num_top,
         writes_details=True,

@@ -7,6 +7,7 @@ tokens_per_minute = 100000     # prompt and output tokens; default 0: no limit
 max_concurrent = 64            # requests at once; default 0: no limit
 most_urgent = "standard"       # most urgent priority class it may ask for; default "interactive"
 private_cache = false          # true or false overrides the server's share_prefixes for this tenant
+cache_mib = 512                # KV memory that its handles may keep cached; default 0: what the server allows
 operator = true                # sees and cancels all tenants' requests, manages models; default false
 """
 
@@ -43,6 +44,7 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     most_urgent: Literal["interactive", "standard", "batch"] = "interactive"
     private_cache: bool | None = None
     """False shares cached prefixes with the other tenants that do; None = as the server's `share_prefixes` says."""
+    cache_mib: int = 0
     operator: bool = False
     name: str = ""
 
@@ -81,7 +83,7 @@ def _check(path: Path, name: str, tenant: Tenant) -> None:
         raise invalid("needs a name without zero bytes.")
     if not 0 < tenant.weight <= 1000:
         raise invalid(f"has weight {tenant.weight}; it must be above 0 and at most 1000.")
-    for field in ("tokens_per_minute", "max_concurrent"):
+    for field in ("tokens_per_minute", "max_concurrent", "cache_mib"):
         if getattr(tenant, field) < 0:
             raise invalid(f"has {field} {getattr(tenant, field)}; it must be 0 (no limit) or more.")
     for key in tenant.keys:

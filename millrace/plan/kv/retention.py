@@ -1,0 +1,170 @@
+"""Handles: prefixes that stay cached for a time, because a client asked for it.
+
+A handle names the blocks of a prefix by their hashes, so it holds before they are computed, and again after they were
+evicted and computed anew. Retained blocks that no row uses are evicted after all other cached ones: only where a
+running request would have to be preempted otherwise. Admission counts them as taken while anything runs.
+
+Handles may retain a share of the pool, each owner's at most its quota. One that finds no room is refused; a hint first
+takes the place of its owner's older hints.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+
+from millrace.params import Retain
+from millrace.plan.kv.block_pool import BlockPool
+from millrace.plan.kv.prefix import PrefixIndex
+from millrace.plan.request import Request
+
+MAX_HANDLES = 1024
+"""Of one owner."""
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionSettings:
+    max_blocks: int = 0
+    """Blocks that all handles together may retain; 0: none."""
+    block_bytes: int = 1
+
+
+@dataclass(slots=True)
+class Handle:
+    owner: str
+    name: str
+    digests: list[bytes]
+    num_tokens: int
+    ttl_s: float
+    created: float
+    expires: float
+    is_hint: bool
+
+
+class Retention:
+    def __init__(self, settings: RetentionSettings, pool: BlockPool, prefix: PrefixIndex, num_groups: int) -> None:
+        self.settings = settings
+        self._pool, self._prefix, self._num_groups = pool, prefix, num_groups
+        self._handles: dict[tuple[str, str], Handle] = {}
+        self._digests: dict[str, Counter[bytes]] = {}
+        """By owner: how many of its handles name each block."""
+        self._next_expiry = math.inf
+        self.num_refused = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the handles name, those of several owners counted for each."""
+        return sum(map(len, self._digests.values())) * self._num_groups
+
+    def bytes_of(self, owner: str) -> int:
+        return len(self._digests.get(owner, ())) * self._num_groups * self.settings.block_bytes
+
+    def advance(self, now: float) -> None:
+        """Drop the handles that have expired."""
+        if now < self._next_expiry:
+            return
+        for handle in [one for one in self._handles.values() if one.expires <= now]:
+            self._drop(handle)
+        self._next_expiry = min((one.expires for one in self._handles.values()), default=math.inf)
+
+    def keep(self, request: Request, wanted: Retain, now: float) -> None:
+        """Retain the prefix of the request, as far as its blocks are whole. A handle of the same name is replaced."""
+        self.advance(now)
+        noted, size = request.diagnostics, self._prefix.block_size
+        num_tokens = min(wanted.num_tokens or request.num_prompt, request.num_prompt)
+        num_columns = num_tokens // size
+        if not num_columns:
+            noted.refused = f"The prefix has {num_tokens} tokens, less than one block of {size}."
+            return
+        self._prefix.hash_of(request, num_columns - 1)
+        digests = request.hashes[:num_columns]
+        name = wanted.name or f"prefix-{digests[-1].hex()[:16]}"
+        why = self._make_room(request.tenant, name, digests, wanted)
+        if why:
+            noted.refused = why
+            self.num_refused += 1
+            return
+        before = self._handles.get((request.tenant, name))
+        created = now if before is None else before.created
+        # The new one first, so that blocks of both stay where they are.
+        handle = Handle(
+            request.tenant, name, digests, num_columns * size, wanted.ttl_s, created, now + wanted.ttl_s, wanted.is_hint
+        )
+        self._count(handle, 1)
+        if before is not None:
+            self._count(before, -1)
+        self._handles[request.tenant, name] = handle
+        self._next_expiry = min(self._next_expiry, handle.expires)
+        noted.handle, noted.retained_tokens = name, handle.num_tokens
+
+    def _make_room(self, owner: str, name: str, digests: list[bytes], wanted: Retain) -> str:
+        """Why the blocks find no room; empty if they do."""
+        own = self._digests.get(owner, Counter())
+        limit = self.settings.max_blocks
+        if wanted.max_bytes:
+            limit = min(limit, wanted.max_bytes // self.settings.block_bytes)
+        may_make_room = wanted.is_hint and len(digests) * self._num_groups <= limit
+        while True:
+            others = [one for one in self._of(owner) if one.name != name]
+            replaced = self._handles.get((owner, name))
+            leaving = Counter(replaced.digests) if replaced is not None else Counter[bytes]()
+            kept = {digest for digest, count in own.items() if count > leaving[digest]}
+            num_own = len(kept.union(digests)) * self._num_groups
+            num_all = self.num_blocks - len(own) * self._num_groups + num_own
+            if num_own <= limit and num_all <= self.settings.max_blocks and len(others) < MAX_HANDLES:
+                return ""
+            hints = [one for one in others if one.is_hint]
+            if not (may_make_room and hints):
+                break
+            self._drop(min(hints, key=lambda one: one.expires))
+            own = self._digests.get(owner, Counter())
+        size = self._prefix.block_size
+        return (
+            f"{len(digests) * size} tokens do not fit: {limit // self._num_groups * size} tokens may be kept, and"
+            f" this owner's handles have {len(own) * size} already. Delete a handle, or wait until one expires."
+        )
+
+    def drop(self, name: str, owner: str | None) -> int:
+        """End the handles with this name, of this owner (None: of any). Returns how many there were."""
+        found = [one for one in self._of(owner) if one.name == name]
+        for handle in found:
+            self._drop(handle)
+        return len(found)
+
+    def handles(self, owner: str | None, now: float) -> list[Handle]:
+        self.advance(now)
+        return self._of(owner)
+
+    def resident_tokens(self, handle: Handle) -> int:
+        """Tokens of the prefix that need not be computed now."""
+        size = self._prefix.block_size
+        return self._pool.num_leading(handle.digests) * size
+
+    def _of(self, owner: str | None) -> list[Handle]:
+        return [one for one in self._handles.values() if owner is None or one.owner == owner]
+
+    def _drop(self, handle: Handle) -> None:
+        del self._handles[handle.owner, handle.name]
+        self._count(handle, -1)
+
+    def _count(self, handle: Handle, change: int) -> None:
+        own = self._digests.setdefault(handle.owner, Counter())
+        for digest in handle.digests:
+            own[digest] += change
+            if not own[digest]:
+                del own[digest]
+        if not own:
+            del self._digests[handle.owner]
+        if change > 0:
+            self._pool.retain(handle.digests)
+        else:
+            self._pool.let_go(handle.digests)
+
+    def check(self) -> None:
+        """Check that the pool retains what the handles name, within the limit. For tests."""
+        named = Counter(digest for one in self._handles.values() for digest in one.digests)
+        if named != self._pool.retained_names:
+            raise AssertionError("the pool retains other blocks than the handles name")
+        if self.num_blocks > self.settings.max_blocks:
+            raise AssertionError(f"{self.num_blocks} blocks are retained, of {self.settings.max_blocks}")
