@@ -16,6 +16,7 @@ from millrace.terminal.running_servers import running_servers
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 30.0
+LONG_TIMEOUT_S = 600.0
 
 
 def add_server(parser: argparse.ArgumentParser, *, with_model: bool = True) -> None:
@@ -46,11 +47,20 @@ def server_url(args: argparse.Namespace) -> str:
     return next(iter(here))
 
 
-def get_json(url: str, path: str, api_key: str = "") -> Any:
+def send_to_server(args: argparse.Namespace, method: str, path: str, body: object = None) -> Any:
+    """The server's JSON answer to a request that changes something, and may take long."""
+    return get_json(server_url(args), path, args.api_key or client_api_key(), method, body, timeout_s=LONG_TIMEOUT_S)
+
+
+def get_json(
+    url: str, path: str, api_key: str = "", method: str = "GET", body: object = None, timeout_s: float = TIMEOUT_S
+) -> Any:
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    request = urllib.request.Request(url.rstrip("/") + path, headers=headers)
+    data = None if body is None else json.dumps(body).encode()
+    headers |= {} if data is None else {"Content-Type": "application/json"}
+    request = urllib.request.Request(url.rstrip("/") + path, headers=headers, data=data, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
             return json.loads(answer.read())
     except urllib.error.HTTPError as error:
         raise MillraceError(f"{url} answered HTTP {error.code} to {path}: {_message(error.read())}") from error

@@ -18,6 +18,7 @@ max_replicas = 2
 
 def write_files(folder: Path) -> None:
     (folder / "notes.txt").write_text("The sea is blue. The sky is blue.\n")
+    (folder / "manual.txt").write_text("The sea is blue. The sky is blue. " * 8)
     (folder / "my.toml").write_text("[server]\nport = 8123\n")
     (folder / "prices.toml").write_text(_PRICES)
     (folder / "mine.json").write_bytes((ROOT / "millrace" / "simulate" / "profiles" / "h200-8b.json").read_bytes())

@@ -23,7 +23,20 @@ from millrace.terminal.foreign_names import COMMANDS as SYNONYMS
 DOCUMENTED = "127.0.0.1:8000"
 """Address of the server in every example."""
 
-ASKS_A_SERVER = ("top", "trace", "explain", "profile", "cost", "slo", "load", "launch")
+ASKS_A_SERVER = (
+    "cache warm",
+    "cache ls",
+    "cache show",
+    "cache rm",
+    "top",
+    "trace",
+    "explain",
+    "profile",
+    "cost",
+    "slo",
+    "load",
+    "launch",
+)
 """Commands that ask the server at the documented address unless `--url` names another."""
 
 ANSWER_ID = "chatcmpl-123"

@@ -19,7 +19,7 @@ from millrace.serve.generate.messages import RESERVED
 from millrace.serve.http.error_bodies import ErrorAnswer
 from millrace.serve.ollama import embed
 from millrace.serve.ollama import schemas as schemas_ollama
-from millrace.serve.openai import answers, embeddings, routes_stored, schemas, stored_chat
+from millrace.serve.openai import answers, embeddings, prefixes, routes_stored, schemas, stored_chat
 from millrace.serve.responses import schemas as schemas_responses
 from millrace.serve.responses import schemas_items as response_items
 from millrace.serve.stored.batch_store import BatchAnswer, BatchList
@@ -48,6 +48,8 @@ _TYPES = (
     schemas_responses.ConversationDeleted,
     answers.TokenizerInfo,
     *(stored_chat.StoredList, stored_chat.StoredDeleted, routes_stored.ChatUpdate),
+    *(prefixes.CacheRequest, prefixes.CreatedHandle, prefixes.CacheHandle),
+    *(prefixes.CacheHandles, prefixes.DeletedHandle),
     *(FileAnswer, FileList, FileDeleted, BatchRequest, BatchAnswer, BatchList),
     *(routes_requests.RunningRequest, routes_requests.RunningRequests, routes_requests.RequestOutcome),
     *(routes_requests.CancelledRequest, routes_load.Load, routes_kv.KvEvent),
@@ -79,6 +81,7 @@ _TAGS = {
     "encode": "Rank, score and classify texts, with an encoder.",
     "responses": "Stored responses.",
     "conversations": "Stored conversations.",
+    "cache": "Prompts that are kept cached.",
     "files": "Stored files.",
     "batches": "Files of requests, run at batch priority.",
     "models": "The served model.",

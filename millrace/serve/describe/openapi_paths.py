@@ -167,6 +167,7 @@ def _all_paths() -> dict[str, Any]:
         **_response_paths(),
         **_conversation_paths(),
         **_stored_chat_paths(),
+        **_cache_paths(),
         **_file_paths(),
         **_batch_paths(),
         **_anthropic_paths(),
@@ -358,6 +359,30 @@ def _file_paths() -> dict[str, Any]:
         },
         "/v1/files/{file_id}/content": {
             "get": _operation("files", "downloadFile", "Download a file", octets, stored, parameters=one)
+        },
+    }
+
+
+def _cache_paths() -> dict[str, Any]:
+    one, missing, of_model = _in_path("name"), ("400", "404", "500", "503"), _in_query("model", type="string")
+    make = _operation("cache", "createCacheHandle", "Keep a prompt cached", "CreatedHandle", _unstreamed())
+    example = {"prompt": "A long manual.", "name": "manual", "ttl_s": 3600}
+    of_tenant = _in_query("tenant", type="string")
+    return {
+        "/v1/cache": {
+            "post": {**make, "requestBody": _body("CacheRequest", example)},
+            "get": _operation(
+                "cache", "listCacheHandles", "Prompts that are kept", "CacheHandles", missing, parameters=[of_model]
+            ),
+        },
+        "/v1/cache/{name}": {
+            "get": _operation(
+                "cache", "retrieveCacheHandle", "Describe one", "CacheHandle", missing, parameters=[one, of_model]
+            ),
+            "delete": _operation(
+                *("cache", "deleteCacheHandle", "Keep it no longer", "DeletedHandle", missing),
+                parameters=[one, of_model, of_tenant],
+            ),
         },
     }
 
