@@ -34,6 +34,7 @@ def test_try_it_with_a_key_and_every_endpoint(browser: Browser, tmp_path: Path) 
             open_page(page, front, "/docs")
             described = get(front.port, "/openapi.json").json["paths"]
             page.wait_for_selector("#openapi")
+            assert page.locator(".operation h2").first.inner_text().split() == ["POST", "/v1/chat/completions"]
             playwright.expect(page.locator(".operation")).to_have_count(sum(map(len, described.values())))
             page.click(f"{CHAT} button:has-text('Send')")
             page.wait_for_selector("dialog[open]:has-text('requires a key')")

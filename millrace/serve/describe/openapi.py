@@ -78,7 +78,8 @@ _ACCEPTED_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
 
 _TAGS = {
     "generate": "Generate text.",
-    "encode": "Rank, score and classify texts, with an encoder.",
+    "encode": "Embed, rank, score and classify texts.",
+    "stored completions": "Completions that were kept (`store`).",
     "responses": "Stored responses.",
     "conversations": "Stored conversations.",
     "cache": "Prompts that are kept cached.",

@@ -193,7 +193,9 @@ def _encode_paths() -> dict[str, Any]:
         ("score", "Score pairs of texts", pairs, ("/v1", "")),
         ("classify", "Classify texts, or their tokens", classed, ("/v1", "")),
     )
-    found = {}
+    embedded = {"model": _NAME, "input": ["The sea is blue", "The sky is blue"]}
+    embed = _operation("encode", "createEmbedding", "A vector for each input", "EmbeddingsAnswer", _unstreamed())
+    found = {"/v1/embeddings": {"post": {**embed, "requestBody": _body("EmbeddingsRequest", embedded)}}}
     for name, summary, example, before in kinds:
         for prefix in before:
             operation_id = f"{name}{prefix.removeprefix('/').upper()}"
@@ -207,17 +209,14 @@ def _encode_paths() -> dict[str, Any]:
 def _openai_paths() -> dict[str, Any]:
     chat = {"model": _NAME, "messages": _TURN, "max_completion_tokens": 64}
     text = {"model": _NAME, "prompt": "The sea is", "max_tokens": 16}
-    embedded = {"model": _NAME, "input": ["The sea is blue", "The sky is blue"]}
     model = [_in_path("model")]
-    embed = _operation("generate", "createEmbedding", "A vector for each input", "EmbeddingsAnswer", _unstreamed())
     return {
-        "/v1/embeddings": {"post": {**embed, "requestBody": _body("EmbeddingsRequest", embedded)}},
         "/v1/chat/completions": {
             "post": _generate(
                 "createChatCompletion", "Answer a conversation", ("ChatRequest", "ChatAnswer", "ChatChunk"), chat
             ),
             "get": _operation(
-                "generate",
+                "stored completions",
                 "listChatCompletions",
                 "List stored completions",
                 "StoredList",
@@ -293,7 +292,7 @@ def _response_paths() -> dict[str, Any]:
 
 
 def _stored_chat_paths() -> dict[str, Any]:
-    one, stored, tag = [_in_path("completion_id")], ("404", "500"), "generate"
+    one, stored, tag = [_in_path("completion_id")], ("404", "500"), "stored completions"
     update = _operation(tag, "updateChatCompletion", "Replace labels", "ChatAnswer", BODY_ERRORS, parameters=one)
     held = [*one, *_page(100, "limit", "order", "after")]
     return {

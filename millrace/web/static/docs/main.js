@@ -7,6 +7,8 @@ import { kindOf, part, rich, row, typePart } from "./schema.js";
 import { tryIt } from "./try.js";
 
 const verb = method => el("span", { class: `verb ${method}` }, method === "delete" ? "DEL" : method.toUpperCase());
+/** May break after a slash or an underscore, not within a word. */
+const breakable = path => path.split(/(?<=[/_])/).flatMap(part => [part, el("wbr")]);
 const namesIn = schema => (schema?.$ref ? [schema.$ref.split("/").pop()] : []);
 
 function operation(api, path, method, spec, model) {
@@ -53,7 +55,7 @@ async function start() {
     index.append(el("h2", { title: tag.description }, tag.name));
     for (const [path, methods] of Object.entries(api.paths)) for (const [method, spec] of Object.entries(methods)) {
       if (!spec.tags.includes(tag.name)) continue;
-      index.append(el("a", { href: `#${spec.operationId}`, data: { words: `${method} ${path} ${spec.summary}`.toLowerCase() }, on: { click: () => { if (isNarrow()) byId("contents").open = false; } } }, verb(method), path));
+      index.append(el("a", { href: `#${spec.operationId}`, data: { words: `${method} ${path} ${spec.summary}`.toLowerCase() }, on: { click: () => { if (isNarrow()) byId("contents").open = false; } } }, verb(method), el("span", {}, breakable(path))));
       main.append(operation(api, path, method, spec, model));
     }
   }
