@@ -288,6 +288,10 @@ def test_several_models(browser: Browser, front: Front) -> None:
         page.route("**/v1/models", lambda route: route.fulfill(json=models))
         open_page(page, front)
         page.wait_for_selector("#set-model option[value=other-model]", state="attached")
+        page.select_option("#set-model", "other-model")
+        expect(page.locator("#model-name")).to_have_text("other-model")
+        page.select_option("#set-model", MODEL)
+        expect(page.locator("#model-name")).to_have_text(MODEL)
         assert page.locator("#set-model option").all_inner_texts() == [MODEL, "other-model"], "an alias is no model"
         page.click("#compare")
         assert page.evaluate(
@@ -297,6 +301,26 @@ def test_several_models(browser: Browser, front: Front) -> None:
         ask(page, "Both", 1)
         page.wait_for_selector(".pane:nth-child(2) .error-card:has-text('other-model')")
         assert page.locator(".pane:nth-child(1) .error-card").count() == 0
+
+
+def test_nothing_is_claimed_of_models_that_are_not_described_yet(browser: Browser, front: Front) -> None:
+    held: list[Route] = []
+    with watched_page(browser, front.url) as page:
+        page.route(f"**/v1/models/{MODEL}", lambda route: held.extend([route]))
+        page.goto(front.url)
+        page.wait_for_selector("#status.good")
+        expect(page.locator(".empty h2")).to_be_visible()
+        assert page.locator(".starters button").count() == 0
+        assert page.get_attribute("#set-temperature", "placeholder") == ""
+        assert page.is_disabled("#compare"), "it would compare nothing, or the model with itself"
+        while not held:
+            page.wait_for_timeout(20)
+        facts = {"id": MODEL, "object": "model", "capabilities": ["chat"], "sampling": {"temperature": 0.2}}
+        held[0].fulfill(json=facts)
+        expect(page.locator(".starters button")).to_have_count(4)
+        expect(page.locator("#set-temperature")).to_have_attribute("placeholder", "0.2")
+        page.click("#compare")
+        expect(page.locator(".pane-name strong")).to_have_text([MODEL, MODEL])
 
 
 def test_placeholders_show_the_values_in_force_and_controls_without_effect_say_why(

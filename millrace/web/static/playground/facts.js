@@ -5,16 +5,17 @@ import { getJson } from "../common/api.js";
 const pathOf = id => `/v1/models/${id.split("/").map(encodeURIComponent).join("/")}`;
 
 export class Models {
-  constructor() { Object.assign(this, { list: [], roots: new Map(), facts: new Map() }); }
+  constructor() { Object.assign(this, { list: [], roots: new Map(), facts: new Map(), isKnown: false }); }
 
   async load() {
     const { data } = await getJson("/v1/models");
-    this.roots = new Map(data.map(model => [model.id, model.root ?? model.id]));
-    this.list = data.filter(model => (model.root ?? model.id) === model.id);
-    await Promise.all(this.list.map(async ({ id }) => {
+    const list = data.filter(model => (model.root ?? model.id) === model.id), facts = new Map();
+    await Promise.all(list.map(async ({ id }) => {
       const described = await getJson(pathOf(id)).catch(() => null);
-      if (described) this.facts.set(id, described);
+      if (described) facts.set(id, described);
     }));
+    // All at once: half of it would offer what a model cannot do, or compare it with itself.
+    Object.assign(this, { list, facts, roots: new Map(data.map(model => [model.id, model.root ?? model.id])), isKnown: true });
   }
 
   /** The model's own name for a name or alias; an unknown name as it is. */

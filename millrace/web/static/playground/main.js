@@ -67,6 +67,7 @@ function showPanes() {
   byId("panes").replaceChildren(...panes.map(pane => pane.root));
   byId("panes").classList.toggle("two", panes.length > 1);
   byId("compare").setAttribute("aria-pressed", String(panes.length > 1));
+  byId("compare").disabled = !models.isKnown;
   showSettings();
   showRunning();
 }
@@ -113,17 +114,20 @@ function showSettings() {
   const pane = panes[active];
   settingsForm(byId("settings-form"), pane.data.settings, models, () => {
     pane.showSettings();
+    showName();
     rememberSettings(pane.data.settings);
     showAttach();
     showRunning();
     if (path(pane.data.tree).length) saveSoon();
   });
-  byId("model-name").textContent = panes.map(one => one.data.settings.model || "no model").join(" | ");
+  showName();
   showAttach();
 }
 
+function showName() { byId("model-name").textContent = panes.map(one => one.data.settings.model || "no model").join(" | "); }
+
 let timer;
-function saveSoon() { clearTimeout(timer); timer = setTimeout(save, 400); byId("model-name").textContent = panes.map(one => one.data.settings.model).join(" | "); }
+function saveSoon() { clearTimeout(timer); timer = setTimeout(save, 400); }
 
 function openSettings(number) {
   active = number;
@@ -220,6 +224,7 @@ async function loadModels() {
     settings.model = path(tree).length ? models.rootOf(settings.model) : defaultModel(settings.model);
     pane.showSettings();
   });
+  byId("compare").disabled = false;
   showSettings();
   showRunning();
   if (submitWhenReady && models.list.length) { submitWhenReady = false; submit(); }

@@ -55,7 +55,7 @@ export class Pane {
 
   empty() {
     const { model } = this.data.settings, better = this.models.suggestion(model);
-    const starters = this.isBase ? BEGINNINGS : better ? SMALL_STARTERS : STARTERS;
+    const starters = !this.models.isKnown ? [] : this.isBase ? BEGINNINGS : better ? SMALL_STARTERS : STARTERS;
     const size = better?.download_bytes ? `, a download of ${(better.download_bytes / 1e9).toFixed(1)} GB,` : "";
     return el("div", { class: "empty" }, el("h2", {}, this.isBase ? "What shall it continue?" : "What shall we try?"),
       el("p", { class: "soft" }, this.isBase ? `${model} is a base model: it continues the text that you give it.` : "Everything stays between this browser and this server."),

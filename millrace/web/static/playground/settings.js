@@ -96,6 +96,7 @@ export function summary(settings) {
 export function settingsForm(container, settings, models, onChange) {
   const again = () => { settingsForm(container, settings, models, onChange); document.getElementById("set-model").focus(); };
   const can = what => models.can(settings.model, what), isChat = can("chat"), inForce = models.sampling(settings.model);
+  const unsent = (name, unset) => (!models.isKnown ? "" : name in inForce && !(name === "top_k" && inForce[name] <= NEUTRAL_TOP_K) ? String(inForce[name]) : unset);
   const set = (name, value) => { settings[name] = value; onChange(); };
   const input = (name, props) => el("input", { id: `set-${name}`, value: settings[name] ?? "", ...props, on: { input: event => set(name, event.target.value) } });
   const area = (name, props) => el("textarea", { id: `set-${name}`, spellcheck: "false", value: settings[name] ?? "", ...props, on: { input: event => set(name, event.target.value) } });
@@ -107,7 +108,7 @@ export function settingsForm(container, settings, models, onChange) {
     return control;
   };
   const number = ([name, label, unset, props, hint]) => el("div", { class: "field", title: hint || null }, el("label", { for: `set-${name}` }, label),
-    input(name, { type: "number", inputmode: "decimal", placeholder: name in inForce && !(name === "top_k" && inForce[name] <= NEUTRAL_TOP_K) ? String(inForce[name]) : unset, ...props }));
+    input(name, { type: "number", inputmode: "decimal", placeholder: unsent(name, unset), ...props }));
   const check = (name, label, after) => {
     const box = el("input", { type: "checkbox", checked: Boolean(settings[name]), on: { change: event => { set(name, event.target.checked); after?.(); } } });
     return el("label", { class: "check" }, box, label);
