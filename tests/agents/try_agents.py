@@ -26,10 +26,11 @@ from millrace.bench.local_server import LocalServer
 
 TASK = "Run ls to list the files, change Hello to Good morning in greeting.py, then run: python3 greeting.py"
 SYSTEM = "You are a coding agent. Work with the tools, one call at a time."
-MAX_TURNS = "6"
+MAX_TURNS = 6
+"""Calls of a model that does not stop by itself. Codex has no such option: then its requests forbid calls."""
 HEADLESS: dict[str, tuple[str, ...]] = {
     "claude": (
-        *("-p", TASK, "--system-prompt", SYSTEM, "--max-turns", MAX_TURNS, "--strict-mcp-config"),
+        *("-p", TASK, "--system-prompt", SYSTEM, "--max-turns", str(MAX_TURNS), "--strict-mcp-config"),
         *("--tools", "Bash", "Read", "Edit"),
         *("--allowedTools", "Bash(ls:*)", "Bash(python3 greeting.py)", "Read", "Edit"),
     ),
@@ -39,7 +40,7 @@ HEADLESS: dict[str, tuple[str, ...]] = {
         TASK,
     ),
     "qwen": (
-        *("--bare", "--system-prompt", SYSTEM, "--max-session-turns", MAX_TURNS, "--approval-mode", "auto-edit"),
+        *("--bare", "--system-prompt", SYSTEM, "--max-session-turns", str(MAX_TURNS), "--approval-mode", "auto-edit"),
         *("--core-tools", "run_shell_command", "read_file", "edit"),
         *("--allowed-tools", "run_shell_command(ls)", "run_shell_command(python3 greeting.py)"),
         *("-p", TASK),
@@ -53,10 +54,11 @@ MAX_TOKENS = 512
 
 
 class ShortAnswers:
-    """Makes answers greedy and short, and requires a command in the first one."""
+    """Makes answers greedy and short, requires a command in the first one, and after some turns forbids calls, so that
+    an agent ends whose model would call tools for ever."""
 
     def __init__(self) -> None:
-        self._has_called = False
+        self._num_turns = 0
 
     def __call__(self, path: str, body: Any) -> Any:
         if path not in LIMITS:
@@ -64,9 +66,13 @@ class ShortAnswers:
         changed = {**body, "temperature": 0, LIMITS[path]: MAX_TOKENS}
         names = [tool.get("name") or tool.get("function", {}).get("name") for tool in body.get("tools") or ()]
         shell = next((name for name in names if name in SHELLS), None)
-        if self._has_called or shell is None:
+        if shell is None:
             return changed
-        self._has_called = True
+        self._num_turns += 1
+        if self._num_turns > MAX_TURNS:
+            return {**changed, "tool_choice": {"type": "none"} if path == MESSAGES else "none"}
+        if self._num_turns > 1:
+            return changed
         function = {"function": {"name": shell}} if path == CHAT else {"name": shell}
         return {**changed, "tool_choice": {"type": "tool" if path == MESSAGES else "function", **function}}
 
