@@ -44,10 +44,10 @@ SWITCHES = {
 _ADAPTERS = "LoRA adapters are not supported yet. Merge the adapter into the model's weights and serve those."
 _IMAGES = "Images are not supported yet: models take text only."
 _ONE_GPU = "Several GPUs per model are not supported yet; use a smaller or quantised model (--quantization fp8)."
-_REPLICAS = "Routing across replicas is not supported yet; start one server per GPU behind a load balancer."
+_REPLICAS = "Start a server per GPU and `millrace gateway` in front of them; `millrace up fleet.toml` does both."
 _ONE_DEVICE = "A model runs wholly on one device: --device cuda or --device cpu."
 _EMBEDDINGS = "Every model serves embeddings (POST /v1/embeddings) without an option. Leave it out."
-_RERANKING = "Reranking is not supported yet; embeddings are (POST /v1/embeddings)."
+_RERANKING = "Serve a reranker: it answers POST /v1/rerank without an option. Leave it out."
 _DRAFTS = "Use --speculate and, for drafters that are models, --drafter."
 _DRAFT_COUNT = "Use --max-drafts."
 _ALWAYS = "It is always on here. Leave it out."
@@ -73,8 +73,6 @@ ADVICE = {
     "--limit-mm-per-prompt": _IMAGES,
     "--mm-processor-kwargs": _IMAGES,
     "--enable-multimodal": _IMAGES,
-    "--reranking": _RERANKING,
-    "--rerank": _RERANKING,
     "--kv-transfer-config": "KV tiers beyond host memory are not supported yet; use --kv-host-gib for that.",
     "--enable-expert-parallel": _ONE_GPU,
     "--tensor-split": _ONE_GPU,
@@ -83,6 +81,8 @@ ADVICE = {
     # Called or done otherwise.
     "--task": "Every model generates and embeds. Leave it out.",
     "--runner": "Every model generates and embeds. Leave it out.",
+    "--reranking": _RERANKING,
+    "--rerank": _RERANKING,
     "--embedding": _EMBEDDINGS,
     "--embeddings": _EMBEDDINGS,
     "--is-embedding": _EMBEDDINGS,
