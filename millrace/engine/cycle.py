@@ -13,13 +13,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+import numpy as np
 
 from millrace.engine.copies import BlockCopying
 from millrace.engine.steps.culprit import Culprit, find_culprit
 from millrace.engine.steps.draws import Draws, Launched, MaskSource
-from millrace.plan.planner.protocol import ChosenRows, Planner
+from millrace.engine.steps.repeated import MAX_DEPTH, RepeatedTurns, RepeatingRunner, TurnClock
+from millrace.plan.planner.protocol import ChosenRows, Planner, RepeatingPlanner
 from millrace.plan.step import Ended, StepOutcome, StepPlan
 from millrace.run.facts import RunnerFacts
 from millrace.run.runner import AnyRunner, StepResult
@@ -131,6 +134,39 @@ class Cycle:
         if self._launched and (len(self._launched) >= depth or not launched):
             self._confirm_oldest()
         return progressed
+
+    def advance_repeated(
+        self, planner: RepeatingPlanner, runner: RepeatingRunner, until: float
+    ) -> RepeatedTurns | None:
+        """As many turns as repeat each other, at most up to the first that ends at `until` or later. None if the next
+        turn needs a plan of its own. The listener is told nothing of these turns."""
+        facts, launched = self._facts, self._launched
+        depth = 1 if self._last_device_s >= facts.slow_step_s else facts.steps_in_flight
+        if self._copying or len(launched) != depth - 1 or depth > MAX_DEPTH:
+            return None
+        if (ahead := planner.repeats_ahead()) is None:
+            return None
+        last, most = ahead
+        oldest = launched[0] if launched else None
+        slow_s = facts.slow_step_s if facts.steps_in_flight > 1 else 0.0
+        began, pending = (oldest.at, oldest.pending) if oldest is not None else (None, None)
+        noted = TurnClock(began, self._confirmed_at, until, slow_s, depth)
+        found = runner.repeat(last, most, pending, noted.on_turn)
+        if found is None:
+            return None
+        tokens, pending = found
+        turns, outcome = noted.turns, planner.repeat(tokens)
+        turns.request_ids = outcome.request_ids
+        self._confirmed_at, self._last_device_s = noted.confirmed_at, turns.device_s[-1]
+        for launched_at, ended_at, device_s in zip(turns.launched_at, turns.ended_at, turns.device_s, strict=False):
+            self.times.step_s += ended_at - launched_at
+            self.times.device_s += device_s
+        if oldest is not None:
+            launched[0] = Launched(outcome.plan, turns.launched_at[-1], oldest.masked_ids, pending)
+        planner.observe_repeated(
+            replace(outcome.plan, starts=outcome.plan.starts - np.int32(len(launched))), turns.device_s
+        )
+        return turns
 
     def warm_next(self) -> bool:
         """Compile a kernel or capture a graph in advance, when idle. False if there is nothing left to warm up."""

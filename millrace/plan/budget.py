@@ -111,6 +111,14 @@ class StepBudget:
         if self._yielding is not None and self._all_yield:
             self._yielding.measure(seconds, has_chunk=bool((~plan.samples).any() or plan.counts.max() > 1))
 
+    def observe_repeated(self, last: StepPlan, seconds: Sequence[float]) -> None:
+        """`observe` for steps that decoded the same rows one after the other; `last` is the last one."""
+        if self.times is not None:
+            self.times.observe_repeated(last, seconds)
+        if self._yielding is not None and self._all_yield:
+            for one in seconds:
+                self._yielding.measure(one, has_chunk=False)
+
     def _by_tokens(self, num_singles: int, is_many: bool) -> int:
         """The token budget does not count rows that decode: otherwise a prompt that fills it exactly would be split,
         and its last few tokens would need another step. The mixed budget counts them. It keeps steps that also decode

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from millrace.plan.in_flight import StepsInFlight
@@ -129,6 +131,40 @@ class Composer:
         )
         self._in_flight.launch(plan)
         repeated.advance(plan)
+        return plan
+
+    @property
+    def repeated(self) -> RepeatedDecode | None:
+        """What further plans can repeat of the last one."""
+        return self._repeated if self.repeats() else None
+
+    def repeat_many(self, repeated: RepeatedDecode, count: int) -> StepPlan:
+        """The last of `count` plans that repeat the one before, as if each had been made. The rows have the blocks."""
+        rows, order, before = self._rows, repeated.order, repeated.plan
+        starts = before.starts + np.int32(count)
+        rows.computed[order] = starts + 1
+        rows.known[order] = starts + 2
+        shared_blocks = self._seating.shared_blocks(int(order[0]))
+        shape, captures = self._shapes.repeat(before.shape, len(order), shared_blocks)
+        block_groups, block_rows, block_cols, block_ids = self._seating.take_new_blocks()
+        plan = replace(
+            before,
+            step_no=self._in_flight.next_step + count - 1,
+            starts=starts,
+            block_rows=block_rows,
+            block_cols=block_cols,
+            block_ids=block_ids,
+            block_groups=block_groups if self._has_groups else None,
+            shape=shape,
+            captures=captures,
+            shared_blocks=shared_blocks,
+            admitted=(),
+            released=(),
+            appended=(),
+            epoch=self._epoch,
+        )
+        self._in_flight.skip(plan, count)
+        repeated.advance(plan, count)
         return plan
 
     def _admissions(self, chosen: ChosenRows) -> tuple[Admission, ...]:

@@ -8,7 +8,7 @@ from millrace.plan.drafts import DraftPlaces
 from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.outcome import Delivered, DraftedOutcome, PendingOutcome, make_pending_outcome
 from millrace.plan.seating import Seating
-from millrace.plan.step import Ended, Int32s, StepPlan, TrainedDrafts
+from millrace.plan.step import Ended, Int32s, Int64s, StepPlan, TrainedDrafts
 
 
 @dataclass(slots=True)
@@ -49,6 +49,22 @@ class Confirming:
         if before is not None and before.can_repeat and plan.repeats(before.epoch):
             return before.next()
         return make_pending_outcome(plan, self._rows)
+
+    def repeats_left(self, epoch: int) -> int:
+        """How many outcomes after the last one are that one with positions advanced, if steps of this epoch follow."""
+        last = self._last
+        if last is None or self._pending is not None or self._deferred is not None or last.epoch != epoch:
+            return 0
+        return last.steps_left - 1 if last.can_repeat else 0
+
+    def repeat_many(self, tokens: Int32s) -> Int64s:
+        """Confirm repeated decode steps, which drew these tokens [steps, rows]. Returns the requests of the rows."""
+        assert self._last is not None
+        first = self._last.next()
+        self._last = last = self._last.next(len(tokens))
+        self._rows.append_many(last.table_rows, first.positions, tokens)
+        self._rows.confirmed[last.computed_rows] = last.computed
+        return last.request_ids
 
     def confirm(
         self,

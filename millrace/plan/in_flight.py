@@ -35,5 +35,12 @@ class StepsInFlight:
             raise AssertionError(f"step {step_no} completed, but {plan.step_no} is the oldest in flight")
         return plan
 
+    def skip(self, plan: StepPlan, count: int) -> None:
+        """So many steps were launched, and as many completed; `plan` is the last one."""
+        self.next_step += count
+        if self._plans:
+            self._plans.clear()
+            self._plans.append(plan)
+
     def clear(self) -> None:
         self._plans.clear()

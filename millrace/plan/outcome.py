@@ -89,21 +89,21 @@ class PendingOutcome:
         """True if the outcome of a repeated decode step is this one with positions advanced by one."""
         return self.all_active and self.steps_left > 1 and not self.hides_ends
 
-    def next(self) -> PendingOutcome:
-        """The outcome of the repeated decode step that follows."""
+    def next(self, count: int = 1) -> PendingOutcome:
+        """The outcome of the repeated decode step that follows, or of a later one."""
         return PendingOutcome(
             computed_rows=self.computed_rows,
-            computed=self.computed + 1,
+            computed=self.computed + np.int32(count),
             sample_index=self.sample_index,
             all_active=True,
             table_rows=self.table_rows,
             request_ids=self.request_ids,
             first_ids=self.first_ids[:0],
-            positions=self.positions + 1,
+            positions=self.positions + np.int32(count),
             is_last=self.is_last,
             length_ends={},
             end_tokens=self.end_tokens,
-            steps_left=self.steps_left - 1,
+            steps_left=self.steps_left - count,
             hides_ends=False,
             epoch=self.epoch,
             is_repeated=True,

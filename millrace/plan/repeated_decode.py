@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from millrace.plan.rows import Rows
-from millrace.plan.step import Int64s, StepPlan
+from millrace.plan.step import Int32s, Int64s, StepPlan
 
 
 @dataclass(slots=True)
@@ -24,9 +26,20 @@ class RepeatedDecode:
         """True if the next plan may have the same rows. Each is one token behind: the token it just drew."""
         return rows.epoch == self.rows_epoch and self.plans_left > 0
 
-    def advance(self, plan: StepPlan) -> None:
+    def advance(self, plan: StepPlan, count: int = 1) -> None:
         self.plan = plan
-        self.plans_left -= 1
+        self.plans_left -= count
+
+
+def crossings(computed: Int32s, num_blocks: Int32s, block_size: int, count: int) -> tuple[Int64s, int]:
+    """For `count` further decode steps: the row of each block that is needed, in the order in which steps one after
+    the other would take them, and their number. `computed`, `num_blocks`: of each row."""
+    needed = np.maximum((computed + count - 1) // block_size + 1 - num_blocks, 0)
+    total = int(needed.sum())
+    at = np.repeat(np.arange(len(computed)), needed)
+    places = np.arange(total) - np.repeat(np.cumsum(needed) - needed, needed)
+    steps = (num_blocks[at] + places) * block_size - computed[at]
+    return at[np.lexsort((at, steps))], total
 
 
 def repeated_decode_from(plan: StepPlan, num_singles: int, rows: Rows) -> RepeatedDecode | None:

@@ -264,6 +264,19 @@ class Rows:
         if not self._appends_left:
             self._fold_full()
 
+    def append_many(self, table_rows: Int64s, positions: Int32s, drawn: Int32s) -> None:
+        """`append` for several steps: `drawn` is [steps, rows], and `positions` are those of the first step."""
+        at = 0
+        while at < len(drawn):
+            count = min(len(drawn) - at, self._appends_left)
+            places = (self._tail_places[table_rows] + positions + at)[:, None] + np.arange(count)
+            self._flat_tail[places] = drawn[at : at + count].T
+            at += count
+            self.known_host[table_rows] = positions + at
+            self._appends_left -= count
+            if not self._appends_left:
+                self._fold_full()
+
     def _fold_full(self) -> None:
         """Fold the tails that are full, and find out when the next one can be."""
         active, width = self.active.nonzero()[0], self.tail.shape[1]

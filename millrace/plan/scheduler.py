@@ -32,12 +32,21 @@ from millrace.plan.kv.host_tier import HostTier, HostTierSettings
 from millrace.plan.kv.prefix import PrefixIndex
 from millrace.plan.kv.retention import Retention, RetentionSettings
 from millrace.plan.planner.journal import Tier, WatchedBlocks
-from millrace.plan.planner.protocol import NONE_FORCED, ChosenRows, Forced, HandleFigures, HandleList, PlannerFigures
+from millrace.plan.planner.protocol import (
+    NONE_FORCED,
+    ChosenRows,
+    Forced,
+    HandleFigures,
+    HandleList,
+    PlannerFigures,
+    RepeatedOutcome,
+)
 from millrace.plan.queue.fair_shares import FairShares
 from millrace.plan.queue.kv_peak import OutputLengthEstimate
 from millrace.plan.queue.policy import make_policy
 from millrace.plan.queue.waiting import WaitingQueue
 from millrace.plan.queue.waiting_tokens import WaitingTokens
+from millrace.plan.repeated_decode import crossings
 from millrace.plan.request import NUM_CLASSES, Request, end_of
 from millrace.plan.row_choice import RowChoice
 from millrace.plan.rows import Rows
@@ -396,6 +405,51 @@ class Scheduler:
         if self._drafts.is_on:
             last += rows.slack[singles]
         return singles[last >= rows.num_blocks[singles] * self.block_size]
+
+    # -- many steps at once ----------------------------------------------------------------------------------------
+
+    def repeats_ahead(self) -> tuple[StepPlan, int] | None:
+        """The last plan, and how many steps after it will only decode the same rows as long as nobody comes, goes or
+        draws an end token. None: at most one."""
+        repeated = self._composer.repeated
+        if repeated is None or not self._is_plain:
+            return None
+        oldest = self._in_flight.oldest
+        if len(self._in_flight) > 1 or (oldest is not None and oldest is not repeated.plan):
+            return None
+        count = min(repeated.plans_left, self._confirming.repeats_left(repeated.plan.epoch))
+        rows, order = self.rows, repeated.order
+        while count > 1:
+            columns = (rows.computed[order], rows.num_blocks[order])
+            if crossings(*columns, self.block_size, count)[1] <= self._seating.num_available_columns:
+                return repeated.plan, count
+            count //= 2
+        return None
+
+    @property
+    def _is_plain(self) -> bool:
+        """True if nothing but decoding rows can change what the next steps are."""
+        rows, pool = self.rows, self.pool
+        is_shared = rows.flows.num_open > 1 and self.budget.times is not None
+        has_copies = self.num_copies or pool.num_soon or pool.num_fenced or rows.num_fenced
+        is_special = rows.num_timed or rows.num_constrained or rows.num_silent or rows.num_pooled or rows.num_scored
+        has_groups = self._seating.groups.num_groups > 1 or self._seating.groups.windowed
+        is_busy = len(self.waiting) or self._ended or rows.appended
+        return not (is_busy or is_shared or has_copies or is_special or has_groups or self._drafts.is_on)
+
+    def repeat(self, tokens: Int32s) -> RepeatedOutcome:
+        """As many steps as there are rows in `tokens`, at most `repeats_ahead`: each is planned and launched, and the
+        oldest in flight confirmed. `tokens` [steps, rows] are those of the confirmed ones."""
+        repeated = self._composer.repeated
+        assert repeated is not None
+        rows, order, count = self.rows, repeated.order, len(tokens)
+        at, _ = crossings(rows.computed[order], rows.num_blocks[order], self.block_size, count)
+        self._seating.grow_ahead(order[at])
+        return RepeatedOutcome(self._composer.repeat_many(repeated, count), self._confirming.repeat_many(tokens))
+
+    def observe_repeated(self, last: StepPlan, seconds: Sequence[float]) -> None:
+        """`observe_step` for steps of which `last` is the last one."""
+        self.budget.observe_repeated(last, seconds)
 
     # -- figures ---------------------------------------------------------------------------------------------------
 

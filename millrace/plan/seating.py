@@ -111,6 +111,14 @@ class Seating:
                 self._new_blocks.add_each(group, *told)
         self.rows.num_blocks[crossing] = held + 1
 
+    def grow_ahead(self, crossing: Int64s) -> None:
+        """One more column for each of these rows, which may come several times: `grow_by_one` for several steps."""
+        held = self.rows.num_blocks
+        for row, block in zip(crossing.tolist(), self.pool.take_many(len(crossing)), strict=True):
+            self.rows.blocks[row][0].append(block)
+            self._new_blocks.add_many(0, row, int(held[row]), [block])
+            held[row] += 1
+
     def grow(self, row: int, num_columns: int) -> None:
         """Give the row this many columns more."""
         if num_columns <= 0:

@@ -7,9 +7,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from millrace.engine.steps.repeated import OnTurn
 from millrace.plan.pacing.step_time import Floats, step_parts
 from millrace.plan.shapes.table import ShapeFacts
 from millrace.plan.step import NO_EPOCH, BlockCopies, CapturePlan, HeadShape, Int32s, StepInputs, StepPlan
+from millrace.run.device.device import Pending
 from millrace.run.runner import StepResult
 from millrace.run.sampling.masks import Uint32s
 from millrace.simulate.clock import VirtualClock
@@ -50,6 +52,26 @@ class PricedCopy:
         return self.seconds
 
 
+class StepNoise:
+    """Factors by which steps are longer or shorter. Their mean is 1."""
+
+    def __init__(self, spread: float, seed: int) -> None:
+        self._spread, self._rng = spread, np.random.default_rng((seed, 1))
+        self._drawn: Floats = np.ones(0)
+
+    def look(self, count: int) -> Floats:
+        """The next ones, which stay."""
+        while len(self._drawn) < count:
+            more = self._rng.normal(-0.5 * self._spread**2, self._spread, 1024)
+            self._drawn = np.concatenate([self._drawn, np.exp(more)])
+        return self._drawn[:count]
+
+    def take(self, count: int) -> list[float]:
+        taken: list[float] = self.look(count).tolist()
+        self._drawn = self._drawn[count:]
+        return taken
+
+
 class PricedRunner:
     """Steps follow each other on the device; a step begins when it is launched and the one before has ended."""
 
@@ -69,7 +91,10 @@ class PricedRunner:
         """`acceptance`: probability that a draft is accepted if those before it are."""
         self._profile, self._clock, self._block_bytes = profile, clock, block_bytes
         self._rates, self._rng, self._acceptance = profile.rates.column(), np.random.default_rng(seed), acceptance
-        self._noise = profile.noise if has_noise else 0.0
+        self._context_s = profile.rates.context_token_s
+        self._fixed_rates = self._rates.copy()
+        self._fixed_rates[CONTEXT] = 0.0
+        self._noise = StepNoise(profile.noise if has_noise else 0.0, seed)
         self.num_output: dict[int, int] = {}
         """By request: tokens of its answer, the last of which ends it."""
         self._known = np.zeros(max_rows, np.int64)
@@ -80,6 +105,8 @@ class PricedRunner:
         self._salt = np.zeros(max_rows, np.int64)
         """By row: tells answers of different requests apart."""
         self._parts: Floats = np.zeros(5)
+        self._fixed_s = 0.0
+        """Time of the last plan's step without its context."""
         self._epoch = NO_EPOCH
         """Parts and epoch of the last plan."""
         self._free_at = self._copier_free_at = 0.0
@@ -100,10 +127,7 @@ class PricedRunner:
             self._salt[row] = admission.request_id * 31
         self._clock.sleep(self._profile.host_s)
         parts = self._parts_of(plan)
-        seconds = float(parts @ self._rates)
-        if self._noise:
-            # Disturbances only make steps longer or shorter by a factor, whose mean is 1.
-            seconds *= float(np.exp(self._rng.normal(-0.5 * self._noise**2, self._noise)))
+        seconds = (self._fixed_s + self._context_s * float(parts[CONTEXT])) * self._noise.take(1)[0]
         if self._profile.is_outside(parts):
             self.outside_s += seconds
         self._free_at = max(self._free_at, self._clock()) + seconds
@@ -114,8 +138,55 @@ class PricedRunner:
             self._parts[CONTEXT] += len(plan.rows)
         else:
             self._parts = step_parts(plan)
+            self._fixed_s = float(self._parts @ self._fixed_rates)
         self._epoch = plan.epoch if plan.draft_places is None else NO_EPOCH
         return self._parts
+
+    def repeat(
+        self, last: StepPlan, most: int, in_flight: Pending[StepResult] | None, on_turn: OnTurn
+    ) -> tuple[Int32s, PricedStep | None] | None:
+        """See `RepeatingRunner`. The same times and tokens as one step after the other."""
+        rows = last.rows
+        most = min(most, int((self._end[rows] - self._known[rows]).min()) - 1)
+        if most < 2 or not last.repeats(self._epoch) or self._epoch == NO_EPOCH:
+            return None
+        contexts = self._parts[CONTEXT] + len(rows) * np.arange(1, most + 1)
+        times = ((self._fixed_s + self._context_s * contexts) * self._noise.look(most)).tolist()
+        pending, count = [in_flight.ends_at] if isinstance(in_flight, PricedStep) else [], 0
+        for seconds in times:
+            launched_at = self._clock()
+            self._clock.sleep(self._profile.host_s)
+            self._free_at = max(self._free_at, self._clock()) + seconds
+            pending.append(self._free_at)
+            self._clock.advance_to(pending[count])
+            count += 1
+            if not on_turn(launched_at, self._clock()):
+                break
+        self._noise.take(count)
+        self._note_outside(contexts[:count], times)
+        self._parts[CONTEXT] += len(rows) * count
+        tokens = self._draw_many(rows, count)
+        if not isinstance(in_flight, PricedStep):
+            return tokens, None
+        result = StepResult(last.step_no + count, _NO_TOKENS, None, _NO_INDEX, _NO_COUNTS, (), view=tokens[-1])
+        drawn = np.concatenate([in_flight.result.drawn()[None], tokens[:-1]])
+        return drawn, PricedStep(result, self._free_at, self._clock)
+
+    def _note_outside(self, contexts: Floats, times: list[float]) -> None:
+        parts = self._parts.copy()
+        parts[CONTEXT] = contexts[-1]  # The largest.
+        if not self._profile.is_outside(parts):
+            return
+        for context, seconds in zip(contexts.tolist(), times, strict=False):
+            parts[CONTEXT] = context
+            if self._profile.is_outside(parts):
+                self.outside_s += seconds
+
+    def _draw_many(self, rows: Int32s, count: int) -> Int32s:
+        """Tokens [steps, rows], none of which ends its request."""
+        positions = self._known[rows] + np.arange(count)[:, None]
+        self._known[rows] += count
+        return (FIRST_TOKEN + (self._salt[rows] + positions * 7) % VOCABULARY).astype(np.int32)
 
     def draw(self, plan: StepPlan, inputs: StepInputs | None = None) -> PricedStep:
         rows = plan.rows[plan.samples]

@@ -11,6 +11,7 @@ import numpy as np
 
 from millrace.engine.cycle import Confirmed, Cycle
 from millrace.engine.rates import MeasuredRates
+from millrace.engine.steps.repeated import RepeatingRunner
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes.choice import ShapeChoice
@@ -70,10 +71,11 @@ class Replica:
         on_step: Callable[[Confirmed], None] = lambda done: None,
         vocab_size: int = FIRST_TOKEN + VOCABULARY,
         index: int = 0,
+        repeating: RepeatingRunner | None = None,
     ) -> None:
         """`max_tokens`, `deadline_s`: see `SimulationSettings`. `on_submit` is told how many tokens a request will
-        generate, before the runner sees it."""
-        self.index = index
+        generate, before the runner sees it. `repeating`: the runner, if it takes many repeated steps at once."""
+        self.index, self._repeating = index, repeating
         self.scheduler = Scheduler(settings, shapes)
         self._clock, self._sleep = clock, sleep
         self._cycle = Cycle(self.scheduler, runner, self, facts=facts, clock=clock, probe=lambda: None, sleep=sleep)
@@ -130,8 +132,33 @@ class Replica:
     def run_until(self, until: float) -> None:
         """Steps, one after the other, until this time or until nothing is left to do. The last one may end later."""
         while self._clock() < until and (self.scheduler.has_work or self._cycle.num_launched):
+            if self._repeat(until):
+                continue
             if not self._cycle.advance():
                 self._sleep(min(BLOCKED_WAIT_S, until - self._clock()))
+
+    def _repeat(self, until: float) -> bool:
+        """Turns that only repeat each other, up to the next sample."""
+        if self._repeating is None:
+            return False
+        due = min(until, self._sampled_at + SAMPLES_EVERY_S)
+        if self.scheduler.host_tier is not None:
+            due = min(due, self._reported_at + REPORT_EVERY_S)
+        turns = self._cycle.advance_repeated(self.scheduler, self._repeating, due)
+        if turns is None:
+            return False
+        ids, at, num_rows = turns.request_ids, np.array(turns.ended_at), len(turns.request_ids)
+        gaps = np.diff(at, prepend=0.0)[:, None].repeat(num_rows, axis=1)
+        gaps[0] = at[0] - self._last_at[ids]
+        self._gaps.append((np.tile(ids, len(at)), gaps.ravel()))
+        self._last_at[ids] = at[-1]
+        self.num_steps += len(at)
+        self.num_output += num_rows * len(at)
+        self.step_tokens += num_rows * len(at)
+        for device_s in turns.device_s:
+            self._rates.on_step(num_rows, device_s)
+        self._report(turns.ended_at[-1])
+        return True
 
     def gaps(self) -> dict[int, list[float]]:
         """By request: seconds between the arrivals of its tokens, step by step."""
@@ -177,13 +204,16 @@ class Replica:
         num_tokens = done.plan.num_tokens
         self.step_tokens += num_tokens
         self._rates.on_step(num_tokens, done.device_s)
-        if done.at - self._reported_at >= REPORT_EVERY_S:
-            self._reported_at = done.at
+        self._report(done.at)
+
+    def _report(self, at: float) -> None:
+        if at - self._reported_at >= REPORT_EVERY_S:
+            self._reported_at = at
             if self.scheduler.host_tier is not None:
                 self.scheduler.host_tier.prefill_tokens_per_s = self._rates.tokens_per_s
-        if done.at - self._sampled_at >= SAMPLES_EVERY_S:
-            self._sampled_at = done.at
-            self._sample(done.at)
+        if at - self._sampled_at >= SAMPLES_EVERY_S:
+            self._sampled_at = at
+            self._sample(at)
 
     def on_ended(self, ended: tuple[Ended, ...], now: float) -> None:
         self._end(ended, now)

@@ -101,6 +101,7 @@ def _make_replica(
         deadline_s=settings.deadline_s,
         on_submit=runner.num_output.__setitem__,
         index=index,
+        repeating=runner,
     )
     return replica, clock, runner
 

@@ -12,9 +12,11 @@ import numpy as np
 import pytest
 
 from millrace.cli import main
+from millrace.engine.cycle import Cycle
 from millrace.errors import ConfigError
 from millrace.load.lengths import Lengths
-from millrace.plan.pacing.step_time import StepRates, step_parts
+from millrace.plan.pacing.step_time import Floats, StepRates
+from millrace.plan.step import NO_EPOCH, StepPlan
 from millrace.simulate.priced_runner import PricedRunner
 from millrace.simulate.profile import Profile
 from millrace.simulate.requests import Generated, SimulatedRequest, read_requests
@@ -92,8 +94,46 @@ def test_nothing_reads_or_sleeps_on_the_real_clock(monkeypatch: pytest.MonkeyPat
 def test_repeated_steps_are_priced_as_if_each_were_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     by_context = msgspec.structs.replace(PROFILE, rates=StepRates(STEP_S, TOKEN_S, ROW_S, 1e-5, 1e-9))
     quick = run(GENERATED.requests(), profile=by_context)
-    monkeypatch.setattr(PricedRunner, "_parts_of", lambda self, plan: step_parts(plan))
+    parts_of = PricedRunner._parts_of
+
+    def looked_at(runner: PricedRunner, plan: StepPlan) -> Floats:
+        runner._epoch = NO_EPOCH
+        return parts_of(runner, plan)
+
+    monkeypatch.setattr(PricedRunner, "_parts_of", looked_at)
     assert run(GENERATED.requests(), profile=by_context).lives == quick.lives
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, ""),
+        ({"steps_in_flight": 1}, "replicas=2"),
+        ({"slow_step_s": 0.03}, "replicas=2,routing=round-robin"),
+        ({"step_ms": 40.0}, "max_tokens=2000"),
+        ({}, "kv_tokens=4096,kv_host_gib=1,max_tokens=2000"),
+        ({"range": (1.0, 8192.0, 6.0, 2000.0, 1e8)}, "batching=static"),
+    ],
+)
+def test_many_steps_at_once_give_what_one_after_the_other_gives(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], text: str
+) -> None:
+    profile = msgspec.structs.replace(PROFILE, noise=0.03, rates=StepRates(STEP_S, TOKEN_S, ROW_S, 1e-5, 1e-9))
+    profile = msgspec.structs.replace(profile, **changes)
+    requests = replace(GENERATED, rate=1.5, seconds=8.0, prefix_tokens=1024, num_prefixes=3).requests()
+    at_once = run(requests, text, profile=profile)
+    turns, advance = [0], Cycle.advance
+
+    def counted(cycle: Cycle) -> bool:
+        turns[0] += 1
+        return advance(cycle)
+
+    monkeypatch.setattr(Cycle, "advance", counted)
+    assert run(requests, text, profile=profile) == at_once
+    num_turns, turns[0] = turns[0], 0
+    monkeypatch.setattr(Cycle, "advance_repeated", lambda *arguments: None)
+    assert run(requests, text, profile=profile) == at_once
+    assert num_turns < turns[0]
 
 
 def test_equal_blocks_are_hits_and_the_cache_can_be_off() -> None:

@@ -10,7 +10,8 @@ other work all parts take longer for some seconds.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -98,6 +99,18 @@ class StepTimeModel:
             parts = step_parts(plan)
             self.most_prompt_tokens = max(self.most_prompt_tokens, int(parts[1]))
             self._fit(parts * self._scale, seconds)
+
+    def observe_repeated(self, last: StepPlan, seconds: Sequence[float]) -> None:
+        """The same for steps that decoded the same rows one after the other; `last` is the last one."""
+        before = len(seconds)
+        for one in seconds:
+            before -= 1
+            if self._num_seen >= NUM_FIRST and self._unobserved_s + one < OBSERVE_S:
+                self._num_seen += 1
+                self._unobserved_s += one
+                self._epoch = last.epoch
+            else:
+                self.observe(replace(last, starts=last.starts - np.int32(before)), one)
 
     def _is_due(self, plan: StepPlan) -> bool:
         if self._unobserved_s < OBSERVE_S:

@@ -251,3 +251,28 @@ class Planner(Protocol):
 
     def check_sums(self) -> None:
         """Raises if the planner's books do not balance: the pool equation, where there is a pool."""
+
+
+@dataclass(slots=True)
+class RepeatedOutcome:
+    """What steps gave that only decoded the same rows, one after the other."""
+
+    plan: StepPlan
+    """The last one launched."""
+    request_ids: Int64s
+    """Of the rows: each got one token in every step."""
+
+
+class RepeatingPlanner(Protocol):
+    """A planner that can take many turns of the cycle at once, for a runner whose results are known ahead."""
+
+    def repeats_ahead(self) -> tuple[StepPlan, int] | None:
+        """The last plan, and how many steps after it will only decode the same rows as long as nobody comes, goes or
+        draws an end token. None: at most one."""
+
+    def repeat(self, tokens: Int32s) -> RepeatedOutcome:
+        """As many steps as `tokens` [steps, rows] has: each is planned and launched, and the oldest in flight
+        confirmed with its tokens."""
+
+    def observe_repeated(self, last: StepPlan, seconds: Sequence[float]) -> None:
+        """These steps, of which `last` is the last one, occupied the device for so long."""
