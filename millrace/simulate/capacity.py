@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,10 +33,47 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     settings: str = ""
     """As of `--set`."""
     max_replicas: int = MAX_REPLICAS
+    spot_dollars_per_hour: float = 0.0
+    """Price of a machine that may be taken away."""
+    spot_share: float = 0.0
+    """Most of the replicas that may be such machines, from 0 to 1."""
+    spot_lost: float = 0.1
+    """Share of them that is away at a bad time."""
+
+
+class ApiPrice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What somebody else's API takes for tokens."""
+
+    name: str
+    dollars_per_million_prompt: float
+    dollars_per_million_output: float
 
 
 class PriceList(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     machine: list[Machine]
+    api: list[ApiPrice] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Bought:
+    """Replicas to pay for, so that enough are there when spot machines are taken away."""
+
+    on_demand: int
+    spot: int
+    dollars_per_hour: float
+
+
+def bought(machine: Machine, needed: int) -> Bought:
+    """The cheapest mix. Replacing a machine that is away takes a further one; whole machines only."""
+    found = [Bought(needed, 0, machine.dollars_per_hour * needed)]
+    if machine.spot_dollars_per_hour and machine.spot_share:
+        for total in range(needed, 2 * needed + 2):
+            spot = int(machine.spot_share * total)
+            if total - math.ceil(machine.spot_lost * spot) >= needed:
+                price = machine.dollars_per_hour * (total - spot) + machine.spot_dollars_per_hour * spot
+                found.append(Bought(total - spot, spot, price))
+                break
+    return min(found, key=lambda one: one.dollars_per_hour)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +93,44 @@ class Sized:
     @property
     def dollars_per_hour(self) -> float:
         """Of the safe number: enough also if the machine is slower."""
-        return self.machine.dollars_per_hour * self.high if self.high is not None else float("inf")
+        return self.bought.dollars_per_hour if self.bought is not None else float("inf")
+
+    @property
+    def bought(self) -> Bought | None:
+        return bought(self.machine, self.high) if self.high is not None else None
 
 
-def read_prices(path: Path) -> list[Machine]:
+def read_prices(path: Path) -> PriceList:
     try:
-        found = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), PriceList).machine
+        prices = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), PriceList)
     except (OSError, ValueError, msgspec.ValidationError) as error:
         raise ConfigError(
             f"The price list {path} cannot be read: {error}. It has tables [[machine]] with name, profile and"
-            " dollars_per_hour, and optionally settings and max_replicas.",
+            " dollars_per_hour, and optionally settings, max_replicas, spot_dollars_per_hour, spot_share and spot_lost;"
+            " and tables [[api]] with name, dollars_per_million_prompt and dollars_per_million_output.",
             param="prices",
         ) from error
-    for machine in found:
+    for machine in prices.machine:
         if machine.dollars_per_hour <= 0 or machine.max_replicas < 1:
             raise ConfigError(f"The price list {path}: {machine.name} needs a price and max_replicas above 0.")
-    if not found:
+        if not (0 <= machine.spot_share <= 1 and 0 <= machine.spot_lost < 1):
+            raise ConfigError(f"The price list {path}: {machine.name} has a share that is not between 0 and 1.")
+    if not prices.machine:
         raise ConfigError(f"The price list {path} has no machines.")
-    return found
+    return prices
+
+
+def api_table(best: Sized, apis: Sequence[ApiPrice], requests: Sequence[SimulatedRequest]) -> str:
+    """The plan's price beside what APIs take for the same tokens."""
+    hours = max(max((one.at_s for one in requests), default=0.0), 1.0) / 3600
+    prompt = sum(one.num_prompt for one in requests) / hours / 1e6
+    output = sum(one.num_output for one in requests) / hours / 1e6
+    lines = [f"{prompt:,.1f} million prompt tokens and {output:,.2f} million output tokens per hour:"]
+    lines.append(f"  {'this plan':<20}{best.dollars_per_hour:>10.2f} $/hour")
+    for api in apis:
+        price = prompt * api.dollars_per_million_prompt + output * api.dollars_per_million_output
+        lines.append(f"  {api.name:<20}{price:>10.2f} $/hour, {price / best.dollars_per_hour:.2f} times the plan")
+    return "\n".join(lines)
 
 
 def size(
@@ -177,26 +236,38 @@ def capacity_plot(found: Sequence[Sized]) -> str:
     return plot("Requests within the objectives", lines, "$/hour", "%")
 
 
+OPTIONS = ("policy", "max_running", "token_budget", "mixed_budget", "step_ms", "kv_tokens", "kv_host_gib", "kv_dtype")
+FIRST_PORT, MAX_PER_TABLE = 8101, 256
+
+
 def fleet_toml(best: Sized, objectives: Sequence[Objective]) -> str:
-    """`[gateway]` is read by `millrace gateway`; `[fleet]` says what to start."""
-    settings = SimulationSettings().changed(best.machine.settings)
-    changed = {
-        name: getattr(settings, name)
-        for name in ("policy", "max_running", "token_budget", "mixed_budget", "step_ms", "kv_tokens", "kv_host_gib")
-        if getattr(settings, name) != getattr(SimulationSettings(), name)
-    }
+    """A file for `millrace up`: replicas and the gateway, on the machine where it is started."""
+    settings, counts = SimulationSettings().changed(best.machine.settings), best.bought
+    assert counts is not None
+    left, port = counts.on_demand + counts.spot, FIRST_PORT
     lines = [
         f"# Meets {'; '.join(map(str, objectives))} for {best.dollars_per_hour:.2f} dollars per hour, as simulated.",
+        f"# {left} × {best.machine.name} ({best.profile.device}), {counts.spot} of them spot machines.",
+        "# All replicas are on one machine here. For further machines give each the tables that it starts, and the",
+        "# gateway a table [[replicas]] with the 'url' of every replica elsewhere; several GPUs of one machine need",
+        '# tables of their own with environment = { CUDA_VISIBLE_DEVICES = "…" }.',
         "[gateway]",
         f'policy = "{settings.routing}"',
-        "",
-        "[fleet]",
-        f'machine = "{best.machine.name}"',
-        f'device = "{best.profile.device}"',
-        f'model = "{best.profile.model}"',
-        f"replicas = {best.high}",
-        "",
-        "[fleet.settings]",
-        *(f"{name} = {value!r}".replace("'", '"') for name, value in changed.items()),
     ]
+    arguments = []
+    for name in OPTIONS:
+        if getattr(settings, name) != getattr(SimulationSettings(), name):
+            arguments += [
+                f"--{name.replace('_', '-')}",
+                f"{getattr(settings, name):g}"
+                if isinstance(getattr(settings, name), float)
+                else str(getattr(settings, name)),
+            ]
+    for number in range(-(-left // MAX_PER_TABLE)):
+        count = min(left, MAX_PER_TABLE)
+        name = f"{best.profile.model.rstrip('/').rpartition('/')[2]}-{number}" if left > MAX_PER_TABLE or number else ""
+        lines += ["", "[[serve]]", f"model = {json.dumps(best.profile.model)}", f"port = {port}", f"count = {count}"]
+        lines += [f"name = {json.dumps(name)}"] if name else []
+        lines += [f"args = {json.dumps(arguments)}"] if arguments else []
+        left, port = left - count, port + count
     return "\n".join(lines) + "\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -42,6 +42,20 @@ class Life:
     num_output: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+
+    def followed_by(self, later: Life) -> Life:
+        """The same request, which another replica went on with."""
+        return replace(
+            self,
+            replica=later.replica,
+            first_at=later.first_at if math.isnan(self.first_at) else self.first_at,
+            last_at=later.last_at,
+            ended_at=later.ended_at,
+            reason=later.reason,
+            message=later.message,
+            num_output=self.num_output + later.num_output,
+            preemptions=self.preemptions + later.preemptions,
+        )
 
 
 @dataclass(slots=True)
@@ -86,6 +100,8 @@ class Replica:
         self.lives: dict[int, Life] = {}
         self.num_steps = self.step_tokens = self.num_output = 0
         self.timeline = Timeline()
+        self.is_dead = False
+        self._ended_since: list[int] = []
         self._last_at = np.zeros(1024)
         """By request: when its last token came."""
         self._gaps: list[tuple[Int64s, np.ndarray[tuple[int], np.dtype[np.float64]]]] = []
@@ -109,6 +125,7 @@ class Replica:
         if request.num_prompt + 1 > self._max_context:
             message = f"The prompt has {request.num_prompt} tokens; the context has room for {self._max_context}."
             life.reason, life.message, life.ended_at = "error", message, self._clock()
+            self._ended_since.append(number)
             return
         room = self._max_context - request.num_prompt
         num_output = min(request.num_output, room)
@@ -136,6 +153,28 @@ class Replica:
                 continue
             if not self._cycle.advance():
                 self._sleep(min(BLOCKED_WAIT_S, until - self._clock()))
+
+    def take_ended(self) -> list[int]:
+        """Requests that ended since the last call."""
+        ended, self._ended_since = self._ended_since, []
+        return ended
+
+    def kill(self) -> list[tuple[int, SimulatedRequest]]:
+        """Ends everything. Returns the open requests with what is left of them: tokens that clients have are part of
+        their prompts."""
+        self.is_dead = True
+        open_ids = [number for number, life in self.lives.items() if math.isnan(life.ended_at)]
+        for number in open_ids:
+            self.scheduler.abort(number)
+        self._end(self.scheduler.take_ended(), self._clock())
+        left = []
+        for number in open_ids:
+            life = self.lives[number]
+            life.last_at, done = (float(self._last_at[number]) if life.num_output else math.nan), life.num_output
+            request = life.request
+            rest = replace(request, num_prompt=request.num_prompt + done, num_output=request.num_output - done)
+            left.append((number, rest))
+        return left
 
     def _repeat(self, until: float) -> bool:
         """Turns that only repeat each other, up to the next sample."""
@@ -221,6 +260,7 @@ class Replica:
     def _end(self, ended: tuple[Ended, ...], at: float) -> None:
         for event in ended:
             life = self.lives[event.request_id]
+            self._ended_since.append(event.request_id)
             life.reason, life.message, life.ended_at = event.reason, event.message, at
             life.num_output, life.cached_tokens = event.num_output, event.cached_tokens
             life.preemptions = event.preemptions

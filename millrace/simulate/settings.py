@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args, get_type_hints
 
+import msgspec
+
 from millrace.config import PolicyName
 from millrace.config.sections import Batching
 from millrace.errors import ConfigError
@@ -14,7 +16,11 @@ from millrace.plan.kv.host_tier import HostTierSettings
 from millrace.plan.scheduler import SchedulerSettings
 from millrace.simulate.profile import Profile
 
-RoutingName = Literal["round-robin", "least-tokens", "prefix"]
+RoutingName = Literal["round-robin", "least-tokens", "power-of-two", "weighted", "prefix", "session"]
+"""The gateway's policies."""
+KvFormat = Literal["full", "packed", "fp8", "float16", "int8"]
+KV_SHARES: dict[KvFormat, float] = {"full": 1.0, "packed": 0.75, "fp8": 0.53, "float16": 1.0, "int8": 0.53}
+"""Bytes of a token against 16 bits, with a 32-bit scale per vector of 128."""
 GIB = 1 << 30
 
 
@@ -33,6 +39,8 @@ class SimulationSettings:
     block_size: int = 16
     kv_tokens: int = 0
     kv_host_gib: float = 0.0
+    kv_dtype: KvFormat = "full"
+    """Bytes of the KV cache: the pool holds more tokens, and a step reads fewer bytes of context."""
     drafts: int = 0
     """Drafts of a row in each step; 0: none."""
     adaptive: bool = False
@@ -44,6 +52,12 @@ class SimulationSettings:
     """Requests that take longer are aborted; 0: never."""
     replicas: int = 1
     routing: RoutingName = "least-tokens"
+    fault_at: float = 0.0
+    """Second at which a replica dies; 0: none does. Its requests go on elsewhere, with the tokens they had."""
+    fault_s: float = 30.0
+    """Seconds until it is back, with an empty cache."""
+    classes: str = ""
+    """Shares of interactive, standard and batch requests, as 0.5:0.3:0.2; none: as in the workload."""
     noise: bool = True
     """Steps vary as they did when the profile was measured."""
 
@@ -68,6 +82,20 @@ class SimulationSettings:
                 block_bytes,
                 max(block_bytes, profile.copy_batch_bytes),
             ),
+        )
+
+    def priced(self, profile: Profile) -> Profile:
+        """The profile with this KV format. Its price is bytes alone: what unpacking costs was not measured."""
+        share = KV_SHARES[self.kv_dtype]
+        if share == 1:
+            return profile
+        rates = replace(profile.rates, context_token_s=profile.rates.context_token_s * share)
+        return msgspec.structs.replace(
+            profile,
+            rates=rates,
+            kv_tokens=int(profile.kv_tokens / share),
+            kv_token_bytes=max(1, int(profile.kv_token_bytes * share)),
+            error=max(profile.error, 0.15),
         )
 
     def max_rows(self, profile: Profile) -> int:
@@ -101,7 +129,13 @@ class SimulationSettings:
         for name in ("replicas", "block_size", "aging_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0.")
-        for name in ("drafts", "kv_tokens", "kv_host_gib", "max_running", "token_budget", "mixed_budget"):
+        shares = self.classes.split(":") if self.classes else []
+        if shares and (len(shares) != 3 or not all(part.replace(".", "", 1).isdigit() for part in shares)):
+            raise ConfigError(f"classes is {self.classes!r}; it must be three shares, such as 0.5:0.3:0.2.")
+        if self.fault_at and self.replicas < 2:
+            raise ConfigError("fault_at needs replicas above 1: the requests go on at another one.")
+        sizes = ("drafts", "kv_tokens", "kv_host_gib", "max_running", "token_budget", "mixed_budget")
+        for name in ("fault_at", "fault_s", *sizes):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more.")
         if not 0 <= self.acceptance <= 1:

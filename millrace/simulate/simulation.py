@@ -12,8 +12,8 @@ from millrace.simulate.clock import VirtualClock
 from millrace.simulate.priced_runner import PricedRunner
 from millrace.simulate.profile import Profile
 from millrace.simulate.replica import Life, Replica, Timeline
-from millrace.simulate.requests import SimulatedRequest
-from millrace.simulate.routing import ReplicaLoad, Router, make_router
+from millrace.simulate.requests import SimulatedRequest, with_classes
+from millrace.simulate.routing import Router
 from millrace.simulate.settings import SimulationSettings
 
 
@@ -59,22 +59,72 @@ def simulate(
     *,
     seed: int = 0,
     objectives: tuple[Objective, ...] = (),
-    router: Router | None = None,
 ) -> Simulated:
-    """Equal arguments give equal results, bit for bit. `router`: instead of the settings' own."""
+    """Equal arguments give equal results, bit for bit."""
     settings.check()
-    made = [_make_replica(profile, settings, index, seed) for index in range(settings.replicas)]
-    replicas, clocks = [replica for replica, _, _ in made], [clock for _, clock, _ in made]
-    router = router or make_router(settings.routing)
+    if settings.classes:
+        shares = [float(part) for part in settings.classes.split(":")]
+        requests = with_classes(requests, (shares[0], shares[1], shares[2]), seed)
+    fleet = Fleet(settings.priced(profile), settings, seed)
+    faults = [settings.fault_at] if settings.fault_at else []
     for number, request in enumerate(requests):
-        for replica in replicas:
-            replica.run_until(request.at_s)
-        chosen = router.choose(request, [load_of(replica) for replica in replicas]) if len(replicas) > 1 else 0
-        clocks[chosen].advance_to(request.at_s)
-        replicas[chosen].submit(number, request)
-    for replica in replicas:
-        replica.run_until(math.inf)
-    return collect(replicas, [runner for _, _, runner in made], objectives)
+        while faults and faults[0] <= request.at_s:
+            fleet.kill(faults.pop(0))
+        fleet.run_until(request.at_s)
+        fleet.submit(number, request, request.at_s)
+    for at_s in faults:
+        fleet.kill(at_s)
+    fleet.run_until(math.inf)
+    return collect(fleet.all_replicas, fleet.runners, objectives)
+
+
+class Fleet:
+    """Replicas on clocks of their own, and the router before them."""
+
+    def __init__(self, profile: Profile, settings: SimulationSettings, seed: int) -> None:
+        self._profile, self._settings, self._seed = profile, settings, seed
+        self.all_replicas: list[Replica] = []
+        """Those that died included."""
+        self.runners: list[PricedRunner] = []
+        self._replicas: list[Replica] = []
+        self._clocks: list[VirtualClock] = []
+        self._back_at = [0.0] * settings.replicas
+        for index in range(settings.replicas):
+            self._start(index)
+        limit = settings.max_tokens
+        self._router = Router(settings.routing, settings.replicas, limit=limit, seed=seed)
+
+    def _start(self, index: int) -> None:
+        made = _make_replica(self._profile, self._settings, index, self._seed)
+        replica, clock, runner = made
+        self._replicas[index : index + 1], self._clocks[index : index + 1] = [replica], [clock]
+        self.all_replicas.append(replica)
+        self.runners.append(runner)
+
+    def run_until(self, at_s: float) -> None:
+        for replica in self._replicas:
+            replica.run_until(at_s)
+            for number in replica.take_ended():
+                self._router.ended(number, replica.index)
+
+    def submit(self, number: int, request: SimulatedRequest, at_s: float) -> None:
+        chosen = 0
+        if len(self._replicas) > 1:
+            able = [index for index, back_at in enumerate(self._back_at) if back_at <= at_s]
+            chosen = self._router.choose(number, request, able)
+        self._clocks[chosen].advance_to(at_s)
+        self._replicas[chosen].submit(number, request)
+
+    def kill(self, at_s: float) -> None:
+        """The first replica dies. What it was answering goes on elsewhere, and a new one starts in its place."""
+        self.run_until(at_s)
+        left = self._replicas[0].kill()
+        self._router.lost(0)
+        self._start(0)
+        self._back_at[0] = at_s + self._settings.fault_s
+        self._clocks[0].advance_to(self._back_at[0])
+        for number, request in left:
+            self.submit(number, request, at_s)
 
 
 def _make_replica(
@@ -106,17 +156,10 @@ def _make_replica(
     return replica, clock, runner
 
 
-def load_of(replica: Replica) -> ReplicaLoad:
-    scheduler = replica.scheduler
-    tokens = sum(scheduler.prefill_tokens()) + sum(scheduler.waiting.tokens.by_class())
-    return ReplicaLoad(scheduler.num_running, len(scheduler.waiting), tokens)
-
-
 def collect(
     replicas: Sequence[Replica], runners: Sequence[PricedRunner], objectives: tuple[Objective, ...]
 ) -> Simulated:
-    lives = sorted((life for replica in replicas for life in replica.lives.values()), key=lambda life: life.number)
-    gaps = {number: own for replica in replicas for number, own in replica.gaps().items()}
+    lives, gaps = _lives(replicas)
     records = [_record(life, gaps.get(life.number, [])) for life in lives]
     seconds = max((life.ended_at for life in lives), default=0.0)
     device_s = sum(replica.device_s for replica in replicas)
@@ -136,6 +179,21 @@ def collect(
     )
     timelines = [replica.timeline for replica in replicas]
     return Simulated(lives, Outcome(records, max(seconds, 1e-9), objectives), counts, timelines)
+
+
+def _lives(replicas: Sequence[Replica]) -> tuple[list[Life], dict[int, list[float]]]:
+    """By request, also of those that moved from a replica to another; and the gaps between their tokens."""
+    lives: dict[int, Life] = {}
+    gaps: dict[int, list[float]] = {}
+    for replica in sorted(replicas, key=lambda one: one.is_dead, reverse=True):
+        own = replica.gaps()
+        for number, life in replica.lives.items():
+            before = lives.get(number)
+            if before is not None and not math.isnan(before.last_at):
+                own[number] = [life.first_at - before.last_at, *own.get(number, [])]
+            lives[number] = life if before is None else before.followed_by(life)
+            gaps.setdefault(number, []).extend(own.get(number, []))
+    return [lives[number] for number in sorted(lives)], gaps
 
 
 def _record(life: Life, gaps_s: list[float]) -> Record:

@@ -196,6 +196,28 @@ def test_replicas_share_the_work_and_prefixes_stay_together() -> None:
     assert {life.replica for life in by_prefix.lives} == {0, 1, 2}
 
 
+def test_requests_of_a_replica_that_dies_go_on_elsewhere_with_the_tokens_they_had() -> None:
+    requests = [SimulatedRequest(0.1 * at, 50, 200) for at in range(8)]
+    settled = run(requests, "replicas=2,routing=round-robin")
+    broken = run(requests, "replicas=2,routing=round-robin,fault_at=2,fault_s=60")
+    assert [life.reason for life in broken.lives] == ["length"] * 8
+    assert [life.num_output for life in broken.lives] == [200] * 8
+    assert {life.replica for life in broken.lives} == {1}
+    assert [len(record.gaps_s) for record in broken.outcome.records] == [199] * 8
+    assert [life.first_at for life in broken.lives] == [life.first_at for life in settled.lives]
+    moved = [record for record, life in zip(broken.outcome.records, settled.lives, strict=True) if life.replica == 0]
+    assert all(sum(record.gaps_s) == pytest.approx(record.e2e_s - record.ttft_s) for record in moved)
+    back = run([*requests, SimulatedRequest(30.0, 50, 5)], "replicas=2,routing=least-tokens,fault_at=2,fault_s=5")
+    assert len(back.timelines) == 3
+
+
+def test_a_smaller_kv_format_holds_more_and_classes_are_drawn() -> None:
+    requests = replace(GENERATED, rate=8.0, seconds=5.0).requests()
+    full, small = run(requests, "kv_tokens=0"), run(requests, "kv_dtype=fp8")
+    assert max(small.timelines[0].kv_share) < max(full.timelines[0].kv_share)
+    assert {life.request.priority for life in run(requests, "classes=1:1:1").lives} == {0, 1, 2}
+
+
 def test_what_does_not_fit_fails_with_a_reason_and_the_rest_goes_on() -> None:
     done = run([SimulatedRequest(0.0, 5000, 5), SimulatedRequest(0.0, 100, 5)])
     assert [bool(record.error) for record in done.outcome.records] == [True, False]
