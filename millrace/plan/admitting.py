@@ -100,7 +100,9 @@ class Admitting:
             request.diagnostics.waited_for = self.delays.since(request.diagnostics.delays_before)
             self._prefix.note_divergence(request, match)
             self._charge(request)
-        return self._seating.admit(request, match)
+        row = self._seating.admit(request, match)
+        self._rows.expected[row] = self._lengths.expected(request)
+        return row
 
     def _choose_victim(self, request: Request, cause: Cause, now: float) -> Cause:
         """Choose a running request to preempt for this one before a step is planned. Returns `cause`.
@@ -130,7 +132,7 @@ class Admitting:
 
     def _charge(self, request: Request) -> None:
         """On admission, charge the tenant for the prompt and the expected output."""
-        request.charged = self._lengths.remaining_of_one(0, request.max_tokens)
+        request.charged = self._lengths.remaining_of_one(0, request.max_tokens, self._lengths.expected(request))
         num_prompt = request.num_prompt - request.cached_tokens
         self._shares.charge(request.tenant, request.weight, num_prompt, request.charged)
 
@@ -142,6 +144,6 @@ class Admitting:
 
     def learn(self, request: Request) -> None:
         """A request ended on its own: its length tells about those to come."""
-        self._lengths.observe(request.num_output)
+        self._lengths.observe(request)
         self._policy.learn(request)
         self.settle(request)

@@ -46,6 +46,8 @@ class Rows:
         self.priority = np.zeros(capacity, np.int32)
         self.num_yields = np.zeros(capacity, np.int32)
         """`Request.yields`."""
+        self.expected = np.full(capacity, np.nan)
+        """Output tokens expected of the request; NaN: as many as of any other."""
         self.num_known_at_admission = np.zeros(capacity, np.int32)
         self.active = np.zeros(capacity, np.bool_)
         self.end_tokens = np.full((capacity, 4), NO_TOKEN, np.int32)

@@ -3,50 +3,17 @@ is made of the figures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from millrace.load.lengths import Lengths
 from millrace.load.svg import Line, plot
+from millrace.simulate.findings import CHAT, Findings, Study, milliseconds, run_settings, tokens_per_s
+from millrace.simulate.more_studies import MORE_STUDIES
 from millrace.simulate.profile import Profile
-from millrace.simulate.requests import Generated, SimulatedRequest
-from millrace.simulate.settings import SimulationSettings
-from millrace.simulate.simulation import Simulated, simulate
-
-
-@dataclass(frozen=True, slots=True)
-class Findings:
-    heads: tuple[str, ...]
-    rows: Sequence[tuple[object, ...]]
-    plots: list[str]
-    conclusion: str
-
-
-@dataclass(frozen=True, slots=True)
-class Study:
-    title: str
-    question: str
-    method: str
-    run: Callable[[Profile, int], Findings]
-
-
-CHAT = Generated(rate=1.0, seconds=60.0, prompt=Lengths("lognormal", 600, 0.8), output=Lengths("lognormal", 120, 0.9))
-"""Chat-like lengths; rates and seconds differ by study."""
-
-
-def _run(requests: Sequence[SimulatedRequest], profile: Profile, text: str, seed: int) -> Simulated:
-    return simulate(requests, profile, SimulationSettings().changed(text), seed=seed)
-
-
-def _ms(done: Simulated, metric: str, percent: float) -> float:
-    values = done.outcome.values(metric)
-    return 1e3 * float(np.percentile(values, percent)) if len(values) else float("nan")
-
-
-def _tokens_per_s(done: Simulated) -> float:
-    return sum(record.output_tokens for record in done.outcome.answered) / done.outcome.seconds
+from millrace.simulate.requests import SimulatedRequest
+from millrace.simulate.simulation import Simulated
 
 
 def static_batching(profile: Profile, seed: int) -> Findings:
@@ -54,9 +21,15 @@ def static_batching(profile: Profile, seed: int) -> Findings:
     for rate in rates:
         requests = replace(CHAT, rate=rate, seed=seed).requests()
         for kind in kinds:
-            done = _run(requests, profile, f"batching={kind},max_running=32", seed)
+            done = run_settings(requests, profile, f"batching={kind},max_running=32", seed)
             used = done.counts.step_tokens / max(1, done.counts.steps)
-            figures = (_ms(done, "ttft", 50), _ms(done, "ttft", 99), _ms(done, "tpot", 50), _tokens_per_s(done), used)
+            figures = (
+                milliseconds(done, "ttft", 50),
+                milliseconds(done, "ttft", 99),
+                milliseconds(done, "tpot", 50),
+                tokens_per_s(done),
+                used,
+            )
             rows.append((f"{rate:g}", kind, *figures))
     lines = [Line(kind, list(rates), [float(row[3]) / 1e3 for row in rows if row[1] == kind]) for kind in kinds]
     last = {row[1]: row for row in rows[-2:]}
@@ -76,12 +49,12 @@ def chunk_size(profile: Profile, seed: int) -> Findings:
     requests = replace(CHAT, rate=4.0, prompt=Lengths("lognormal", 3000, 0.8), seed=seed).requests()
     rows: list[tuple[object, ...]] = []
     for size in sizes:
-        done = _run(requests, profile, f"token_budget=8192,mixed_budget={size},step_ms=0", seed)
-        figures = [_ms(done, *what) for what in (("ttft", 50), ("ttft", 99), ("tpot", 50), ("itl", 99))]
-        rows.append((size, *figures, _tokens_per_s(done)))
-    target = _run(requests, profile, "token_budget=8192", seed)
-    figures = [_ms(target, *what) for what in (("ttft", 50), ("ttft", 99), ("tpot", 50), ("itl", 99))]
-    rows.append((f"by time ({profile.step_ms:g} ms)", *figures, _tokens_per_s(target)))
+        done = run_settings(requests, profile, f"token_budget=8192,mixed_budget={size},step_ms=0", seed)
+        figures = [milliseconds(done, *what) for what in (("ttft", 50), ("ttft", 99), ("tpot", 50), ("itl", 99))]
+        rows.append((size, *figures, tokens_per_s(done)))
+    target = run_settings(requests, profile, "token_budget=8192", seed)
+    figures = [milliseconds(target, *what) for what in (("ttft", 50), ("ttft", 99), ("tpot", 50), ("itl", 99))]
+    rows.append((f"by time ({profile.step_ms:g} ms)", *figures, tokens_per_s(target)))
     columns = np.array([row[1:] for row in rows[:-1]], float)
     lines = [Line("TTFT p99", sizes, columns[:, 1].tolist()), Line("ITL p99", sizes, columns[:, 3].tolist())]
     best = int(np.argmin(columns[:, 1]))
@@ -102,9 +75,9 @@ def policies(profile: Profile, seed: int) -> Findings:
     for load in loads:
         requests = replace(CHAT, rate=base_rate * load, seconds=40.0, num_tenants=4, seed=seed).requests()
         for name in names:
-            done = _run(requests, profile, f"policy={name},max_running=16,deadline_s=20,max_tokens=2048", seed)
+            done = run_settings(requests, profile, f"policy={name},max_running=16,deadline_s=20,max_tokens=2048", seed)
             good = len(done.outcome.answered) / done.outcome.seconds
-            figures = (_ms(done, "ttft", 50), _ms(done, "ttft", 99), good, _fairness(done))
+            figures = (milliseconds(done, "ttft", 50), milliseconds(done, "ttft", 99), good, _fairness(done))
             rows.append((f"{load} ×", name, *figures))
     lines = [Line(name, loads, [float(str(row[4])) for row in rows if row[1] == name]) for name in names]
     best = {load: max(rows[4 * at : 4 * at + 4], key=lambda row: float(str(row[4]))) for at, load in enumerate(loads)}
@@ -133,9 +106,14 @@ def shared_prefix(profile: Profile, seed: int) -> Findings:
     requests = replace(load, prefix_tokens=2000).requests()
     rows: list[tuple[object, ...]] = []
     for text in ("prefix_cache=on", "prefix_cache=off"):
-        done = _run(requests, profile, text, seed)
+        done = run_settings(requests, profile, text, seed)
         computed = done.counts.prompt_tokens - done.counts.cached_tokens
-        times = (_ms(done, "ttft", 50), _ms(done, "ttft", 99), done.outcome.seconds, done.counts.device_s)
+        times = (
+            milliseconds(done, "ttft", 50),
+            milliseconds(done, "ttft", 99),
+            done.outcome.seconds,
+            done.counts.device_s,
+        )
         rows.append((text.removeprefix("prefix_cache="), computed, 100 * done.counts.hit_share, *times))
     on, off = (np.array(row[1:], float) for row in rows)
     return Findings(
@@ -168,10 +146,10 @@ def drafts(profile: Profile, seed: int) -> Findings:
     gains: dict[tuple[int, float], list[float]] = {}
     for batch in batches:
         requests = [SimulatedRequest(0.0, 200, 100)] * batch
-        plain = _decode_rate(_run(requests, profile, "noise=off", seed))
+        plain = _decode_rate(run_settings(requests, profile, "noise=off", seed))
         for length in lengths:
             for acceptance in acceptances:
-                done = _run(requests, profile, f"drafts={length},acceptance={acceptance},noise=off", seed)
+                done = run_settings(requests, profile, f"drafts={length},acceptance={acceptance},noise=off", seed)
                 gain = _decode_rate(done) / plain
                 gains.setdefault((length, acceptance), []).append(gain)
                 rows.append((batch, length, acceptance, gain))
@@ -223,6 +201,7 @@ STUDIES: dict[str, Study] = {
         "Requests of 200 prompt tokens and 100 output tokens that arrive together.",
         drafts,
     ),
+    **MORE_STUDIES,
 }
 
 

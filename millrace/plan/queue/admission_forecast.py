@@ -54,7 +54,7 @@ class PeakForecast:
         order, size = rows.order, rows.block_size
         known = rows.known[order].astype(np.float64)
         shared = rows.num_shared[order].astype(np.float64) * size
-        remaining = lengths.remaining(known - rows.num_prompt[order], rows.limit[order] - known)
+        remaining = lengths.remaining(known - rows.num_prompt[order], rows.limit[order] - known, rows.expected[order])
         own: Floats = (np.ceil(known / size) * size - shared) * self._num_full
         own_blocks = int((rows.num_blocks[order] - rows.num_shared[order]).sum()) * self._num_full
         for window in self._windows:
@@ -73,7 +73,8 @@ class PeakForecast:
     def admit(self, request: Request, num_columns: int, newly_shared: int) -> bool:
         """`num_columns` blocks were found in the prefix cache, of which `newly_shared` are not in use yet."""
         size, num_known = self._block_size, len(request.history) // 4
-        remaining = self._lengths.remaining_of_one(num_known - request.num_prompt, request.limit - num_known)
+        generated, left = num_known - request.num_prompt, request.limit - num_known
+        remaining = self._lengths.remaining_of_one(generated, left, self._lengths.expected(request))
         own: float = (-(-num_known // size) - num_columns) * size * self._num_full
         own += sum(min(num_known + remaining, window + size) for window in self._windows)
         if not self._fits(own, remaining, self._room - newly_shared * size):

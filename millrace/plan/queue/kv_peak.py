@@ -8,8 +8,13 @@ which is exact if the remaining tokens are.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
+
+from millrace.plan.queue.learned_lengths import LearnedLengths
+from millrace.plan.request import Request
 
 Floats = npt.NDArray[np.float64]
 
@@ -25,19 +30,28 @@ def kv_peak(held: Floats, remaining: Floats, num_growing: int = 1) -> float:
 
 
 class OutputLengthEstimate:
-    """Exponential moving average of output lengths. `max_tokens` is usually far above it."""
+    """Exponential moving average of output lengths, or what a regressor expects of a request while that is better.
+    `max_tokens` is usually far above either."""
 
     def __init__(self, initial: float = 512.0, decay: float = 0.05) -> None:
         self._mean = initial
         self._decay = decay
+        self._learned = LearnedLengths()
 
-    def observe(self, num_output: int) -> None:
-        self._mean += self._decay * (num_output - self._mean)
+    def observe(self, request: Request) -> None:
+        self._mean += self._decay * (request.num_output - self._mean)
+        self._learned.observe(request)
 
-    def remaining(self, generated: Floats, limit: Floats) -> Floats:
-        """Expected remaining tokens: 1.25 times the mean in total, but at least a quarter of the mean more."""
-        expected = np.maximum(1.25 * self._mean - generated, 0.25 * self._mean)
-        return np.minimum(expected, limit)
+    def expected(self, request: Request) -> float:
+        """What is expected of this request alone; NaN: no more than of any other."""
+        return self._learned.expected(request)
 
-    def remaining_of_one(self, generated: int, limit: int) -> float:
-        return min(max(1.25 * self._mean - generated, 0.25 * self._mean), limit)
+    def remaining(self, generated: Floats, limit: Floats, expected: Floats) -> Floats:
+        """Expected remaining tokens: 1.25 times the mean in total, but at least a quarter of the mean more. `expected`:
+        see there; it counts instead of the mean."""
+        means = np.where(np.isnan(expected), self._mean, expected)
+        return np.minimum(np.maximum(1.25 * means - generated, 0.25 * means), limit)
+
+    def remaining_of_one(self, generated: int, limit: int, expected: float) -> float:
+        mean = self._mean if math.isnan(expected) else expected
+        return min(max(1.25 * mean - generated, 0.25 * mean), limit)

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from millrace.config import PolicyName
+from millrace.plan.queue.learned_lengths import LearnedLengths
 from millrace.plan.queue.predict import OutputLengthPredictor
 from millrace.plan.request import BATCH, INTERACTIVE, Request
 from millrace.plan.rows import Rows
@@ -61,7 +62,7 @@ class FirstCome:
 class ShortestFirst(FirstCome):
     """The request with the shortest predicted output goes first."""
 
-    def __init__(self, predictor: OutputLengthPredictor) -> None:
+    def __init__(self, predictor: OutputLengthPredictor | LearnedLengths) -> None:
         self._predictor = predictor
 
     def sort_key(self, request: Request) -> float:
@@ -120,7 +121,7 @@ def _cheapest(rows: Rows, candidates: Int64s, max_yields: int = MAX_YIELDS) -> i
 
 _MAKERS: dict[PolicyName, Callable[[], Policy]] = {
     "fcfs": FirstCome,
-    "shortest": lambda: ShortestFirst(OutputLengthPredictor()),
+    "shortest": lambda: ShortestFirst(LearnedLengths()),
     "feedback": Feedback,
     "deadline": EarliestDeadline,
 }
