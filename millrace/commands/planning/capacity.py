@@ -32,9 +32,7 @@ The forecast is a trace, played faster or slower with --speed, or --rate. The pr
 
 examples:
   millrace capacity azure-conv.csv --speed 20 --prices prices.toml --slo "ttft p95 < 500 ms"
-  millrace capacity --rate 40 --prices prices.toml --slo "tpot p99 < 50 ms" --out fleet.toml --html plan.html
-  millrace capacity --server http://127.0.0.1:8000 --watch 600 --prices prices.toml --slo "ttft p95 < 500 ms"
-  millrace up fleet.toml                                            start what was planned"""
+  millrace capacity --rate 40 --prices prices.toml --slo "tpot p99 < 50 ms" --out fleet.toml --html plan.html"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
