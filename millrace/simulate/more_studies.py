@@ -103,8 +103,8 @@ def learned_lengths(profile: Profile, seed: int) -> Findings:
         for number, request in enumerate(_applications(seed, has_pattern=has_pattern)):
             if number >= 400:
                 count += 1
-                for at, one in enumerate((lengths.averages, lengths.regressor)):
-                    errors[at] += abs(one.predict(request) - request.num_output)
+                errors[0] += abs(lengths.averages.predict(request) - request.num_output)
+                errors[1] += abs(lengths.regressor.predict(request) - request.num_output)
             lengths.observe(request)
         rows.append((name, errors[0] / count, errors[1] / count, "yes" if lengths.wins else "no"))
     lines = [Line(kind, (0, 1), [float(row[at]) for row in rows]) for at, kind in ((1, "averages"), (2, "regressor"))]
