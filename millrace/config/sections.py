@@ -238,7 +238,18 @@ class MemoryConfig:
 @dataclass(frozen=True, slots=True)
 class RunConfig:
     device: DeviceKind = setting("auto", "device that runs the model; auto = a GPU if there is one")
-    threads: int = setting(0, "CPU threads for the model; 0 = the cores that this process may use", minimum=0)
+    threads: int = setting(
+        0,
+        "CPU threads for the model, of each process with --tensor-parallel; 0 = the cores that this process may use,"
+        " shared by those processes",
+        minimum=0,
+    )
+    tensor_parallel: int = setting(
+        1,
+        "split the model over so many processes, each with a part of every layer's weights and of the KV cache; CPU"
+        " only so far",
+        minimum=1,
+    )
     deterministic: bool = setting(False, "use only op versions whose result for a row does not depend on the batch")
     graphs: bool = setting(True, "replay captured CUDA graphs; off = launch each kernel from the host, for debugging")
 

@@ -20,6 +20,8 @@ from millrace.engine.fingerprint import weights_digest
 from millrace.engine.grammars import make_grammars
 from millrace.engine.loop import Engine
 from millrace.engine.memory_plan import NO_DRAFTER, MemoryPlan, make_memory_plan
+from millrace.engine.ranks.check import check_encoder_ranks, check_ranks, rank_notes
+from millrace.engine.ranks.group import RankGroup
 from millrace.engine.ranks.mirror import Mirror
 from millrace.engine.step_target import make_step_target, target_step_s
 from millrace.errors import ConfigError
@@ -29,6 +31,8 @@ from millrace.link.messages import EngineLoading, EngineReady
 from millrace.models.load import check_quantization, has_quantised_weights, load_decoder, weight_bytes
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.model_spec import ModelSpec
+from millrace.models.spec.shard import shard_of
+from millrace.ops.base.mesh import ONE_RANK
 from millrace.ops.cpp.native import native_notes
 from millrace.plan.budget import StepTarget
 from millrace.plan.drafting.control import MAX_DRAFTS
@@ -47,7 +51,7 @@ from millrace.run.drafting.drafter import DraftGuide
 from millrace.run.drafting.drafters import AUTO, AUTO_TEXT, TEXT_DRAFTERS, offered_drafters
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.make import make_runner
-from millrace.run.ranks.recorder import RecordedRunner, RunnerSetup, StepRecorder
+from millrace.run.ranks.recorder import RankedRunner, RecordedRunner, RunnerSetup, StepRecorder
 from millrace.run.runner import AnyRunner, Runner
 from millrace.run.sampling.processors import load_processor
 from millrace.run.settings import RunnerSettings
@@ -66,6 +70,9 @@ class Decided:
 
     files: ModelFiles
     spec: ModelSpec
+    """Of the whole model."""
+    own: ModelSpec
+    """Of rank 0's part, which is the largest."""
     device: Device
     precision: Precision
     drafter: DrafterSource | None
@@ -89,16 +96,20 @@ def build_engine(
 
     for name in allowed_processors(config):
         load_processor(name)
+    check_ranks(config)
     files = resolve_model(config.model.source, progress=on_loading)
     if is_encoder(files.config):
+        check_encoder_ranks(config)
         return build_encoder_engine(config, files, channel, on_loading)
     decided = _decide(config, files, on_loading)
     mirror = Mirror(config) if config.plan.mirror else None
+    ranks = RankGroup(config) if config.run.tensor_parallel > 1 else None
     try:
-        return _build_decoding(config, decided, channel, build_pool, mirror, on_loading), _ready(config, decided)
+        return _build_decoding(config, decided, channel, build_pool, mirror, ranks, on_loading), _ready(config, decided)
     except BaseException:
-        if mirror is not None:  # It has a process.
-            mirror.close()
+        for processes in (mirror, ranks):
+            if processes is not None:
+                processes.close()
         raise
 
 
@@ -108,15 +119,21 @@ def _build_decoding(
     channel: EngineChannel,
     build_pool: KernelBuildPool | None,
     mirror: Mirror | None,
+    ranks: RankGroup | None,
     on_loading: Callable[[str, int, int], None],
 ) -> Engine:
-    mirrored = None if mirror is None else StepRecorder(mirror, _setup(config, decided))  # It loads meanwhile.
+    setup = _setup(config, decided)
+    mirrored = None if mirror is None else StepRecorder(mirror, setup)  # It loads meanwhile.
+    ranked = None if ranks is None else StepRecorder(ranks, setup)
     constrained = ConstrainedRequests(make_grammars(decided.files, decided.spec.vocab_size))
-    made = _load_runner(config, decided, constrained, build_pool, on_loading)
+    made = _load_runner(config, decided, constrained, build_pool, on_loading, ranks, ranked)
     runner: AnyRunner = made
+    if ranks is not None and ranked is not None:
+        ranks.wait_until_ready()
+        runner = RankedRunner(runner, ranked)
     if config.plan.step_log:
         steps = StepLog(Path(config.plan.step_log).expanduser())
-        runner = RecordedRunner(runner, StepRecorder(steps, _setup(config, decided)))
+        runner = RecordedRunner(runner, StepRecorder(steps, setup))
     if mirror is not None and mirrored is not None:
         mirror.wait_until_ready()
         runner = RecordedRunner(runner, mirrored)
@@ -130,6 +147,7 @@ def _build_decoding(
         has_figures=config.observe.figures,
         drafter=decided.drafter_kind or text,
         mirror=mirror,
+        ranks=ranks,
     )
 
 
@@ -158,15 +176,23 @@ def _decide(config: Config, files: ModelFiles, on_loading: Callable[[str, int, i
     )
     if config.plan.mirror and not device.defaults.can_mirror:
         raise ConfigError("--mirror runs on a CPU only; use --device cpu.", param="mirror")
-    num_processes = 2 if config.plan.mirror else 1
+    num_ranks = config.run.tensor_parallel
+    if num_ranks > 1 and not device.defaults.can_mirror:
+        raise ConfigError(
+            f"--tensor-parallel {num_ranks} runs on a CPU only so far; use --device cpu, or leave it out.",
+            param="run.tensor_parallel",
+        )
+    shard = None if num_ranks == 1 else shard_of(spec, 0, num_ranks)
+    own = spec if shard is None else shard.spec
+    num_processes = 2 if config.plan.mirror else num_ranks
     limits = device.limits()
     drafter = find_drafter(config, files, spec, precision.quantization, on_loading)
     plan = make_memory_plan(
         config,
-        spec,
+        own,
         device.defaults,
         dtype=dtype,
-        weights_bytes=weight_bytes(files, dtype, precision.quantization, place),
+        weights_bytes=weight_bytes(files, dtype, precision.quantization, place, shard),
         free_bytes=device.free_bytes() // num_processes,
         kv_dtype=kv_dtype,
         step_flops=limits.step_flops,
@@ -174,12 +200,13 @@ def _decide(config: Config, files: ModelFiles, on_loading: Callable[[str, int, i
         drafter=NO_DRAFTER if drafter is None else drafter.memory(dtype, kv_dtype, place),
     )
     host_tier = HostTierSettings(plan.host_slots, plan.block_bytes, plan.copy_batch_bytes)
-    work = model_work(spec, plan.weights_bytes, bytes_per_token(spec, dtype, kv_dtype) * spec.kv_groups.num_groups)
-    target = make_step_target(target_step_s(config, device.defaults), spec, limits, work)
+    work = model_work(own, plan.weights_bytes, bytes_per_token(own, dtype, kv_dtype) * own.kv_groups.num_groups)
+    target = make_step_target(target_step_s(config, device.defaults), own, limits, work)
     drafts = draft_settings(config, plan.max_running, device.defaults, drafter)
     return Decided(
         files=files,
         spec=spec,
+        own=own,
         device=device,
         precision=precision,
         drafter=drafter,
@@ -240,8 +267,10 @@ def _load_runner(
     guide: DraftGuide | None,
     build_pool: KernelBuildPool | None,
     on_loading: Callable[[str, int, int], None],
+    ranks: RankGroup | None = None,
+    ranked: StepRecorder | None = None,
 ) -> Runner | CudaRunner:
-    """Load the weights and allocate the KV pool."""
+    """Load the weights and allocate the KV pool. With `ranks`, of rank 0, which tells its drafts to `ranked`."""
     decoder = load_decoder(
         decided.files,
         device=decided.device.torch_device,
@@ -250,9 +279,11 @@ def _load_runner(
         quantization=decided.precision.quantization,
         seed=config.model.seed,
         progress=lambda done, total: on_loading("weights", done, total),
+        mesh=ONE_RANK if ranks is None else ranks.mesh,
     )
     drafter = None if decided.drafter is None else decided.drafter.load(decoder)
-    return make_runner(decoder, decided.device, decided.runner, drafter, build_pool, guide)
+    tell_drafts = None if ranked is None else ranked.inputs
+    return make_runner(decoder, decided.device, decided.runner, drafter, build_pool, guide, tell_drafts)
 
 
 def _setup(config: Config, decided: Decided) -> RunnerSetup:
@@ -324,6 +355,8 @@ def _ready(config: Config, decided: Decided) -> EngineReady:
     identity = [__version__, torch.__version__, dtype_name, device.name(), str(config.model.seed)]
     identity += [precision.quantization, plan.kv_dtype, json.dumps(files.config, sort_keys=True, default=str)]
     identity.append(weights_digest(files.weights))
+    if config.run.tensor_parallel > 1:  # Sums have another order.
+        identity.append(f"ranks {config.run.tensor_parallel}")
     return EngineReady(
         model_name=config.model.served_name or files.name,
         max_context=plan.max_context,
@@ -333,7 +366,7 @@ def _ready(config: Config, decided: Decided) -> EngineReady:
         dtype=dtype_name,
         device=device.name(),
         memory_plan=plan.parts(),
-        notes=(*plan.notes, *precision.notes, *native_notes(device.torch_device)),
+        notes=(*rank_notes(config, device), *plan.notes, *precision.notes, *native_notes(device.torch_device)),
         num_parameters=spec.num_parameters,
         step_ms=1e3 * target_step_s(config, device.defaults),
         fingerprint="mr-" + hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12],

@@ -23,6 +23,7 @@ from millrace.engine.figures.uncounted import UncountedSteps, UncountedTimes
 from millrace.engine.fronts.kv_events import KvEventFeed
 from millrace.engine.fronts.outbox import Outbox
 from millrace.engine.ledger import Ledger
+from millrace.engine.ranks.group import RankGroup
 from millrace.engine.ranks.mirror import Mirror
 from millrace.engine.rates import MeasuredRates
 from millrace.engine.watchdog import Watchdog
@@ -63,6 +64,8 @@ CHECK_POOL_EVERY = 4096
 """Steps between checks of the pool equation."""
 BLOCKED_WAIT_S = 0.05
 """Wait for messages when there is work but no step can be planned."""
+RANK_CHECK_S = 1.0
+"""An idle engine looks so often whether other ranks are there."""
 CANCELLED = "The request was cancelled."
 COMPILING_WAIT_S = 0.002
 """Wait for messages while a grammar is being compiled and there is no other work."""
@@ -83,12 +86,13 @@ class Engine:
         has_figures: bool = True,
         drafter: str = "ngram",
         mirror: Mirror | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         """`facts`: the runner's. `constrained`: None if the model's tokenizer cannot be used with grammars. `work`:
         bytes and FLOPs of the model's steps; None if unknown. `has_figures`: False counts no more than reports need.
-        `drafter`: who proposes drafts where the runner does not say. `mirror`: closed with the engine."""
+        `drafter`: who proposes drafts where the runner does not say. `mirror`, `ranks`: closed with the engine."""
         self._scheduler, self._facts = scheduler, facts
-        self._constrained, self._mirror = constrained, mirror
+        self._constrained, self._mirror, self._ranks = constrained, mirror, ranks
         self._device = device
         self._channel = channel
         self._clock = clock
@@ -107,7 +111,7 @@ class Engine:
         """Called from the watchdog thread when a step hangs."""
         self.on_idle: Callable[[], None] = idle_memory.collect_young
         """Called once each time the engine becomes idle."""
-        self._cycle = Cycle(scheduler, runner, self, facts=facts, clock=clock, probe=device.probe, masks=constrained)
+        self._cycle = Cycle(scheduler, runner, self, facts=facts, clock=clock, probe=self._probe, masks=constrained)
         self._stopping = False
         self._progressed = False
         self._idle_since: float | None = None
@@ -130,15 +134,25 @@ class Engine:
         finally:
             watchdog.stop()
             self._cycle.close()
+            if self._ranks is not None:
+                self._ranks.close()  # Before the device: a step may wait for a rank.
             self._device.close()
             if self._constrained is not None:
                 self._constrained.shut_down()
             if self._mirror is not None:
                 self._mirror.close()
 
+    def _probe(self) -> None:
+        """Raise if no step can run any more."""
+        self._device.probe()
+        if self._ranks is not None:
+            self._ranks.check()
+
     def _loop(self) -> None:
         while True:
             self._take_messages()
+            if self._ranks is not None:
+                self._ranks.check()
             if self._stopping:
                 return
             if self._constrained is not None:
@@ -250,7 +264,7 @@ class Engine:
         if self._clock() - self._idle_since < idle_memory.IDLE_S:
             return idle_memory.IDLE_S
         idle_memory.trim_heap()
-        return None
+        return None if self._ranks is None else RANK_CHECK_S
 
     # -- messages --------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from millrace.models.op_program import DecoderOps, OpProgram
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.ops.attention import Attention
 from millrace.ops.base.greedy_head import DrawnTokens
+from millrace.ops.base.mesh import ONE_RANK, Mesh
 from millrace.ops.base.version import Choice
 from millrace.ops.elementwise.softcap import softcap
 
@@ -32,10 +33,13 @@ class Decoder:
         dtype: torch.dtype,
         choices: dict[str, Choice],
         use_decode_kernels: bool = False,
+        mesh: Mesh = ONE_RANK,
     ) -> None:
         """With `use_decode_kernels`, decode rows use separate kernels where an op has them: faster, but a token's
         result then depends on whether it belongs to the prompt."""
         self.spec = spec
+        """Of a rank of a mesh: with its own heads and inner sizes."""
+        self.mesh = mesh
         self.device = device
         self.dtype = dtype
         self.num_bytes = weights.num_bytes
@@ -74,7 +78,7 @@ class Decoder:
         return short
 
     def _make_stack(self) -> NativeStack | None:
-        if native_stack_missing(self.spec, self.choices, self._weights.layers):
+        if self.mesh.size > 1 or native_stack_missing(self.spec, self.choices, self._weights.layers):
             return None
         tied = self.choices.get("tied_embedding")
         has_head = tied is not None and tied.version.name == "native"

@@ -34,15 +34,19 @@ from millrace.models.spec.layout import (
 )
 from millrace.models.spec.model_spec import LayerSpec, ModelSpec
 from millrace.models.spec.rope import inverse_frequencies
+from millrace.models.spec.shard import Shard, shard_of
 from millrace.models.stored import KeptMatrices, QuantisedSource, StoredMatrices, multiplied_parts
+from millrace.ops.base.mesh import ONE_RANK, Mesh
 from millrace.ops.base.quantised import with_quantise
 from millrace.ops.base.unsummed import Unsummed
 from millrace.ops.base.version import Choice, dtype_name
+from millrace.ops.head.split_vocabulary import SplitEmbedding, SplitHead
 from millrace.ops.linear.dense import Head, Linear
 from millrace.ops.linear.fp8 import fp8_missing
 from millrace.ops.linear.gated import GatedLinear
 from millrace.ops.linear.grouped import has_blocks
 from millrace.ops.linear.stored import FORMATS, StoredLinear, StoredWeight, stored_order
+from millrace.ops.linear.summed import SummedLinear
 from millrace.ops.moe.experts import Experts, ExpertWeights
 from millrace.ops.registry import choose
 
@@ -52,6 +56,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+RoutedExperts = Callable[[Tensor, Tensor], Tensor | Unsummed]
 Progress = Callable[[int, int], None]
 """Called with (done_bytes, total_bytes)."""
 
@@ -69,8 +74,10 @@ def load_decoder(
     quantization: Quantization = "none",
     seed: int = 0,
     progress: Progress | None = None,
+    mesh: Mesh = ONE_RANK,
 ) -> Decoder:
-    """Load a model onto the device. A tensor that does not match the config raises a ModelError that names it."""
+    """Load a model, or this rank's part of it, onto the device. A tensor that does not match the config raises a
+    ModelError that names it."""
     from millrace.models.weights import open_weights  # local: imports the readers of all formats
 
     check_quantization(quantization, device, dtype)
@@ -82,6 +89,7 @@ def load_decoder(
         deterministic=deterministic,
         quantization=quantization,
         progress=progress,
+        mesh=mesh,
     )
 
 
@@ -137,30 +145,44 @@ def is_quantised(files: ModelFiles) -> bool:
 
 
 def weight_bytes(
-    files: ModelFiles, dtype: torch.dtype, quantization: Quantization = "none", device: torch.device | None = None
+    files: ModelFiles,
+    dtype: torch.dtype,
+    quantization: Quantization = "none",
+    device: torch.device | None = None,
+    shard: Shard | None = None,
 ) -> int:
-    """Bytes of weights that load_decoder will hold, by default on the CPU. Reads no weights."""
+    """Bytes of weights that load_decoder will hold, by default on the CPU and of the whole model. Reads no weights."""
     from millrace.models.weights import open_weights
+    from millrace.models.weights.shard_weights import ShardWeights
 
-    spec = spec_from_config(files.config)
-    total = spec_weight_bytes(spec, dtype, quantization)
+    layout = layout_of(spec_from_config(files.config)) if shard is None else shard.layout
+    spec = spec_from_config(files.config) if shard is None else shard.spec
+    total = layout_bytes(spec, layout, dtype, quantization)
     if not is_quantised(files):
         return total
-    source, layout, device = open_weights(files), layout_of(spec), device or torch.device("cpu")
+    source, device = open_weights(files), device or torch.device("cpu")
+    if shard is not None:
+        source = ShardWeights(source, shard)
     stored = stored_matrices(source, layout, device, dtype, quantization)
     grouped = grouped_matrices(source, layout, device, dtype, stored)
     return total - sum(kept.saved_bytes() for kept in (stored, grouped) if kept is not None)
 
 
 def stored_matrices(
-    source: WeightSource, layout: ModelLayout, device: torch.device, dtype: torch.dtype, quantization: Quantization
+    source: WeightSource,
+    layout: ModelLayout,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantization: Quantization,
+    mesh: Mesh = ONE_RANK,
 ) -> StoredMatrices | None:
     """The matrices that stay in the quantised format of their file; None if all are dequantised."""
     if quantization == "fp8" or not isinstance(source, QuantisedSource):
         return None
     keeps_size = isinstance(source, GroupedSource)
     order = stored_order(choose("stored_linear", device, dtype, int8=quantization == "int8", keeps_size=keeps_size))
-    return None if order is None else StoredMatrices(source, layout, dtype, cache_dir() / "packed", order)
+    part = f"{mesh.rank} of {mesh.size}" if mesh.size > 1 else ""
+    return None if order is None else StoredMatrices(source, layout, dtype, cache_dir() / "packed", order, part)
 
 
 def grouped_matrices(
@@ -173,7 +195,11 @@ def grouped_matrices(
 def spec_weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: Quantization = "none") -> int:
     """Bytes of all weights: matrices and biases in the model's dtype, quantised matrices in 8 bits with a scale per
     output, norms and rotary frequencies in float32."""
-    layout = layout_of(spec)
+    return layout_bytes(spec, layout_of(spec), dtype, quantization)
+
+
+def layout_bytes(spec: ModelSpec, layout: ModelLayout, dtype: torch.dtype, quantization: Quantization = "none") -> int:
+    """The same of these tensors."""
     norms = sum(norm.num_items for layer in layout.layers for norm in norms_of(layer)) + layout.final_norm.num_items
     frequencies = sum(rope.rotary_dim // 2 for rope in spec.ropes)
     items = sum(part.num_items for part in all_tensors(layout)) - norms
@@ -203,10 +229,17 @@ def build_decoder(
     deterministic: bool = False,
     quantization: Quantization = "none",
     progress: Progress | None = None,
+    mesh: Mesh = ONE_RANK,
 ) -> Decoder:
-    """Build a decoder of this spec with the weights of any source that uses Hugging Face names."""
-    layout = layout_of(spec)
+    """Build a decoder of this spec, or this rank's part of it, with the weights of any source that uses Hugging Face
+    names."""
+    layout, shard = layout_of(spec), None
     check_tensors(spec, layout, source)
+    if mesh.size > 1:
+        from millrace.models.weights.shard_weights import ShardWeights  # local: imports the reader of GGUF
+
+        shard = shard_of(spec, mesh.rank, mesh.size)
+        spec, layout, source = shard.spec, shard.layout, ShardWeights(source, shard)
     if quantization == "fp8" and spec.moe is not None:
         log.warning(
             "quantization %s: the experts stay in %s; only the other matrices of the layers are held in 8 bits",
@@ -218,8 +251,9 @@ def build_decoder(
             "model.quantization is fp8, but the checkpoint is quantised already. Set --quantization auto.",
             param="model.quantization",
         )
-    stored = stored_matrices(source, layout, device, dtype, quantization)
-    builder = DecoderBuilder(spec, layout, source, stored, device, dtype, deterministic, quantization, progress)
+    stored = stored_matrices(source, layout, device, dtype, quantization, mesh)
+    own = (spec, layout, source, stored, device, dtype, deterministic, quantization, progress)
+    builder = DecoderBuilder(*own) if shard is None else ShardBuilder(*own, mesh=mesh, shard=shard)
     if builder.grouped is not None:
         builder.grouped.warn()
     with nullcontext() if stored is None else closing(stored):
@@ -272,6 +306,8 @@ def _check_leftovers(spec: ModelSpec, source: WeightSource, leftovers: set[str])
 class DecoderBuilder:
     """Binds the tensors of a source to the ops chosen for a device and dtype."""
 
+    mesh: Mesh = ONE_RANK
+
     def __init__(
         self,
         spec: ModelSpec,
@@ -291,7 +327,7 @@ class DecoderBuilder:
         self.choices: dict[str, Choice] = {}
         self._progress = progress
         self._done_bytes = 0
-        self._total_bytes = spec_weight_bytes(spec, dtype, quantization)
+        self._total_bytes = layout_bytes(spec, layout, dtype, quantization)
         self.grouped = grouped_matrices(source, layout, device, dtype, stored)
         for kept in (stored, self.grouped):
             self._total_bytes -= 0 if kept is None else kept.saved_bytes()
@@ -300,7 +336,7 @@ class DecoderBuilder:
     def build(self) -> Decoder:
         spec = self.spec
         ops = self.ops()
-        embedding, head = self._embedding_and_head()
+        embedding, head = self.embedding_and_head()
         layers = tuple(
             self.layer(ops, place, layer, layout)
             for place, layer, layout in zip(spec.kv_groups.places, spec.layers, self.layout.layers, strict=True)
@@ -316,7 +352,7 @@ class DecoderBuilder:
             num_bytes=self._total_bytes,
         )
         use_decode_kernels = not self.deterministic
-        return Decoder(spec, weights, ops, self.device, self.dtype, self.choices, use_decode_kernels)
+        return Decoder(spec, weights, ops, self.device, self.dtype, self.choices, use_decode_kernels, self.mesh)
 
     def _choose(self, op: str, key: str = "", **shape: Any) -> Choice:
         choice = choose(op, self.device, self.dtype, self.deterministic, **shape)
@@ -336,7 +372,7 @@ class DecoderBuilder:
             ),
         )
 
-    def _embedding_and_head(self) -> tuple[Any, Head]:
+    def embedding_and_head(self) -> tuple[Any, Head]:
         part = self.layout.embedding
         rows, columns = part.shape
         shape: dict[str, Any] = {"in_features": columns, "out_features": rows, "stored": self._is_stored((part,))}
@@ -361,7 +397,7 @@ class DecoderBuilder:
                 self._optional_norm(layout.q_norm),
                 self._optional_norm(layout.k_norm),
             ),
-            out=self.linear(layout.out, "out_linear"),
+            out=self.summed(self.linear(layout.out, "out_linear")),
             attention_out_norm=self._optional_norm(layout.attention_out_norm),
             mlp_norm=self.norm(layout.mlp_norm),
             mlp=self._mlp(ops, layout.mlp),
@@ -372,11 +408,18 @@ class DecoderBuilder:
             kv_index=kv_index,
         )
 
+    def summed(self, linear: Linear) -> Linear:
+        """A linear whose result is added to the residual: over all ranks of a mesh."""
+        return linear
+
+    def summed_experts(self, routed: RoutedExperts) -> RoutedExperts:
+        return routed
+
     def _mlp(self, ops: DecoderOps, layout: tuple[Matrix, Matrix] | MoeLayout) -> Mlp:
         if isinstance(layout, MoeLayout):
             return self._moe(ops, layout)
         gate_up, down = layout
-        return DenseMlp(self._gated_linear(ops, gate_up), self.linear(down, "down_linear"))
+        return DenseMlp(self._gated_linear(ops, gate_up), self.summed(self.linear(down, "down_linear")))
 
     def _moe(self, ops: DecoderOps, layout: MoeLayout) -> Mlp:
         moe, hidden_size = self.spec.moe, self.spec.hidden_size
@@ -400,7 +443,7 @@ class DecoderBuilder:
         def routed(x: Tensor, logits: Tensor) -> Tensor | Unsummed:
             return experts.routed(x, logits, moe.top_k, moe.renormalise, route=ops.route, unsummed=norms_add)
 
-        return MoeMlp(router, routed)
+        return MoeMlp(router, self.summed_experts(routed))
 
     def _experts(self, layout: MoeLayout) -> Iterator[tuple[Any, Any]]:
         for gate_up, down in layout.experts:
@@ -501,3 +544,29 @@ class DecoderBuilder:
         self._done_bytes += num_bytes
         if self._progress is not None:
             self._progress(self._done_bytes, self._total_bytes)
+
+
+class ShardBuilder(DecoderBuilder):
+    """Of one rank of a mesh: what is split is summed or gathered over the ranks."""
+
+    def __init__(self, *own: Any, mesh: Mesh, shard: Shard) -> None:
+        super().__init__(*own)
+        self.mesh, self._shard = mesh, shard
+
+    def embedding_and_head(self) -> tuple[Any, Head]:
+        embedding, head = super().embedding_and_head()
+        shard, mesh = self._shard, self.mesh
+        widths = tuple(len(tokens) for tokens in shard.vocabularies)
+        split = SplitEmbedding(embedding, shard.vocabulary, shard.whole.vocab_size, mesh)
+        return split, SplitHead(head, widths, mesh, self.dtype)
+
+    def summed(self, linear: Linear) -> Linear:
+        return SummedLinear(linear, self.mesh, self.dtype)
+
+    def summed_experts(self, routed: RoutedExperts) -> RoutedExperts:
+        def summed(x: Tensor, logits: Tensor) -> Tensor:
+            own = routed(x, logits)
+            assert isinstance(own, Tensor), "experts are split on a CPU only"
+            return self.mesh.sum(own.float()).to(self.dtype)
+
+        return summed

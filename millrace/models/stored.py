@@ -111,9 +111,16 @@ class StoredMatrices(KeptMatrices):
     """Returns each matrix once, in any order; `close` then saves the newly packed ones for the next start."""
 
     def __init__(
-        self, source: QuantisedSource, layout: ModelLayout, dtype: torch.dtype, folder: Path, order: Order = "tiles"
+        self,
+        source: QuantisedSource,
+        layout: ModelLayout,
+        dtype: torch.dtype,
+        folder: Path,
+        order: Order = "tiles",
+        part: str = "",
     ) -> None:
-        self._source, self._dtype, self._folder, self._order = source, dtype, folder, order
+        """`part`: which part of the model the source has; empty if all."""
+        self._source, self._dtype, self._folder, self._order, self._part = source, dtype, folder, order, part
         self._runs = {parts: runs for parts in multiplied_parts(layout) if (runs := packed_runs(parts, source))}
         self._file: _PackedFile | None = None
 
@@ -130,7 +137,7 @@ class StoredMatrices(KeptMatrices):
         if self._file is None:
             runs = self._all_runs()
             files = {self._source.file_of(name) for run in runs for name in run.names}
-            self._file = _PackedFile(self._folder, runs, sorted(files), self._order)
+            self._file = _PackedFile(self._folder, runs, sorted(files), self._order, self._part)
         own = self._runs[parts]
         stored = tuple(StoredPart(run.format, run.rows, self._packed(run, self._file)) for run in own)
         return StoredWeight(stored, own[0].columns, self._dtype, self._order)
@@ -153,8 +160,10 @@ class StoredMatrices(KeptMatrices):
 class _PackedFile:
     """The packed runs of one model in one file: read if it is valid, else written to a new file that replaces it."""
 
-    def __init__(self, folder: Path, runs: Sequence[PackedRun], sources: Sequence[Path], order: Order) -> None:
-        self._header, self._offsets, self._size = _file_layout(runs, sources, order)
+    def __init__(
+        self, folder: Path, runs: Sequence[PackedRun], sources: Sequence[Path], order: Order, part: str = ""
+    ) -> None:
+        self._header, self._offsets, self._size = _file_layout(runs, sources, order, part)
         self._path = folder / f"{hashlib.sha256(self._header).hexdigest()[:24]}.packed"
         self._map = self._open() if runs else None
         self._writer: Any = None
@@ -226,11 +235,14 @@ class _PackedFile:
             Path(writer.name).unlink(missing_ok=True)
 
 
-def _file_layout(runs: Sequence[PackedRun], sources: Sequence[Path], order: Order) -> tuple[bytes, dict[str, int], int]:
+def _file_layout(
+    runs: Sequence[PackedRun], sources: Sequence[Path], order: Order, part: str
+) -> tuple[bytes, dict[str, int], int]:
     """(header, offset of each run, file size). Source files are identified by path, size and modification time."""
     identity = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
     table = [(*run.names, run.format, run.rows, run.columns, run.num_bytes) for run in runs]
-    text = json.dumps({"layout": LAYOUT_VERSION, "order": order, "files": identity, "runs": table}).encode()
+    content = {"layout": LAYOUT_VERSION, "order": order, "files": identity, "runs": table}
+    text = json.dumps(content | ({"part": part} if part else {})).encode()
     header = _MAGIC + len(text).to_bytes(8, "little") + zlib.crc32(text).to_bytes(4, "little") + text
     offsets, end = {}, len(header)
     for run in runs:

@@ -48,6 +48,7 @@ from millrace.run.table.batch import StepRows
 from millrace.run.table.inputs import gather_inputs, last_tokens
 from millrace.run.table.request_table import RequestTable
 
+TellDrafts = Callable[[StepInputs], None]
 SLOW_STEP_S = 0.05
 """The host's work between steps this long is a few thousandths of the time, and with one step in flight a request that
 arrives during a step takes part in the next one, not in the one after it."""
@@ -180,9 +181,12 @@ class Runner:
         settings: RunnerSettings,
         drafter: DrafterModel | None = None,
         guide: DraftGuide | None = None,
+        tell_drafts: TellDrafts | None = None,
     ) -> None:
-        """`drafter`: for the kinds of `settings.speculate` that are models. `guide`: the grammars, on rank 0."""
+        """`drafter`: for the kinds of `settings.speculate` that are models. `guide`: the grammars, on rank 0.
+        `tell_drafts`: on rank 0 of several, called on the device's thread for every step with draft places."""
         self._decoder, self._device, self._block_size = decoder, device, settings.block_size
+        self._mesh, self._tell_drafts = decoder.mesh, tell_drafts
         self._kv, self._draft_kv = allocate_pools(decoder, device.torch_device, settings, drafter)
         pools, slots = [kv for kv in (self._kv, self._draft_kv) if kv], settings.host_slots
         self._copier = JointCopier([OrderedCopier(kv, slots, device) for kv in pools]) if slots else None
@@ -216,10 +220,10 @@ class Runner:
 
     def forward(self, plan: StepPlan, given: tuple[Int32s, ...] | None = None) -> None:
         if plan.masked is None:  # the draw waits for nothing: both parts are one launch, and natively one call
-            self._whole = self._device.launch(lambda: self._execute(plan, given), copy_to_host)
+            self._whole = self._launch(lambda: self._execute(plan, given))
         else:
             self._expanded = expanded = self._device.queue(lambda: self._expand(plan, given))
-            self._forwarded = self._device.queue(lambda: self._states(plan, expanded()))
+            self._forwarded = self._device.queue(lambda: self._mesh.step(lambda: self._states(plan, expanded())))
 
     def drafts(self) -> tuple[Int32s, ...]:
         verified = self._expanded() if self._expanded is not None else None
@@ -237,7 +241,7 @@ class Runner:
             return whole
         if forwarded is None:
             raise AssertionError("a draw follows the forward pass of its step, and only masked rows have masks")
-        return self._device.launch(lambda: self._draw(plan, forwarded(), masks), copy_to_host)
+        return self._launch(lambda: self._draw(plan, forwarded(), masks))
 
     def draw_ahead(self, plan: StepPlan, inputs: StepInputs) -> Pending[StepResult] | None:
         return None
@@ -264,18 +268,20 @@ class Runner:
     def take_missed(self) -> list[HeadShape]:
         return []
 
+    def _launch(self, work: Callable[[], StepResult]) -> Pending[StepResult]:
+        return self._device.launch(lambda: self._mesh.step(work), copy_to_host)
+
     def _execute(self, plan: StepPlan, given: tuple[Int32s, ...] | None) -> StepResult:
-        self._update(plan)
+        self._begin(plan)
         drafted = self._drafted
         if drafted is None:
             if self._is_one_call(plan):
                 return StepResult(plan.step_no, self._whole_step(plan), None, _NO_INDEX, _NO_COUNTS, ())
             return self._draw(plan, self._states(plan, None), None)
-        drafted.admit(plan)
         is_one_call = self._is_one_call(plan) and not drafted.needs_hidden(plan)
         if plan.draft_places is None and is_one_call:
             return StepResult(plan.step_no, self._plain_step(plan, drafted), None, _NO_INDEX, _NO_COUNTS, ())
-        verified = drafted.expand(plan, given)
+        verified = self._verified(drafted, plan, given)
         if verified.is_as_planned and is_one_call:
             return self._without_drafts(plan, self._plain_step(plan, drafted), drafted)
         if not verified.has_drafts and is_one_call and len(verified.batch.rows):
@@ -308,17 +314,36 @@ class Runner:
         return self._native(batch)
 
     def _expand(self, plan: StepPlan, given: tuple[Int32s, ...] | None) -> VerifiedStep | None:
-        self._update(plan)
-        if self._drafted is None:
-            return None
-        self._drafted.admit(plan)
-        return self._drafted.expand(plan, given)
+        self._begin(plan)
+        return None if self._drafted is None else self._verified(self._drafted, plan, given)
 
-    def _update(self, plan: StepPlan) -> None:
-        if self._drafted is not None:
-            self._drafted.leave(plan)
-        self._table.update(plan)
-        self._sampler.update(plan)
+    def _begin(self, plan: StepPlan) -> None:
+        """Take over what changes with the plan."""
+        drafted = self._drafted
+        try:
+            if drafted is not None:
+                drafted.leave(plan)
+            self._table.update(plan)
+            self._sampler.update(plan)
+            if drafted is not None:
+                drafted.admit(plan)
+        except Exception:
+            self._tell(plan, ())
+            raise
+
+    def _verified(self, drafted: DraftedRows, plan: StepPlan, given: tuple[Int32s, ...] | None) -> VerifiedStep:
+        try:
+            verified = drafted.expand(plan, given)
+        except Exception:
+            self._tell(plan, ())
+            raise
+        self._tell(plan, verified.drafts)
+        return verified
+
+    def _tell(self, plan: StepPlan, drafts: tuple[Int32s, ...]) -> None:
+        """Other ranks wait for the drafts of every step that has places for some, also if it fails here."""
+        if self._tell_drafts is not None and plan.draft_places is not None:
+            self._tell_drafts(StepInputs(plan.step_no, drafts=drafts))
 
     def _states(self, plan: StepPlan, verified: VerifiedStep | None) -> DrawStates:
         batch: StepRows = plan if verified is None else verified.batch

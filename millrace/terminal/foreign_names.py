@@ -14,6 +14,8 @@ SAME_OPTIONS = {
     "--max-num-seqs": "--max-running",
     "--max-running-requests": "--max-running",
     "--parallel": "--max-running",
+    "--tensor-parallel-size": "--tensor-parallel",
+    "--tp-size": "--tensor-parallel",
     "--max-num-batched-tokens": "--token-budget",
     "--chunked-prefill-size": "--token-budget",
     "--kv-cache-dtype": "--kv-dtype",
@@ -29,6 +31,7 @@ SAME_OPTIONS = {
     "-c": "--max-context",
     "-m": "--source",
     "-t": "--threads",
+    "-tp": "--tensor-parallel",
     "-np": "--max-running",
 }
 """Options with the same meaning and the same kind of value: understood as ours."""
@@ -118,8 +121,6 @@ ADVICE = {
     "--hf-token": "Set HF_TOKEN in the environment.",
     "--insecure": _NO_CHOICE,
     "--api-key": "A server reads its keys from a file: `millrace keys add` makes one, --keys-file names it.",
-    "--tensor-parallel-size": _ONE_GPU,
-    "--tp-size": _ONE_GPU,
     "--pipeline-parallel-size": _ONE_GPU,
     "--data-parallel-size": _REPLICAS,
     "--dp-size": _REPLICAS,

@@ -8,6 +8,7 @@ import torch
 from millrace.config import Config, ModelConfig, PlanConfig, Quantization, RunConfig, Speculation
 from millrace.engine.drafting.find import find_drafter
 from millrace.models.load import load_decoder
+from millrace.ops.base.mesh import ONE_RANK, Mesh
 from millrace.run.device.device import Device
 from millrace.run.device.kv_pool import KvFormat
 from millrace.run.make import make_runner
@@ -17,7 +18,7 @@ from millrace.run.settings import RunnerSettings
 from millrace.sources.resolve import resolve_model
 
 
-def runner_from(setup: RunnerSetup, device: Device) -> AnyRunner:
+def runner_from(setup: RunnerSetup, device: Device, mesh: Mesh = ONE_RANK) -> AnyRunner:
     files, speculate = resolve_model(setup.model), msgspec.convert(setup.speculate, Speculation)
     quantization = msgspec.convert(setup.quantization, Quantization)
     decoder = load_decoder(
@@ -27,6 +28,7 @@ def runner_from(setup: RunnerSetup, device: Device) -> AnyRunner:
         deterministic=setup.deterministic,
         quantization=quantization,
         seed=setup.seed,
+        mesh=mesh,
     )
     config = Config(
         model=ModelConfig(source=setup.model, seed=setup.seed),

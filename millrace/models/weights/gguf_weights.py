@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from millrace.errors import ModelError
+from millrace.models.spec.shard import Cut
 from millrace.models.weights.dequantise import PLAIN, Bytes, check_supported, dequantise, stored_dtype
 from millrace.models.weights.gguf_names import GgufPiece, pieces_by_name
 from millrace.sources.gguf.model import GgufModel
@@ -37,7 +39,15 @@ class GgufWeights:
         return self._model.file_of(self._piece(name).tensor).path
 
     def get(self, name: str, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
-        piece = self._piece(name)
+        return self._read(self._piece(name), device, dtype)
+
+    def part(
+        self, name: str, cut: Cut, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        tensor = self._read(_cut_rows(self._piece(name), cut), device, dtype)
+        return tensor if cut.columns is None else tensor[:, cut.columns.start : cut.columns.stop].contiguous()
+
+    def _read(self, piece: GgufPiece, device: torch.device | None, dtype: torch.dtype | None) -> torch.Tensor:
         kind = self._model.tensor(piece.tensor).type
         scale = self._scale(piece)
         # Corrections are computed in float32; rounding to the requested dtype comes last.
@@ -69,6 +79,15 @@ class GgufWeights:
     def stored_rows(self, name: str) -> Bytes:
         """The matrix's stored blocks [rows, bytes], contiguous, in the Hugging Face order of rows."""
         return np.ascontiguousarray(self._rows(self._piece(name)))
+
+    def stored_part(self, name: str, cut: Cut) -> Bytes:
+        """The blocks of a part of the matrix that begins and ends between blocks."""
+        piece = self._piece(name)
+        rows = self._rows(_cut_rows(piece, cut))
+        if cut.columns is None:
+            return np.ascontiguousarray(rows)
+        items, size = gguf.GGML_QUANT_SIZES[self._model.tensor(piece.tensor).type]
+        return np.ascontiguousarray(rows[:, cut.columns.start // items * size : cut.columns.stop // items * size])
 
     def _piece(self, name: str) -> GgufPiece:
         piece = self._pieces.get(name)
@@ -114,3 +133,16 @@ class GgufWeights:
             return None
         values = self._model.data(name).view("<f4")
         return float(values[piece.expert if piece.expert is not None and len(values) > 1 else 0])
+
+
+def _cut_rows(piece: GgufPiece, cut: Cut) -> GgufPiece:
+    """Heads whose rotary halves are reordered are whole."""
+    if cut.rows is None:
+        return piece
+    return replace(
+        piece,
+        shape=(len(cut.rows), *piece.shape[1:]),
+        first_row=piece.first_row + cut.rows.start,
+        num_rows=len(cut.rows),
+        permuted_heads=piece.permuted_heads * len(cut.rows) // piece.num_rows,
+    )

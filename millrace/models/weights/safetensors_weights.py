@@ -13,6 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from millrace.errors import ModelError
+from millrace.models.spec.shard import Cut
+from millrace.models.weights.source import cut_of
 from millrace.sources.hf_files import INDEX, weight_map
 
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -86,6 +88,16 @@ class SafetensorsWeights:
                 " Use the unquantised model or a GGUF file of it."
             )
         return self.raw(name).to(device=device, dtype=dtype)
+
+    def part(
+        self, name: str, cut: Cut, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        piece = self._piece(name)
+        if piece.expert is not None or len(piece.shape) > 2 or self._stored_type(piece) not in _FLOATS:
+            return cut_of(self.get(name, device=device, dtype=dtype), cut)
+        stored = self._handles[piece.path].get_slice(piece.stored)
+        read: torch.Tensor = stored[cut.slices(len(piece.shape))]
+        return read.to(device=device, dtype=dtype).contiguous()
 
     def raw(self, name: str) -> torch.Tensor:
         """The tensor as it is stored, of any type, on the CPU."""

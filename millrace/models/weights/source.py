@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
+
+from millrace.models.spec.shard import Cut
 
 
 class WeightSource(Protocol):
@@ -25,3 +27,16 @@ class WeightSource(Protocol):
     def file_of(self, name: str) -> Path:
         """The file that holds the tensor, for error messages."""
         ...
+
+
+@runtime_checkable
+class PartSource(Protocol):
+    """A source that can read a part of a tensor without the rest of it."""
+
+    def part(
+        self, name: str, cut: Cut, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor: ...
+
+
+def cut_of(tensor: torch.Tensor, cut: Cut) -> torch.Tensor:
+    return tensor[cut.slices(tensor.dim())].contiguous()

@@ -90,13 +90,14 @@ class CpuDevice:
     kind = "cpu"
     poll_s = 0.0
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, num_processes: int = 1) -> None:
+        """`threads`: 0 shares the cores with the other processes of the model."""
         self.torch_device = torch.device("cpu")
         # bfloat16 where the processor has instructions for it: emulated, it has half of float32's speed.
         dtype = torch.bfloat16 if processor_features() & BF16_FEATURES else torch.float32
         self.defaults = replace(CPU_DEFAULTS, dtype=dtype)
         node_cores = memory_nodes()[0]
-        self.threads = threads or min(usable_cores(), len(node_cores))
+        self.threads = threads or max(1, min(usable_cores(), len(node_cores)) // num_processes)
         self._cores = node_cores if self.threads <= len(node_cores) else None
         """Cores its threads are pinned to: those of one NUMA node, or None if there are more threads than cores."""
         torch.set_num_threads(self.threads)
@@ -227,4 +228,4 @@ def open_device(config: RunConfig) -> Device:
         if not torch.cuda.is_available():
             raise ConfigError("run.device is cuda, but torch sees no GPU; use --device cpu.", param="run.device")
         return CudaDevice()
-    return CpuDevice(config.threads)
+    return CpuDevice(config.threads, config.tensor_parallel)

@@ -3,6 +3,7 @@ and replay run the same steps."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -77,23 +78,30 @@ class StepRecorder:
 
     def __init__(self, sink: RecordSink, setup: RunnerSetup) -> None:
         self._sink, self._encoder = sink, StepEncoder()
+        self._lock = threading.Lock()
+        """Messages are numbered, and drafts may come from the device's thread."""
         sink.write(SETUP, msgspec.msgpack.encode(setup))
 
     def plan(self, plan: StepPlan) -> None:
-        self._sink.write(STEP, self._encoder.plan(plan))
+        with self._lock:
+            self._sink.write(STEP, self._encoder.plan(plan))
 
     def inputs(self, inputs: StepInputs) -> None:
-        self._sink.write(STEP, self._encoder.inputs(inputs))
+        with self._lock:
+            self._sink.write(STEP, self._encoder.inputs(inputs))
 
     def capture(self, plan: CapturePlan) -> None:
-        self._sink.write(STEP, self._encoder.capture(plan))
+        with self._lock:
+            self._sink.write(STEP, self._encoder.capture(plan))
 
     def copies(self, copies: BlockCopies) -> None:
-        self._sink.write(STEP, self._encoder.copies(copies))
+        with self._lock:
+            self._sink.write(STEP, self._encoder.copies(copies))
 
     def result(self, result: StepResult) -> None:
         logged = LoggedResult(result.step_no, result.drawn().tobytes(), vectors_of(result).tobytes())
-        self._sink.write(RESULT, msgspec.msgpack.encode(logged))
+        with self._lock:
+            self._sink.write(RESULT, msgspec.msgpack.encode(logged))
 
 
 class RecordReader:
@@ -136,7 +144,9 @@ class RecordedRunner:
     def draw(self, plan: StepPlan, inputs: StepInputs | None = None) -> Pending[StepResult]:
         if inputs is not None:
             self._steps.inputs(inputs)
-        pending, has_inputs = self._runner.draw(plan, inputs), inputs is not None
+        return self._recorded(self._runner.draw(plan, inputs), has_inputs=inputs is not None)
+
+    def _recorded(self, pending: Pending[StepResult], *, has_inputs: bool) -> Pending[StepResult]:
         self._num_draws += 1
         return _RecordedDraw(pending, partial(self._wait, pending, self._num_draws, has_inputs))
 
@@ -189,3 +199,15 @@ class _RecordedDraw:
 
     def done(self) -> bool:
         return self._pending.done()
+
+
+class RankedRunner(RecordedRunner):
+    """Rank 0 of several: the others run every step at the same time, so they are told of everything as soon as it is
+    known. The runner itself tells its drafts, see `Runner`."""
+
+    def draw(self, plan: StepPlan, inputs: StepInputs | None = None) -> Pending[StepResult]:
+        if plan.masked is not None:
+            if plan.draft_places is not None:
+                self._runner.drafts()  # They are told before the masks.
+            self._steps.inputs(inputs or StepInputs(plan.step_no))
+        return self._recorded(self._runner.draw(plan, inputs), has_inputs=True)

@@ -43,7 +43,7 @@ class RingWriter:
     """Rank 0's end. One thread writes, another one reads the replies."""
 
     def __init__(self, size: int = RING_BYTES) -> None:
-        self._size, self._fd = size, _shared_memory(size)
+        self._size, self._fd = size, shared_memory(size)
         self._memory = mmap.mmap(self._fd, size)
         self._socket, self._far = socket.socketpair()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_LIMIT)
@@ -166,7 +166,7 @@ def _receive(source: socket.socket, length: int) -> bytes:
     return found
 
 
-def _shared_memory(size: int) -> int:
+def shared_memory(size: int) -> int:
     """A file in memory without a name: it is gone when both processes are."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("millrace-steps")

@@ -1,0 +1,54 @@
+"""What `--tensor-parallel` cannot be combined with, and what a user should know about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from millrace.config import Config
+from millrace.errors import ConfigError
+from millrace.host.cores import usable_cores
+from millrace.run.device.device import Device
+from millrace.run.drafting.drafters import MODEL_DRAFTERS
+
+PARAM = "run.tensor_parallel"
+
+
+def check_ranks(config: Config) -> None:
+    """Raises a ConfigError."""
+    if config.run.tensor_parallel == 1:
+        return
+    if config.plan.mirror:
+        raise ConfigError(
+            "--mirror runs beside an engine of one process. With --tensor-parallel every rank draws every token, and"
+            " the draws are compared anyway: leave --mirror out.",
+            param="mirror",
+        )
+    if config.plan.drafter or config.plan.speculate in MODEL_DRAFTERS:
+        raise ConfigError(
+            f"--speculate {config.plan.speculate} has a drafter that is a model, which cannot be split with"
+            " --tensor-parallel yet. Use --speculate suffix or ngram, without --drafter.",
+            param="speculate",
+        )
+
+
+def check_encoder_ranks(config: Config) -> None:
+    if config.run.tensor_parallel > 1:
+        raise ConfigError(
+            "The model is an encoder, and --tensor-parallel splits only models that generate text. Leave it out.",
+            param=PARAM,
+        )
+
+
+def rank_notes(config: Config, device: Device) -> Iterator[str]:
+    size = config.run.tensor_parallel
+    if size == 1:
+        return
+    yield (
+        f"Tensor parallel: {size} processes ({device.name()} each). All sizes are those of one process. Layers run op"
+        " by op, because the C++ step computes on one rank only."
+    )
+    if size > usable_cores():
+        yield (
+            f"Tensor parallel: {size} processes share {usable_cores()} cores, so they wait for each other. Set"
+            f" --tensor-parallel {usable_cores()} or less."
+        )

@@ -1,0 +1,151 @@
+"""Rank 0's side of a model that is split over processes (`--tensor-parallel`): starts the other ranks, sends them what
+it records, and ends the engine when one of them is lost."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+
+from millrace.config import Config, as_dict
+from millrace.errors import ConfigError
+from millrace.run.ranks.ring import RingClosed, RingWriter
+from millrace.run.ranks.shared_mesh import BEAT_S, STALL_BEATS, MeshLink, RankLost, SharedMesh, make_links
+
+log = logging.getLogger(__name__)
+
+CHILD = "millrace.engine.ranks.rank_child"
+LOAD_LIMIT_S = 900.0
+"""All ranks read their weights at once."""
+WRITE_LIMIT_S = 60.0
+"""The ring holds many steps: a rank that takes nothing for so long has stalled."""
+READY, SAME, DIFFERENT, FAILED = 1, 2, 3, 4
+"""Kinds of replies: the runner is made; a step's draws are equal; a sentence that names a difference; the reason why
+the rank ends."""
+
+
+class RankProcess:
+    """One of the other ranks."""
+
+    def __init__(self, config: Config, link: MeshLink) -> None:
+        self.rank, self.ring = link.rank, RingWriter()
+        fds = [*self.ring.far_fds, *link.fds()]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", CHILD, str(link.rank), *map(str, fds)],
+            stdin=subprocess.PIPE,
+            pass_fds=fds,
+            start_new_session=True,  # Ctrl-C must reach only the front, which then drains.
+        )
+        self.ring.started()
+        link.close()
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(as_dict(config)).encode() + b"\n")
+        self.process.stdin.close()
+        self.is_ready = False
+
+
+class RankGroup:
+    """A sink of records. `mesh`: rank 0's."""
+
+    def __init__(self, config: Config, *, load_limit_s: float = LOAD_LIMIT_S) -> None:
+        """Starts the processes. `wait_until_ready` before the first step."""
+        self.size, self._load_limit_s = config.run.tensor_parallel, load_limit_s
+        links = make_links(self.size)
+        self.mesh = SharedMesh(links[0])
+        self.num_same = 0
+        """Steps whose draws were equal, summed over the ranks."""
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._lost = ""
+        """Why the ranks cannot go on."""
+        self._others = [RankProcess(config, link) for link in links[1:]]
+        for other in self._others:
+            threading.Thread(target=self._listen, args=(other,), name=f"rank-{other.rank}", daemon=True).start()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the other ranks."""
+        return [other.process.pid for other in self._others]
+
+    def wait_until_ready(self) -> None:
+        """Raises a ConfigError if a rank does not start."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost or all(one.is_ready for one in self._others), self._load_limit_s)
+        late = [str(other.rank) for other in self._others if not other.is_ready]
+        if self._lost or late:
+            self.close()
+            reason = self._lost or f"Rank {late[0]} was not ready within {self._load_limit_s:g} s."
+            raise ConfigError(
+                f"The ranks (--tensor-parallel {self.size}) did not start: {reason}", param="tensor_parallel"
+            )
+        self.mesh.beat()
+        threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
+
+    def check(self) -> None:
+        """Raises `RankLost` if a rank is lost: the engine must end."""
+        if self._lost:
+            raise RankLost(f"{self._lost} The engine ends with it.")
+
+    def write(self, kind: int, data: bytes) -> None:
+        for other in self._others:
+            try:
+                other.ring.write(kind, data, WRITE_LIMIT_S)
+            except RingClosed:
+                return  # The listening thread says so.
+            except TimeoutError:
+                self._lose(
+                    f"Rank {other.rank} of {self.size} has stalled: it has taken no step for {WRITE_LIMIT_S:g} s."
+                )
+
+    def settle(self) -> None:
+        """Nothing is compared later than it is sent."""
+
+    def close(self) -> None:
+        self._closing.set()
+        self.mesh.close()
+        for other in self._others:
+            other.ring.close()
+            other.process.kill()
+            other.process.wait()
+
+    def _listen(self, other: RankProcess) -> None:
+        try:
+            while True:
+                reply = other.ring.read_reply()
+                if reply.kind in (DIFFERENT, FAILED):
+                    self._lose(reply.body.decode())
+                with self._changed:
+                    other.is_ready |= reply.kind == READY
+                    self.num_same += reply.kind == SAME
+                    self._changed.notify_all()
+        except RingClosed:
+            if not self._closing.is_set() and not self._lost:
+                code = other.process.wait()
+                self._lose(f"Rank {other.rank} of {self.size} has ended: its process has exit code {code}.")
+
+    def _watch(self) -> None:
+        """Finds ranks that stand still, also while no step runs."""
+        beats = self.mesh.beats
+        while not self._closing.is_set() and not self._lost:
+            for other in self._others:
+                if beats.has_stalled(other.rank):
+                    limit_s = BEAT_S * STALL_BEATS
+                    self._lose(f"Rank {other.rank} of {self.size} has stalled: no sign of it for {limit_s:g} s.")
+            time.sleep(BEAT_S)
+
+    def _lose(self, reason: str) -> None:
+        """Say why, once, and end all other ranks: steps that wait for them fail at once."""
+        with self._changed:
+            if self._lost or self._closing.is_set():
+                return
+            self._lost = reason
+            was_ready = all(other.is_ready for other in self._others)
+            self._changed.notify_all()
+        if was_ready:
+            log.error("%s The engine ends with it.", reason)
+        self.mesh.close()
+        for other in self._others:
+            other.process.kill()

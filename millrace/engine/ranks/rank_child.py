@@ -1,0 +1,80 @@
+"""Main module of a rank's process: `python -m millrace.engine.ranks.rank_child RANK RING_FDS... MESH_FDS...`.
+
+Reads one JSON line of settings from standard input, then the records of rank 0 from shared memory. It ends when rank 0
+does, or when a rank is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from millrace.config import from_dict
+from millrace.engine.ranks.group import DIFFERENT, FAILED, READY, SAME
+from millrace.engine.ranks.make import runner_from
+from millrace.host.time_slice import request_default_slices
+from millrace.observe.logs import setup_logging
+from millrace.run.device.device import open_device
+from millrace.run.ranks.rank_follower import RankFollower
+from millrace.run.ranks.recorder import RecordReader, RunnerSetup
+from millrace.run.ranks.ring import RingClosed, RingReader
+from millrace.run.ranks.shared_mesh import MeshLink, RankLost, SharedMesh
+
+
+def main() -> None:
+    request_default_slices()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    rank, ring_fds, mesh_fds = int(sys.argv[1]), map(int, sys.argv[2:4]), [int(fd) for fd in sys.argv[4:]]
+    _name_process(f"millrace-rank{rank}")
+    ring = RingReader(*ring_fds)
+    config = from_dict(json.loads(sys.stdin.buffer.readline()))
+    setup_logging(config.observe.log_level, process=f"rank {rank}")
+    mesh = SharedMesh(MeshLink.from_fds(rank, mesh_fds[0], mesh_fds[1:]))
+    device = open_device(config.run)
+    try:
+        records = RecordReader()
+        setup = records.read(*ring.read())
+        if not isinstance(setup, RunnerSetup):
+            raise TypeError("the first record says how the runner is made")
+        follower = RankFollower(runner_from(setup, device, mesh))
+        mesh.beat()
+        ring.reply(READY)
+        follow(ring, records, follower, lambda sentence: f"{sentence} on rank {rank} and rank 0.")
+    except (RingClosed, RankLost):
+        pass  # Rank 0 has ended, or says which rank is lost.
+    except Exception as error:
+        logging.getLogger(__name__).exception("rank %d ends", rank)
+        ring.reply(FAILED, f"Rank {rank} of {mesh.size} has failed: {error!r}".encode())
+    finally:
+        mesh.close()
+        device.close()
+
+
+def follow(ring: RingReader, records: RecordReader, follower: RankFollower, name: Callable[[str], str]) -> None:
+    """Until the first difference. Raises `RingClosed`."""
+    while True:
+        difference = follower.take(records.read(*ring.read()))
+        if difference is None:
+            continue
+        if difference:
+            ring.reply(DIFFERENT, name(difference).encode())
+            return
+        ring.reply(SAME)
+
+
+def _name_process(name: str) -> None:
+    """At most 15 bytes."""
+    try:
+        Path("/proc/self/comm").write_text(name, encoding="ascii")
+    except OSError:
+        return
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # Threads of the mesh may still wait.

@@ -1,0 +1,87 @@
+"""Another rank of a model that is split: runs the steps that rank 0 recorded, at the same time as rank 0.
+
+Sums over the ranks wait for every rank, so a step begins as soon as it can: at its plan, or, if it has draft places, at
+the drafts of rank 0. Its draw begins at its masks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+
+from millrace.plan.step import BlockCopies, CapturePlan, StepInputs, StepPlan
+from millrace.run.device.device import Pending
+from millrace.run.ranks.recorder import LoggedResult, Record, RunnerSetup, vectors_of
+from millrace.run.runner import AnyRunner, StepResult
+
+
+class RankFollower:
+    def __init__(self, runner: AnyRunner) -> None:
+        self._runner = runner
+        self._waiting: deque[StepPlan | BlockCopies] = deque()
+        """Not begun yet."""
+        self._inputs: dict[int, deque[StepInputs]] = {}
+        """By step, in the order of rank 0: drafts, then masks."""
+        self._undrawn: StepPlan | None = None
+        """Its forward pass is queued; it waits for its masks."""
+        self._begun: dict[int, Pending[StepResult]] = {}
+
+    def take(self, record: Record) -> str | None:
+        """The next record of rank 0. After the result of a step: a sentence that says how it differs from this rank's,
+        or empty."""
+        if isinstance(record, LoggedResult):
+            return self._compare(record)
+        if isinstance(record, StepInputs):
+            self._inputs.setdefault(record.step_no, deque()).append(record)
+        elif not isinstance(record, RunnerSetup | CapturePlan):
+            self._waiting.append(record)
+        while self._go_on():
+            pass
+        return None
+
+    def _go_on(self) -> bool:
+        """Begin the next thing that can begin. False if there is none."""
+        if self._undrawn is not None and self._draw(self._undrawn):
+            return True
+        if not self._waiting:
+            return False
+        first = self._waiting[0]
+        if isinstance(first, BlockCopies):
+            if self._undrawn is not None:
+                return False
+            self._runner.copy(first)
+        else:
+            drafts = self._inputs.get(first.step_no)
+            if first.draft_places is not None and not drafts:
+                return False
+            self._undrawn = None  # Rank 0 has given up a step that it never drew.
+            given = () if first.draft_places is None or not drafts else drafts.popleft().drafts
+            self._runner.forward(first, given)
+            if first.masked is None:
+                self._begun[first.step_no] = self._runner.draw(first)
+            else:
+                self._undrawn = first
+        self._waiting.popleft()
+        return True
+
+    def _draw(self, plan: StepPlan) -> bool:
+        inputs = self._inputs.get(plan.step_no)
+        if not inputs:
+            return False
+        masks = inputs.popleft()
+        self._begun[plan.step_no] = self._runner.draw(plan, None if masks.masks is None else masks)
+        self._undrawn = None
+        return True
+
+    def _compare(self, result: LoggedResult) -> str:
+        """Steps that failed have no result. They are forgotten with the next one that has."""
+        step_no = result.step_no
+        found = self._begun[step_no].wait()
+        self._begun = {own: begun for own, begun in self._begun.items() if own > step_no}
+        self._inputs = {own: inputs for own, inputs in self._inputs.items() if own > step_no}
+        if not np.array_equal(np.frombuffer(result.tokens, np.int32), found.drawn()):
+            return f"The draws of step {step_no} differ"
+        if not np.array_equal(np.frombuffer(result.vectors, np.float32), vectors_of(found)):
+            return f"The vectors of step {step_no} differ"
+        return ""
