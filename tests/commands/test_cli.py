@@ -195,7 +195,7 @@ def test_misuse_is_one_sentence_and_exit_code_2(
 
 OTHER_ENGINES = {
     "vllm": (
-        "--enable-lora --max-loras --max-lora-rank --lora-modules --limit-mm-per-prompt --task --tensor-parallel-size"
+        "--enable-lora --max-loras --max-lora-rank --lora-modules --limit-mm-per-prompt --task"
         " --pipeline-parallel-size --speculative-config --guided-decoding-backend --swap-space --trust-remote-code"
         " --enable-chunked-prefill --disable-log-stats --load-format --tokenizer --kv-transfer-config"
     ),
