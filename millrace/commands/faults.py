@@ -22,6 +22,7 @@ examples:
   millrace faults gateway --kills 200                        kill a replica 200 times, and nothing else
   millrace faults kill-engine --seconds 120                  kill the engine under load, repeatedly
   millrace faults kill-front --seconds 120                   kill the second front under load, repeatedly
+  millrace faults kill-rank --seconds 120                    kill a rank of a split model under load, repeatedly
   millrace faults overload --seconds 60                      twice the capacity, in three priority classes
 
 Each run starts its own server; gateway starts a gateway and null replicas. The exit code is 1 if a check failed."""
@@ -36,6 +37,7 @@ _SERVER_OPTIONS: dict[str, tuple[str, ...]] = {
     "fuzz": _SMALL_POOL,
     "kill-engine": (*_SMALL_POOL, "--fronts", "2"),
     "kill-front": (*_SMALL_POOL, "--fronts", "2"),
+    "kill-rank": (*_SMALL_POOL, "--device", "cpu", "--tensor-parallel", "2"),
     "overload": (
         *(*_SMALL_POOL, "--max-running", "16", "--max-waiting", "256"),
         *("--ttft-interactive-s", "2", "--ttft-standard-s", "10", "--ttft-batch-s", "10"),
@@ -86,6 +88,7 @@ async def _with_server(args: argparse.Namespace) -> int:
         "fuzz": _fuzz,
         "kill-engine": _kill,
         "kill-front": _kill,
+        "kill-rank": _kill,
         "overload": _overload,
     }
     with LocalServer(_SERVER_OPTIONS[args.what]) as server:
@@ -143,10 +146,10 @@ async def _fuzz(args: argparse.Namespace, url: str, pid: int, say: Say) -> list[
 
 
 async def _kill(args: argparse.Namespace, url: str, pid: int, say: Say) -> list[str]:
-    from millrace.faults.kills import kill_repeatedly
+    from millrace.faults.kills import PARTS, kill_repeatedly
 
-    part = "engine" if args.what == "kill-engine" else "front"
-    result = await kill_repeatedly(url, pid, "engine" if part == "engine" else "front", args.seconds)
+    part = PARTS[args.what]
+    result = await kill_repeatedly(url, pid, part, args.seconds)
     times = sorted(result.recovery_s)
     say(
         f"{result.kills} kills of the {part}. Streams: {result.failed} ended with an error event,"
@@ -154,7 +157,7 @@ async def _kill(args: argparse.Namespace, url: str, pid: int, say: Say) -> list[
         f" Recovery: {times[len(times) // 2]:.1f} s (median), {times[-1]:.1f} s (worst)."
     )
     lost = result.cut + result.failed + result.refused
-    return [f"{lost} streams did not go on with the next engine"] if part == "engine" and lost else []
+    return [f"{lost} streams did not go on with the next engine"] if part != "front" and lost else []
 
 
 async def _overload(args: argparse.Namespace, url: str, pid: int, say: Say) -> list[str]:

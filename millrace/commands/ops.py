@@ -44,6 +44,10 @@ def run(args: argparse.Namespace) -> int:
         _print_json(*choice)
     else:
         print_ops(*choice)
+        if config.run.tensor_parallel > 1:
+            print(
+                folded("Layers run op by op: with --tensor-parallel the C++ step, which computes on one rank, is off.")
+            )
     return 0
 
 

@@ -115,7 +115,7 @@ class Engine:
         self._stopping = False
         self._progressed = False
         self._idle_since: float | None = None
-        self._reported_idle = False
+        self._reported_idle = self._is_trimmed = False
         self._poll_s = 0.0
         """How long the next wait for messages polls before it blocks."""
         self._used_at = clock()
@@ -250,7 +250,7 @@ class Engine:
     def _idle(self) -> float | None:
         """Timeout when there is nothing to do: poll briefly, report, wait for a while, release memory, then block."""
         if self._idle_since is None:
-            self._idle_since = self._clock()
+            self._idle_since, self._is_trimmed = self._clock(), False
             self._poll_s = self._device.poll_s
             if self._poll_s > 0:
                 return self._poll_s
@@ -262,9 +262,15 @@ class Engine:
             self._report(self._clock())
             self.on_idle()
         if self._clock() - self._idle_since < idle_memory.IDLE_S:
-            return idle_memory.IDLE_S
-        idle_memory.trim_heap()
-        return None if self._ranks is None else RANK_CHECK_S
+            return self._idle_wait(idle_memory.IDLE_S)
+        if not self._is_trimmed:
+            self._is_trimmed = True
+            idle_memory.trim_heap()
+        return self._idle_wait(None)
+
+    def _idle_wait(self, wanted: float | None) -> float | None:
+        """Other ranks may be lost while nothing runs."""
+        return wanted if self._ranks is None else RANK_CHECK_S
 
     # -- messages --------------------------------------------------------------------------------------------------
 

@@ -16,10 +16,13 @@ from millrace.bench.errors import BenchError
 from millrace.bench.local_server import descendants
 from millrace.faults.wire import Address, completion, exchange
 
-Part = Literal["engine", "front"]
+Part = Literal["engine", "front", "rank"]
+PARTS: dict[str, Part] = {"kill-engine": "engine", "kill-front": "front", "kill-rank": "rank"}
+"""By name of the fault."""
 _MODULES: dict[Part, str] = {
     "engine": "millrace.supervise.engine_child",
     "front": "millrace.supervise.front_child",
+    "rank": "millrace.engine.ranks.rank_child",
 }
 RECOVERY_LIMIT_S = 120.0
 STREAM_LIMIT_S = 300.0

@@ -94,7 +94,8 @@ class Beats:
     def has_stalled(self, rank: int) -> bool:
         """Call it once every `BEAT_S`."""
         (beat,) = _BEAT.unpack_from(self.memory, rank * _BEAT_STRIDE)
-        self._missed[rank] = self._missed.get(rank, 0) + 1 if beat == self._last.get(rank) else 0
+        stands = beat > 0 and beat == self._last.get(rank)  # 0: it is still loading.
+        self._missed[rank] = self._missed.get(rank, 0) + 1 if stands else 0
         self._last[rank] = beat
         return self._missed[rank] >= STALL_BEATS
 
