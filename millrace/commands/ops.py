@@ -45,9 +45,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         print_ops(*choice)
         if config.run.tensor_parallel > 1:
-            print(
-                folded("Layers run op by op: with --tensor-parallel the C++ step, which computes on one rank, is off.")
-            )
+            print(folded("With --tensor-parallel layers run op by op: the C++ step computes on one rank only."))
     return 0
 
 
