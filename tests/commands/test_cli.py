@@ -17,6 +17,7 @@ from helpers.fake_openai import FakeServer, running
 from millrace.cli import COMMANDS, command_parser, main, top_help
 from millrace.config import Config, all_settings, load_config
 from millrace.errors import NotFound
+from millrace.terminal.foreign_names import translated
 from millrace.terminal.running_servers import announced, choose_server, read_settings, running_servers
 
 
@@ -490,3 +491,8 @@ def test_parsers_do_not_share_state() -> None:
 
     first, second = command_parser(module, "config"), command_parser(module, "config")
     assert first.parse(["--port", "1"]) != second.parse([])
+
+
+@pytest.mark.parametrize("foreign", ["--tensor-parallel-size", "--tensor_parallel_size", "--tp-size", "-tp"])
+def test_other_names_of_tensor_parallel_are_ours(foreign: str) -> None:
+    assert translated([f"{foreign}=2"], {"--tensor-parallel"}) == ["--tensor-parallel=2"]
