@@ -22,9 +22,9 @@ from millrace.serve.ollama import library as ollama_library
 from millrace.serve.ollama import routes as ollama
 from millrace.serve.ollama.write import error_body as ollama_error_body
 from millrace.serve.openai import embeddings as openai_embeddings
-from millrace.serve.openai import prefixes
 from millrace.serve.openai import routes as openai
-from millrace.serve.openai import routes_stored as stored_chat
+from millrace.serve.openai.kept import prefixes
+from millrace.serve.openai.kept import routes_stored as stored_chat
 from millrace.serve.openai.translate_chat import prepare_chat
 from millrace.serve.openai.translate_completions import prepare_completion
 from millrace.serve.responses import routes as responses

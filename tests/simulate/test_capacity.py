@@ -18,7 +18,7 @@ from millrace.load.lengths import Lengths
 from millrace.observe import model_figures
 from millrace.observe.slo.objective import parse_objective
 from millrace.plan.pacing.step_time import StepRates
-from millrace.simulate.capacity import (
+from millrace.simulate.planning.capacity import (
     Bought,
     Machine,
     Sized,
@@ -30,11 +30,11 @@ from millrace.simulate.capacity import (
     simulate_share,
     size,
 )
+from millrace.simulate.planning.rightsize import workload_of_server
+from millrace.simulate.planning.tune import config_toml, tune
 from millrace.simulate.profile import Profile, read_profile, write_profile
 from millrace.simulate.requests import Generated, SimulatedRequest
-from millrace.simulate.rightsize import workload_of_server
 from millrace.simulate.settings import SimulationSettings
-from millrace.simulate.tune import config_toml, tune
 
 PROFILE = Profile(
     model="a model",

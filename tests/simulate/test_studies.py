@@ -8,7 +8,7 @@ import pytest
 
 from millrace.cli import main
 from millrace.simulate.profile import read_profile
-from millrace.simulate.studies import STUDIES, shared_prefix
+from millrace.simulate.studies.scheduling import STUDIES, shared_prefix
 
 PAGES = Path(__file__).parents[2] / "docs" / "studies"
 

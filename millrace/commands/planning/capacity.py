@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from millrace.observe.slo.objective import parse_objective
-    from millrace.simulate.capacity import api_table, capacity_plot, fleet_toml, read_prices, size, table
+    from millrace.simulate.planning.capacity import api_table, capacity_plot, fleet_toml, read_prices, size, table
     from millrace.simulate.report import html_page
 
     if args.prices is None or not args.slo:
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 def _watched(args: argparse.Namespace) -> list[SimulatedRequest]:
     """The load of a running server, between two readings of its metrics."""
     from millrace.bench.metrics_page import scrape
-    from millrace.simulate.rightsize import workload_of_server
+    from millrace.simulate.planning.rightsize import workload_of_server
 
     if args.trace is not None or args.rate or args.watch <= 0:
         raise UsageError("--server takes the place of a trace and --rate; --watch must be above 0.")

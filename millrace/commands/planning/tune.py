@@ -27,9 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from millrace.observe.slo.objective import parse_objective
+    from millrace.simulate.planning.tune import Trial, config_toml, tune
     from millrace.simulate.report import Variant, table
     from millrace.simulate.settings import SimulationSettings
-    from millrace.simulate.tune import Trial, config_toml, tune
 
     if not args.slo:
         raise UsageError('tune needs at least one --slo, such as "ttft p95 < 500 ms".')

@@ -19,7 +19,8 @@ from millrace.serve.generate.messages import RESERVED
 from millrace.serve.http.error_bodies import ErrorAnswer
 from millrace.serve.ollama import embed
 from millrace.serve.ollama import schemas as schemas_ollama
-from millrace.serve.openai import answers, embeddings, prefixes, routes_stored, schemas, stored_chat
+from millrace.serve.openai import answers, embeddings, schemas
+from millrace.serve.openai.kept import prefixes, routes_stored, stored_chat
 from millrace.serve.responses import schemas as schemas_responses
 from millrace.serve.responses import schemas_items as response_items
 from millrace.serve.stored.batch_store import BatchAnswer, BatchList

@@ -7,8 +7,8 @@ from typing import Annotated
 import msgspec
 
 from millrace.params import Pooling
+from millrace.serve.generate.fields.priority import PriorityClass, priority_of
 from millrace.serve.generate.generation import Generation, Prompt
-from millrace.serve.generate.priority import PriorityClass, priority_of
 from millrace.serve.generate.sampling import deadline_of
 from millrace.serve.generate.vectors import vector_generation
 from millrace.serve.http.ids import new_id

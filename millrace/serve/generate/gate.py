@@ -15,8 +15,8 @@ from aiohttp import web
 from millrace.errors import BadRequest, Forbidden, Overloaded
 from millrace.link.client import Caller
 from millrace.params import CLASS_NAMES
+from millrace.serve.generate.fields.priority import STANDARD
 from millrace.serve.generate.generation import Generation
-from millrace.serve.generate.priority import STANDARD
 from millrace.serve.generate.prompts import check_writes
 from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.state import FrontState

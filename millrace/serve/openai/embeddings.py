@@ -13,9 +13,9 @@ from millrace.errors import BadRequest
 from millrace.link.vectors import Float32s
 from millrace.serve.generate.choices import CollectedChoice
 from millrace.serve.generate.events import Usage
+from millrace.serve.generate.fields.priority import priority_of
 from millrace.serve.generate.generation import Prompt
 from millrace.serve.generate.job import Job
-from millrace.serve.generate.priority import priority_of
 from millrace.serve.generate.respond import respond
 from millrace.serve.generate.sampling import deadline_of, salt_of
 from millrace.serve.generate.vectors import (

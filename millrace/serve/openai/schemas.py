@@ -14,7 +14,7 @@ from millrace.params import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_
 from millrace.serve.generate.chat.reasoning import Effort
 from millrace.serve.generate.chat.verbosity import Verbosity
 from millrace.serve.generate.choosing.beam_fields import SelfConsistency
-from millrace.serve.generate.priority import PriorityClass, ServiceTier
+from millrace.serve.generate.fields.priority import PriorityClass, ServiceTier
 from millrace.serve.http.inputs import input_schema
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
 from millrace.serve.openai.formats import Formatted

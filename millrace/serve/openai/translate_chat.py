@@ -13,17 +13,17 @@ from millrace.serve.generate.chat.reasoning import ReasoningWish
 from millrace.serve.generate.chat.verbosity import verbosity_kwargs
 from millrace.serve.generate.checks import check_logprobs, check_num_sequences, name_fields
 from millrace.serve.generate.choosing.beam_fields import beam_params
+from millrace.serve.generate.fields.priority import priority_of
+from millrace.serve.generate.fields.retaining import retention_of
 from millrace.serve.generate.generation import Generation
-from millrace.serve.generate.priority import priority_of
 from millrace.serve.generate.prompts import check_truncation, encode_texts
-from millrace.serve.generate.retaining import retention_of
 from millrace.serve.generate.sampling import complete, deadline_of, salt_of, sampling_params
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder
 from millrace.serve.http.ids import new_id
 from millrace.serve.openai.formats import format_wanted
+from millrace.serve.openai.kept.stored_chat import StoringWriter, storing
 from millrace.serve.openai.schemas import ChatRequest
-from millrace.serve.openai.stored_chat import StoringWriter, storing
 from millrace.serve.openai.translate_messages import conversation_of
 from millrace.serve.openai.translate_shared import check_fields, sequences_of, shared_sampling, usage_options
 from millrace.serve.openai.translate_tools import tools_of, uses_functions

@@ -6,8 +6,8 @@ from millrace.errors import BadRequest
 from millrace.params import NEUTRAL_DEFAULTS
 from millrace.serve.generate.checks import MAX_SEQUENCES, check_logprobs, check_num_sequences
 from millrace.serve.generate.choosing.beam_fields import beam_params
+from millrace.serve.generate.fields.priority import priority_of
 from millrace.serve.generate.generation import Generation, Prompt
-from millrace.serve.generate.priority import priority_of
 from millrace.serve.generate.prompts import check_truncation, cut_prompt, encode_texts, fill_in_prompts
 from millrace.serve.generate.sampling import complete, deadline_of, salt_of, sampling_params
 from millrace.serve.generate.work import Work

@@ -11,7 +11,7 @@ from millrace.params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from millrace.serve.generate.chat.reasoning import Effort
 from millrace.serve.generate.chat.verbosity import Verbosity
 from millrace.serve.generate.choosing.sampler_fields import SamplerFields
-from millrace.serve.generate.priority import PriorityClass, ServiceTier
+from millrace.serve.generate.fields.priority import PriorityClass, ServiceTier
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
 from millrace.serve.responses.schemas_items import OutputItem, schema_of_input
 from millrace.serve.responses.schemas_tools import ResponseTool, ResponseToolChoice, UsedTool

@@ -23,13 +23,13 @@ from millrace.serve.generate.checks import (
     refuse_unsupported,
 )
 from millrace.serve.generate.choosing.sampler_fields import sampler_options
+from millrace.serve.generate.fields.priority import ServiceTier, priority_of
+from millrace.serve.generate.fields.retaining import retention_of
 from millrace.serve.generate.generation import Generation
 from millrace.serve.generate.grammars import Format, format_of, schema_format
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.messages import Conversation, Message
-from millrace.serve.generate.priority import ServiceTier, priority_of
 from millrace.serve.generate.prompts import encode_chat, without_oldest
-from millrace.serve.generate.retaining import retention_of
 from millrace.serve.generate.sampling import complete, deadline_of, salt_of, sampling_params
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder

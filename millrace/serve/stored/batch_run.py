@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from millrace.errors import BadRequest, EngineUnavailable, MillraceError, Overloaded, RequestFailed
-from millrace.serve.generate.priority import BATCH
+from millrace.serve.generate.fields.priority import BATCH
 from millrace.serve.generate.work import Prepare, Work, unattended_answer
 from millrace.serve.http.error_bodies import error_body
 from millrace.serve.http.ids import new_id

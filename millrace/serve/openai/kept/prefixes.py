@@ -17,9 +17,9 @@ from millrace.link.messages import HandleFigures, HandleList
 from millrace.params import Retain
 from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice
 from millrace.serve.generate.events import TextDelta, Usage
+from millrace.serve.generate.fields.retaining import MAX_TTL_S
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.respond import respond
-from millrace.serve.generate.retaining import MAX_TTL_S
 from millrace.serve.generate.work import Work
 from millrace.serve.generate.writer import TextOnly
 from millrace.serve.http.body import BodyDecoder

@@ -11,9 +11,9 @@ from millrace.load.lengths import Lengths
 from millrace.load.svg import Line, plot
 from millrace.plan.queue.learned_lengths import LearnedLengths
 from millrace.plan.request import Request
-from millrace.simulate.findings import CHAT, Findings, Study, milliseconds, run_settings, tokens_per_s
 from millrace.simulate.profile import Profile
 from millrace.simulate.requests import SimulatedRequest
+from millrace.simulate.studies.findings import CHAT, Findings, Study, milliseconds, run_settings, tokens_per_s
 
 
 def pareto(profile: Profile, seed: int) -> Findings:

@@ -13,7 +13,7 @@ from millrace.serve.http.body import BodyDecoder, read_body
 from millrace.serve.http.json_answer import json_answer
 from millrace.serve.http.queries import Page, page_of
 from millrace.serve.http.schema import Strict, described
-from millrace.serve.openai import stored_chat as store
+from millrace.serve.openai.kept import stored_chat as store
 from millrace.serve.state import STATE
 from millrace.serve.tenancy.owner import owner_of
 

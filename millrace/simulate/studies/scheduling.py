@@ -9,11 +9,11 @@ import numpy as np
 
 from millrace.load.lengths import Lengths
 from millrace.load.svg import Line, plot
-from millrace.simulate.findings import CHAT, Findings, Study, milliseconds, run_settings, tokens_per_s
-from millrace.simulate.more_studies import MORE_STUDIES
 from millrace.simulate.profile import Profile
 from millrace.simulate.requests import SimulatedRequest
 from millrace.simulate.simulation import Simulated
+from millrace.simulate.studies.findings import CHAT, Findings, Study, milliseconds, run_settings, tokens_per_s
+from millrace.simulate.studies.resources import MORE_STUDIES
 
 
 def static_batching(profile: Profile, seed: int) -> Findings:

@@ -1,0 +1,1 @@
+"""What is kept for later: stored completions, prompts in the cache."""

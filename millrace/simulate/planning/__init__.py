@@ -1,0 +1,1 @@
+"""What simulations decide: how many machines, which settings."""

@@ -1,0 +1,1 @@
+"""Questions about serving that simulations answer, each with its page."""
