@@ -91,8 +91,13 @@ def measured_with(noise: float) -> Measured:
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 def test_the_rates_of_steps_are_found(noise: float) -> None:
-    found = fit(measured_with(noise))
-    assert found.rates.column() == pytest.approx(RATES.column(), rel=0.01 + 4 * noise)
+    measured = measured_with(noise)
+    found = fit(measured)
+    if not noise:
+        assert found.rates.column() == pytest.approx(RATES.column(), rel=0.01)
+    # A rate that is a small part of every step stays uncertain under noise; what is predicted does not.
+    parts = np.array(measured.parts)
+    assert parts @ found.rates.column() == pytest.approx(parts @ RATES.column(), rel=0.01 + noise)
     assert found.error == pytest.approx(noise, abs=0.02)
     assert found.noise == pytest.approx(noise, rel=0.3, abs=1e-3)
     assert found.range[1:3] == (256, 64)
