@@ -36,7 +36,6 @@ from millrace.plan.planner.protocol import (
     NONE_FORCED,
     ChosenRows,
     Forced,
-    HandleFigures,
     HandleList,
     PlannerFigures,
     RepeatedOutcome,
@@ -230,24 +229,7 @@ class Scheduler:
 
     def handles(self, owner: str | None, now: float) -> HandleList:
         """Prefixes that are kept cached, of this owner (None: of all)."""
-        kept, block_bytes = self.retention, self.retention.settings.block_bytes
-        num_groups = self._seating.groups.num_groups
-        found = [
-            HandleFigures(
-                name=one.name,
-                owner=one.owner,
-                tokens=one.num_tokens,
-                resident_tokens=kept.resident_tokens(one),
-                bytes=len(one.digests) * num_groups * block_bytes,
-                age_s=now - one.created,
-                ttl_s=one.ttl_s,
-                expires_in_s=one.expires - now,
-                is_hint=one.is_hint,
-            )
-            for one in kept.handles(owner, now)
-        ]
-        used = kept.num_blocks * block_bytes if owner is None else kept.bytes_of(owner)
-        return HandleList(found, used, kept.settings.max_blocks * block_bytes)
+        return self.retention.listed(owner, now)
 
     def drop_handles(self, name: str, owner: str | None) -> int:
         """End the handles with this name. Returns how many there were."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from millrace.params import Retain
 from millrace.plan.kv.block_pool import BlockPool
 from millrace.plan.kv.prefix import PrefixIndex
+from millrace.plan.planner.protocol import HandleFigures, HandleList
 from millrace.plan.request import Request
 
 MAX_HANDLES = 1024
@@ -132,11 +133,28 @@ class Retention:
             self._drop(handle)
         return len(found)
 
-    def handles(self, owner: str | None, now: float) -> list[Handle]:
+    def listed(self, owner: str | None, now: float) -> HandleList:
+        """The handles of this owner (None: of all)."""
         self.advance(now)
-        return self._of(owner)
+        block_bytes = self.settings.block_bytes
+        found = [
+            HandleFigures(
+                name=one.name,
+                owner=one.owner,
+                tokens=one.num_tokens,
+                resident_tokens=self._resident_tokens(one),
+                bytes=len(one.digests) * self._num_groups * block_bytes,
+                age_s=now - one.created,
+                ttl_s=one.ttl_s,
+                expires_in_s=one.expires - now,
+                is_hint=one.is_hint,
+            )
+            for one in self._of(owner)
+        ]
+        used = self.num_blocks * block_bytes if owner is None else self.bytes_of(owner)
+        return HandleList(found, used, self.settings.max_blocks * block_bytes)
 
-    def resident_tokens(self, handle: Handle) -> int:
+    def _resident_tokens(self, handle: Handle) -> int:
         """Tokens of the prefix that need not be computed now."""
         size = self._prefix.block_size
         return self._pool.num_leading(handle.digests) * size
