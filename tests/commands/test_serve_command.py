@@ -229,8 +229,8 @@ SMALL = {
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (text_file, "neither a .gguf file nor a model directory"),
-        (empty_directory, "no .safetensors or .gguf files"),
+        (text_file, "neither a .gguf or .onnx file nor a model directory"),
+        (empty_directory, "no .safetensors, .gguf or .onnx files"),
         (damaged_gguf, "not a valid GGUF file"),
         (no_tokenizer, "tokenizer.json"),
         (wrong_architecture, "WatermillForCausalLM"),

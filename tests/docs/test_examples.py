@@ -47,7 +47,7 @@ CANNOT_RUN = {
     r"^millrace serve\b": "the server of these tests stands for it",
     r"^millrace stop\b": "ends the server of these tests, which their fixture does",
     r"^millrace top *(#.*)?$|^millrace top *refresh": "runs until Ctrl-C",
-    r"^millrace (run|chat|generate|pull|rm)\b.*(llama|qwen|gemma|org/)": "another model than the default",
+    r"^millrace (run|chat|generate|pull|rm|kv|simulate)\b.*(llama|qwen|gemma|org/)": "another model than the default",
     r"^millrace (doctor|train-drafter) \./my-model": "a directory of the reader's",
     r"^millrace gateway (?!replay)": "a gateway serves until Ctrl-C; tests/gateway starts some",
     r"^millrace gateway replay|\bmillrace replay ": "reads what a gateway or an engine recorded",
@@ -84,7 +84,10 @@ NEVER_RUN = {
 }
 """Commands of which no example is run, with what runs them instead."""
 
+ENCODERS = "tests/serve/test_encoders_served.py asks encoders"
 NEVER_ASKED = {
+    **{f"POST {path}": ENCODERS for path in ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score")},
+    **{f"POST {path}": ENCODERS for path in ("/v1/classify", "/classify")},
     "DELETE /api/delete": "tests/serve/test_manage_models.py deletes a model of its own",
     "GET /v1/kv/events": "tests/faults/test_kv_events_served.py reads its stream",
 }
