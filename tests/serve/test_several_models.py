@@ -213,11 +213,11 @@ def test_an_engine_that_does_not_answer_hides_no_request_of_another(
         raise EngineUnavailable("The engine did not answer.")
 
     async def knows(what: str, name: str, tenant: str | None) -> bytes:
-        return b'{"id":"known"}' if name == "known" else b""
+        return b'{"id":"known","sequences":[]}' if name == "known" else b""
 
     monkeypatch.setattr(front.state.models.find(MODEL).client, "query", silent)
     monkeypatch.setattr(front.state.models.find(OTHER).client, "query", knows)
-    assert ask(front, "GET", "/v1/requests/known/explain") == (200, {"id": "known"})
+    assert ask(front, "GET", "/v1/requests/known/explain") == (200, {"id": "known", "sequences": []})
     assert ask(front, "GET", "/v1/requests/unknown/explain")[0] == 503
 
 
