@@ -53,7 +53,7 @@ CANNOT_RUN = {
     r"^millrace gateway replay|\bmillrace replay ": "reads what a gateway or an engine recorded",
     r"^millrace up (?!.*--check)|^millrace (status|restart|down) ": "needs a fleet that runs, as in tests/fleet",
     r"^millrace calibrate|^millrace study \S|^millrace tune ": "measures or simulates for minutes",
-    r"^millrace (simulate|capacity) .*--rate": "simulates minutes of generated requests, as tests/simulate does shortly",
+    r"^millrace (simulate|capacity) .*--rate": "simulates minutes of requests, as tests/simulate does shortly",
     r"^millrace postmortem .*--since": "asks for an hour that has passed",
     r"/v1/kv/events": "streams until Ctrl-C",
     r'"model": "(reranker|classifier|\S*MiniLM\S*)"': "a model that the server of these tests does not have",
