@@ -270,6 +270,7 @@ class MessageEvent(msgspec.Struct):
         "content_block_stop",
         "message_delta",
         "message_stop",
+        "ping",
         "error",
     ]
 

@@ -211,7 +211,7 @@ async def delete(request: web.Request) -> web.Response:
     owner = request.query.get("tenant", owner_of(request)) if is_operator(request) else owner_of(request)
     name = request.match_info["name"]
     replies = [await model.client.query("drop_handles", name, owner) for model in _models(request)]
-    if not any(msgspec.json.decode(reply, type=int) for reply in replies):
+    if not any(reply and msgspec.json.decode(reply, type=int) for reply in replies):
         raise _missing(request)
     return json_answer(request, DeletedHandle(id=name))
 
@@ -231,7 +231,8 @@ def _models(request: web.Request) -> list[ServedModel[FrontState]]:
 async def _handles(request: web.Request, tenant: str | None) -> CacheHandles:
     models = _models(request)
     replies = await asyncio.gather(*(model.client.query("handles", "", tenant) for model in models))
-    lists = [msgspec.json.decode(reply, type=HandleList) for reply in replies]
+    none = HandleList([], 0, 0)
+    lists = [msgspec.json.decode(reply, type=HandleList) if reply else none for reply in replies]
     data = [_shown(model.name, one) for model, found in zip(models, lists, strict=True) for one in found.handles]
     return CacheHandles(
         data=data, used_bytes=sum(one.used_bytes for one in lists), max_bytes=sum(one.max_bytes for one in lists)
