@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from millrace.plan.queue import learned_lengths
 from millrace.plan.queue.kv_peak import OutputLengthEstimate
 from millrace.plan.queue.learned_lengths import LearnedLengths
 from millrace.plan.request import Request
@@ -57,6 +58,20 @@ def test_a_prediction_is_at_most_the_limit_and_finite() -> None:
     for _ in range(300):
         lengths.observe(request(0, 0, 1, rng, 0))
     assert math.isfinite(lengths.regressor.predict(one))
+
+
+def test_equal_requests_for_ever_overflow_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the features do not show is not forgotten: the uncertainty would grow without a bound."""
+    monkeypatch.setattr(learned_lengths, "FORGETTING", 0.9)  # In 8,000 requests what takes 800,000 otherwise.
+    lengths, rng = LearnedLengths(), np.random.default_rng(1)
+    one = request(0, 0, 60, rng, 40)
+    with np.errstate(all="raise"):
+        for _ in range(8000):
+            lengths.observe(one)
+        assert 35 < lengths.regressor.predict(one) < 45
+        for number in range(300):
+            lengths.observe(request(number, 1, int(rng.integers(100, 900)), rng, 20))
+        assert 10 < lengths.regressor.predict(request(0, 1, 500, rng, 0)) < 40
 
 
 def test_admission_expects_of_a_row_what_was_learned() -> None:

@@ -23,6 +23,9 @@ FIRST_TOKENS, LAST_TOKENS = 48, 6
 """Prompt tokens by which requests count as related: a system prompt, and the end of a template."""
 MAX_KEYS = 4096
 RIDGE, FORGETTING = 0.1, 0.999
+MAX_UNCERTAINTY = NUM_FEATURES / RIDGE
+"""That of the start. Requests that are all alike say nothing about most weights, and forgetting makes these ever more
+uncertain."""
 MAX_DISTANCE = 3.5
 """Of the log of a prediction from the mean log."""
 GAIN = 0.1
@@ -58,7 +61,9 @@ class LengthRegressor:
         spread = self._inverse @ features
         gain = spread / (FORGETTING + float(features @ spread))
         self._weights += gain * (known - float(features @ self._weights))
-        self._inverse = (self._inverse - np.outer(gain, spread)) / FORGETTING
+        self._inverse = self._inverse - np.outer(gain, spread)
+        if self._inverse.trace() < MAX_UNCERTAINTY:
+            self._inverse /= FORGETTING
         self._mean += GAIN / 4 * (known - self._mean)
         for key in _keys(request):
             before = self._seen.get(key, self._mean)
