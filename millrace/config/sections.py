@@ -180,7 +180,7 @@ class PlanConfig:
         "", "ever growing file of all steps, with their token ids, for `millrace bench replay`; one per model"
     )
     mirror: bool = setting(
-        False, "run every step in a second process too, from the same bytes, and compare what it draws; CPU only"
+        False, "run every step in a second process too, from the same bytes, and compare what it draws"
     )
     drafter: str = setting(
         "",

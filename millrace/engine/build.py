@@ -174,10 +174,8 @@ def _decide(config: Config, files: ModelFiles, on_loading: Callable[[str, int, i
         deterministic=config.run.deterministic,
         has_int8_products=precision.quantization == "int8",
     )
-    if config.plan.mirror and not device.defaults.can_mirror:
-        raise ConfigError("--mirror runs on a CPU only; use --device cpu.", param="mirror")
     num_ranks = config.run.tensor_parallel
-    if num_ranks > 1 and not device.defaults.can_mirror:
+    if num_ranks > 1 and not device.defaults.can_split:
         raise ConfigError(
             f"--tensor-parallel {num_ranks} runs on a CPU only so far; use --device cpu, or leave it out.",
             param="run.tensor_parallel",
@@ -304,6 +302,7 @@ def _setup(config: Config, decided: Decided) -> RunnerSetup:
         host_slots=settings.host_slots,
         max_copied=settings.max_copied,
         drafter=config.plan.drafter,
+        graphs=settings.graphs,
     )
 
 

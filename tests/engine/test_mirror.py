@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import signal
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from millrace.link.messages import MirrorStats
 from millrace.observe.engine_metrics import engine_metrics
 from millrace.plan.queue.admission_forecast import AdmissionForecast
 from millrace.plan.step import StepPlan
-from millrace.run.device.defaults import CPU_DEFAULTS
 from millrace.run.runner import Runner, StepResult
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
@@ -166,10 +164,3 @@ def test_the_process_ends_with_the_engine(mirrors: list[Mirror], tmp_path: Path)
         llm.generate(PROMPTS, GREEDY)
         assert mirrors[0]._process.poll() is None
     assert mirrors[0]._process.poll() is not None
-
-
-def test_a_device_without_mirrors_refuses_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    defaults = dataclasses.replace(CPU_DEFAULTS, can_mirror=False)
-    monkeypatch.setattr("millrace.run.device.device.CPU_DEFAULTS", defaults)
-    with pytest.raises(EngineUnavailable, match="--mirror runs on a CPU only; use --device cpu"):
-        LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000, mirror=True).__enter__()

@@ -208,7 +208,7 @@ def test_the_processes_end_with_the_engine(groups: list[RankGroup], tmp_path: Pa
 
 
 def test_a_device_for_one_rank_refuses_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    defaults = dataclasses.replace(CPU_DEFAULTS, can_mirror=False)
+    defaults = dataclasses.replace(CPU_DEFAULTS, can_split=False)
     monkeypatch.setattr("millrace.run.device.device.CPU_DEFAULTS", defaults)
     with pytest.raises(EngineUnavailable, match="--tensor-parallel 2 runs on a CPU only so far; use --device cpu"):
         LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000, tensor_parallel=2).__enter__()

@@ -27,11 +27,11 @@ SCHEMA = {
 }
 
 
-def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
+def mixed_requests(vocab_size: int = 40_000) -> tuple[list[list[int]], list[SamplingParams]]:
     """Half of the prompts begin alike, all repeat themselves, and their answers are drawn in every way."""
     rng = np.random.default_rng(0)
-    shared = rng.integers(300, 40_000, 32).tolist()
-    prompts = [shared * (index % 2) + rng.integers(300, 40_000, 20).tolist() * 3 for index in range(8)]
+    shared = rng.integers(300, vocab_size, 32).tolist()
+    prompts = [shared * (index % 2) + rng.integers(300, vocab_size, 20).tolist() * 3 for index in range(8)]
     grammar, repeating = Grammar("json_schema", json.dumps(SCHEMA)), Grammar("regex", "(yes|no)(, (yes|no)){6}")
     others: list[dict[str, Any]] = [
         {"grammar": grammar, "temperature": 0.0},

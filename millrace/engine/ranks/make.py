@@ -50,6 +50,7 @@ def runner_from(setup: RunnerSetup, device: Device, mesh: Mesh = ONE_RANK) -> An
             speculate=speculate,
             host_slots=setup.host_slots,
             max_copied=setup.max_copied,
+            graphs=setup.graphs,
         ),
         drafter=None if drafter is None else drafter.load(decoder),
     )

@@ -46,8 +46,8 @@ class DeviceDefaults:
     """Drafts of one row that a step verifies. None: as many as are ever planned."""
     pads_drafts: bool = False
     """Every row of a step is computed with all its places, and one drafter fills them."""
-    can_mirror: bool = False
-    """A second process can run the same steps beside this one."""
+    can_split: bool = False
+    """A model can be split over several processes."""
 
 
 CPU_DEFAULTS = DeviceDefaults(
@@ -63,7 +63,7 @@ CPU_DEFAULTS = DeviceDefaults(
     max_kv_tokens=1 << 16,
     # Steps wait for a batch.
     copy_batch_bytes=4 << 20,
-    can_mirror=True,
+    can_split=True,
 )
 CUDA_DEFAULTS = DeviceDefaults(
     dtype=torch.bfloat16,

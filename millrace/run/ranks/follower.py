@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -88,9 +89,18 @@ class Follower:
             if isinstance(first, CapturePlan):
                 self._runner.capture(first)
             elif isinstance(first, BlockCopies):
-                self._runner.copy(first)
+                self._copy(first)
             elif first.step_no >= due:  # Rank 0 failed at the others, and announces every row again.
                 self._begun[first.step_no] = first, self._begin(first)
+
+    def _copy(self, copies: BlockCopies) -> None:
+        """Copies run beside the steps, and rank 0 says what they may overlap by when it sends them. Here steps may be
+        behind: the copies follow those before them, and those behind them wait."""
+        for _, pending in self._begun.values():
+            if not isinstance(pending, Exception):
+                with suppress(Exception):  # Its own result says so.
+                    pending.wait()
+        self._runner.copy(copies).wait()
 
     def _is_ready(self, plan: StepPlan) -> bool:
         return plan.step_no in self._inputs or (plan.masked is None and plan.draft_places is None)

@@ -45,6 +45,7 @@ class RunnerSetup(msgspec.Struct, frozen=True):
     host_slots: int
     max_copied: int
     drafter: str = ""
+    graphs: bool = True
 
 
 class LoggedResult(msgspec.Struct, frozen=True, array_like=True):
