@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from millrace.engine.steps.repeated import OnTurn
-from millrace.plan.pacing.step_time import Floats, step_parts
+from millrace.plan.pacing.step_time import CONTEXT, Floats, step_parts
 from millrace.plan.shapes.table import ShapeFacts
 from millrace.plan.step import NO_EPOCH, BlockCopies, CapturePlan, HeadShape, Int32s, StepInputs, StepPlan
 from millrace.run.device.device import Pending
@@ -18,8 +18,6 @@ from millrace.simulate.clock import VirtualClock
 from millrace.simulate.profile import Profile
 from millrace.simulate.requests import END_TOKEN, FIRST_TOKEN, VOCABULARY
 
-CONTEXT = 3
-"""Index of the context of decode rows in `step_parts`."""
 _NO_TOKENS = torch.zeros(0, dtype=torch.int32)
 _NO_INDEX, _NO_COUNTS = np.zeros(0, np.int64), np.zeros(0, np.int32)
 

@@ -10,6 +10,7 @@ from millrace.engine.build import build_runner
 from millrace.engine.cycle import Confirmed
 from millrace.observe.slo.objective import Objective
 from millrace.plan.shapes.choice import make_shape_choice
+from millrace.simulate.group import report_of
 from millrace.simulate.replica import Replica
 from millrace.simulate.requests import SimulatedRequest
 from millrace.simulate.simulation import Simulated, collect
@@ -48,4 +49,4 @@ class RealEngine:
             time.sleep(max(0.0, request.at_s - replica.now))
             replica.submit(number, request)
         replica.run_until(float("inf"))
-        return collect([replica], [], objectives)
+        return collect([report_of(replica)], objectives)

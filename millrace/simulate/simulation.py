@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from millrace.load.records import Outcome, Record
 from millrace.observe.slo.objective import Objective
-from millrace.simulate.clock import VirtualClock
-from millrace.simulate.priced_runner import PricedRunner
+from millrace.simulate.group import ReplicaGroup, ReplicaReport
+from millrace.simulate.processes import GroupProcess
 from millrace.simulate.profile import Profile
-from millrace.simulate.replica import Life, Replica, Timeline
+from millrace.simulate.replica import Life, Timeline
 from millrace.simulate.requests import SimulatedRequest, with_classes
 from millrace.simulate.routing import Router
 from millrace.simulate.settings import SimulationSettings
@@ -59,135 +59,114 @@ def simulate(
     *,
     seed: int = 0,
     objectives: tuple[Objective, ...] = (),
+    num_processes: int = 1,
 ) -> Simulated:
-    """Equal arguments give equal results, bit for bit."""
+    """Equal arguments give equal results, bit for bit, with any number of processes."""
     settings.check()
     if settings.classes:
         shares = [float(part) for part in settings.classes.split(":")]
         requests = with_classes(requests, (shares[0], shares[1], shares[2]), seed)
-    fleet = Fleet(settings.priced(profile), settings, seed)
-    faults = [settings.fault_at] if settings.fault_at else []
-    for number, request in enumerate(requests):
-        while faults and faults[0] <= request.at_s:
-            fleet.kill(faults.pop(0))
-        fleet.run_until(request.at_s)
-        fleet.submit(number, request, request.at_s)
-    for at_s in faults:
-        fleet.kill(at_s)
-    fleet.run_until(math.inf)
-    return collect(fleet.all_replicas, fleet.runners, objectives)
+    fleet = Fleet(settings.priced(profile), settings, seed, min(num_processes, settings.replicas))
+    try:
+        faults = [settings.fault_at] if settings.fault_at else []
+        for number, request in enumerate(requests):
+            while faults and faults[0] <= request.at_s:
+                fleet.kill(faults.pop(0))
+            fleet.run_until(request.at_s)
+            fleet.submit(number, request, request.at_s)
+        for at_s in faults:
+            fleet.kill(at_s)
+        fleet.run_until(math.inf)
+        return collect(fleet.reports(), objectives)
+    finally:
+        fleet.close()
 
 
 class Fleet:
-    """Replicas on clocks of their own, and the router before them."""
+    """Replicas on clocks of their own, in one process or several, and the router before them."""
 
-    def __init__(self, profile: Profile, settings: SimulationSettings, seed: int) -> None:
-        self._profile, self._settings, self._seed = profile, settings, seed
-        self.all_replicas: list[Replica] = []
-        """Those that died included."""
-        self.runners: list[PricedRunner] = []
-        self._replicas: list[Replica] = []
-        self._clocks: list[VirtualClock] = []
+    def __init__(self, profile: Profile, settings: SimulationSettings, seed: int, num_processes: int) -> None:
+        self._settings = settings
+        numbers = range(settings.replicas)
+        self._here: list[ReplicaGroup] = []
+        self._elsewhere: list[GroupProcess] = []
+        if num_processes > 1:
+            shares = [numbers[part::num_processes] for part in range(num_processes)]
+            self._elsewhere = [GroupProcess(profile, settings, seed, share) for share in shares]
+        else:
+            self._here = [ReplicaGroup(profile, settings, seed, numbers)]
         self._back_at = [0.0] * settings.replicas
-        for index in range(settings.replicas):
-            self._start(index)
-        limit = settings.max_tokens
-        self._router = Router(settings.routing, settings.replicas, limit=limit, seed=seed)
-
-    def _start(self, index: int) -> None:
-        made = _make_replica(self._profile, self._settings, index, self._seed)
-        replica, clock, runner = made
-        self._replicas[index : index + 1], self._clocks[index : index + 1] = [replica], [clock]
-        self.all_replicas.append(replica)
-        self.runners.append(runner)
+        self._router = Router(settings.routing, settings.replicas, limit=settings.max_tokens, seed=seed)
 
     def run_until(self, at_s: float) -> None:
-        for replica in self._replicas:
-            replica.run_until(at_s)
-            for number in replica.take_ended():
-                self._router.ended(number, replica.index)
+        for process in self._elsewhere:
+            process.ask_until(at_s)
+        ended = [one for group in self._here for one in group.run_until(at_s)]
+        ended += [one for process in self._elsewhere for one in process.take_ended()]
+        for number, index in ended:
+            self._router.ended(number, index)
 
     def submit(self, number: int, request: SimulatedRequest, at_s: float) -> None:
         chosen = 0
-        if len(self._replicas) > 1:
+        if len(self._back_at) > 1:
             able = [index for index, back_at in enumerate(self._back_at) if back_at <= at_s]
             chosen = self._router.choose(number, request, able)
-        self._clocks[chosen].advance_to(at_s)
-        self._replicas[chosen].submit(number, request)
+        self._group_of(chosen).submit(chosen, number, request, at_s)
 
     def kill(self, at_s: float) -> None:
         """The first replica dies. What it was answering goes on elsewhere, and a new one starts in its place."""
         self.run_until(at_s)
-        left = self._replicas[0].kill()
-        self._router.lost(0)
-        self._start(0)
         self._back_at[0] = at_s + self._settings.fault_s
-        self._clocks[0].advance_to(self._back_at[0])
+        left = self._group_of(0).kill(0, self._back_at[0])
+        self._router.lost(0)
         for number, request in left:
             self.submit(number, request, at_s)
 
+    def reports(self) -> list[ReplicaReport]:
+        """Those of replicas that died are among them."""
+        groups: list[ReplicaGroup | GroupProcess] = [*self._here, *self._elsewhere]
+        return [report for group in groups for report in group.reports()]
 
-def _make_replica(
-    profile: Profile, settings: SimulationSettings, index: int, seed: int
-) -> tuple[Replica, VirtualClock, PricedRunner]:
-    clock, scheduler = VirtualClock(), settings.scheduler(profile)
-    runner = PricedRunner(
-        profile,
-        clock,
-        max_rows=scheduler.max_running,
-        block_bytes=scheduler.host_tier.block_bytes,
-        acceptance=settings.acceptance,
-        has_noise=settings.noise,
-        seed=seed * 1009 + index,
-    )
-    replica = Replica(
-        scheduler,
-        runner,
-        profile.facts(),
-        clock=clock,
-        sleep=clock.sleep,
-        max_context=min(profile.max_context, scheduler.num_blocks * scheduler.block_size),
-        max_tokens=settings.max_tokens,
-        deadline_s=settings.deadline_s,
-        on_submit=runner.num_output.__setitem__,
-        index=index,
-        repeating=runner,
-    )
-    return replica, clock, runner
+    def close(self) -> None:
+        for process in self._elsewhere:
+            process.close()
+
+    def _group_of(self, index: int) -> ReplicaGroup | GroupProcess:
+        groups = self._here or self._elsewhere
+        return groups[index % len(groups)]
 
 
-def collect(
-    replicas: Sequence[Replica], runners: Sequence[PricedRunner], objectives: tuple[Objective, ...]
-) -> Simulated:
-    lives, gaps = _lives(replicas)
+def collect(reports: Sequence[ReplicaReport], objectives: tuple[Objective, ...]) -> Simulated:
+    # A replica that died comes before the one in its place.
+    reports = sorted(reports, key=lambda one: (not one.is_dead, one.index))
+    lives, gaps = _lives(reports)
     records = [_record(life, gaps.get(life.number, [])) for life in lives]
     seconds = max((life.ended_at for life in lives), default=0.0)
-    device_s = sum(replica.device_s for replica in replicas)
+    device_s = sum(one.device_s for one in reports)
     counts = EngineCounts(
-        steps=sum(replica.num_steps for replica in replicas),
-        step_tokens=sum(replica.step_tokens for replica in replicas),
+        steps=sum(one.num_steps for one in reports),
+        step_tokens=sum(one.step_tokens for one in reports),
         device_s=device_s,
-        busy_share=device_s / max(1e-9, sum(replica.now for replica in replicas)),
+        busy_share=device_s / max(1e-9, sum(one.now for one in reports)),
         prompt_tokens=sum(life.request.num_prompt for life in lives if life.reason != "error"),
         cached_tokens=sum(life.cached_tokens for life in lives),
-        preemptions=sum(replica.scheduler.num_preemptions for replica in replicas),
-        yields=sum(replica.scheduler.num_yields for replica in replicas),
-        loaded_tokens=sum(tier.tokens_loaded for replica in replicas if (tier := replica.scheduler.host_tier)),
-        drafts=sum(runner.num_drafts for runner in runners),
-        accepted=sum(runner.num_accepted for runner in runners),
-        outside_share=sum(runner.outside_s for runner in runners) / max(1e-9, device_s),
+        preemptions=sum(one.preemptions for one in reports),
+        yields=sum(one.yields for one in reports),
+        loaded_tokens=sum(one.loaded_tokens for one in reports),
+        drafts=sum(one.drafts for one in reports),
+        accepted=sum(one.accepted for one in reports),
+        outside_share=sum(one.outside_s for one in reports) / max(1e-9, device_s),
     )
-    timelines = [replica.timeline for replica in replicas]
-    return Simulated(lives, Outcome(records, max(seconds, 1e-9), objectives), counts, timelines)
+    return Simulated(lives, Outcome(records, max(seconds, 1e-9), objectives), counts, [one.timeline for one in reports])
 
 
-def _lives(replicas: Sequence[Replica]) -> tuple[list[Life], dict[int, list[float]]]:
+def _lives(reports: Sequence[ReplicaReport]) -> tuple[list[Life], dict[int, list[float]]]:
     """By request, also of those that moved from a replica to another; and the gaps between their tokens."""
     lives: dict[int, Life] = {}
     gaps: dict[int, list[float]] = {}
-    for replica in sorted(replicas, key=lambda one: one.is_dead, reverse=True):
-        own = replica.gaps()
-        for number, life in replica.lives.items():
+    for report in reports:
+        own = report.gaps
+        for number, life in report.lives.items():
             before = lives.get(number)
             if before is not None and not math.isnan(before.last_at):
                 own[number] = [life.first_at - before.last_at, *own.get(number, [])]

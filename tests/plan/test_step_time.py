@@ -181,3 +181,19 @@ def test_the_pace_follows_the_last_steps_and_leaves_the_rates_alone() -> None:
     assert model.pace == MAX_PACE
     model.observe(plan, 0.2 * seconds(plan))
     assert 1.0 <= model.pace < MAX_PACE
+
+
+def test_repeated_steps_at_once_teach_what_they_teach_one_by_one() -> None:
+    rng = random.Random(5)
+    single, together = StepTimeModel(SLOW), StepTimeModel(SLOW)
+    for _ in range(60):
+        mixed = a_random_step(rng)
+        for model in (single, together):
+            model.observe(mixed, seconds(mixed))
+        starts = [rng.randrange(2000) for _ in range(rng.randrange(1, 20))]
+        steps = [a_step([start + n for start in starts], [1] * len(starts), is_repeated=True) for n in range(12)]
+        took = [seconds(step) * rng.uniform(0.9, 1.1) for step in steps]
+        for step, one in zip(steps, took, strict=True):
+            single.observe(step, one)
+        together.observe_repeated(steps[-1], took)
+        assert predicted(single, mixed) == predicted(together, mixed)

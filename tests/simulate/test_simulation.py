@@ -13,7 +13,7 @@ import pytest
 
 from millrace.cli import main
 from millrace.engine.cycle import Cycle
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, MillraceError
 from millrace.load.lengths import Lengths
 from millrace.plan.pacing.step_time import Floats, StepRates
 from millrace.plan.step import NO_EPOCH, StepPlan
@@ -21,7 +21,7 @@ from millrace.simulate.priced_runner import PricedRunner
 from millrace.simulate.profile import Profile
 from millrace.simulate.requests import Generated, SimulatedRequest, read_requests
 from millrace.simulate.settings import SimulationSettings
-from millrace.simulate.simulation import Simulated, simulate
+from millrace.simulate.simulation import Fleet, Simulated, simulate
 
 STEP_S, TOKEN_S, ROW_S = 0.01, 0.0001, 0.001
 PROFILE = Profile(
@@ -75,6 +75,29 @@ def test_equal_runs_are_equal_and_another_seed_is_another_run() -> None:
     runs = [simulate(GENERATED.requests(), noisy, settings, seed=seed) for seed in (1, 1, 2)]
     reports = [json.dumps([one.outcome.summary(), str(one.lives), str(one.counts)]) for one in runs]
     assert reports[0] == reports[1] != reports[2]
+
+
+@pytest.mark.live
+def test_processes_that_share_the_replicas_change_nothing() -> None:
+    noisy = msgspec.structs.replace(PROFILE, noise=0.1)
+    settings = SimulationSettings().changed(
+        "replicas=3,routing=prefix,fault_at=8,fault_s=6,kv_tokens=3072,max_tokens=2000"
+    )
+    requests = replace(GENERATED, prefix_tokens=512, num_prefixes=6).requests()
+    one, two = (simulate(requests, noisy, settings, seed=1, num_processes=count) for count in (1, 2))
+    assert one.counts == two.counts
+    assert str(one.lives) == str(two.lives)  # NaN is not equal to itself.
+    assert one.outcome.summary() == two.outcome.summary()
+    assert one.timelines == two.timelines
+
+
+@pytest.mark.live
+def test_a_process_that_dies_ends_the_simulation_with_a_sentence() -> None:
+    fleet = Fleet(PROFILE, SimulationSettings(replicas=2), seed=0, num_processes=2)
+    fleet._elsewhere[1]._process.kill()  # as the kernel does when memory runs out
+    with pytest.raises(MillraceError, match="lack of memory"):
+        fleet.run_until(1.0)
+    fleet.close()
 
 
 def test_nothing_reads_or_sleeps_on_the_real_clock(monkeypatch: pytest.MonkeyPatch) -> None:

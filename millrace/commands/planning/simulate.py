@@ -44,6 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument("--slo", action="append", default=[], metavar="TEXT", help='such as "ttft p95 < 500 ms"; repeat')
     what.add_argument(
+        "--processes",
+        type=int,
+        default=0,
+        metavar="N",
+        help="that share the replicas; results do not depend on it (default: one per core, for many requests)",
+    )
+    what.add_argument(
         "--interval", action="store_true", help="also on machines faster and slower by the profile's error"
     )
     what.add_argument(
@@ -84,6 +91,7 @@ def add_machine(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from millrace.host.cores import usable_cores
     from millrace.observe.slo.objective import parse_objective
     from millrace.simulate.report import Variant, as_json, html_page, notes, plots, table
     from millrace.simulate.settings import SimulationSettings
@@ -93,12 +101,20 @@ def run(args: argparse.Namespace) -> int:
     base = SimulationSettings().changed(args.set)
     asked = [(args.set or "base", base), *((text, base.changed(text)) for text in args.what_if)]
     objectives = tuple(parse_objective(text) for text in args.slo)
+    num_processes = args.processes or (usable_cores() if len(requests) >= MANY_REQUESTS else 1)
     variants: list[Variant] = []
     for name, settings in asked:
         began = time.monotonic()
 
         def simulated(factor: float, settings: SimulationSettings = settings):  # type: ignore[no-untyped-def]
-            return simulate(requests, profile.scaled(factor), settings, seed=args.seed, objectives=objectives)
+            return simulate(
+                requests,
+                profile.scaled(factor),
+                settings,
+                seed=args.seed,
+                objectives=objectives,
+                num_processes=num_processes,
+            )
 
         error = profile.error
         bounds = (simulated(1 / (1 + error)), simulated(1 + error)) if args.interval else None
@@ -121,6 +137,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 REFUSED_SHARE = 0.5
+MANY_REQUESTS = 2000
+"""Below this number, starting processes takes longer than they save."""
 
 
 def check_range(variant: Variant, *, allowed: bool) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,8 @@ from millrace.plan.step import NO_EPOCH, StepPlan
 
 Floats = npt.NDArray[np.float64]
 
+CONTEXT = 3
+"""Index of the context of decode rows in `step_parts`."""
 NOISE = 0.15
 """Standard deviation of a measured time, as a share of the predicted one."""
 NOISE_S = 2e-5
@@ -88,34 +90,34 @@ class StepTimeModel:
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """A step took this long."""
-        self._num_seen += 1
-        repeats, self._epoch = plan.repeats(self._epoch), plan.epoch
-        self._unobserved_s += seconds
-        says_little = not self._is_due(plan) or (repeats and self._num_seen % OBSERVE_EVERY)
-        if says_little and self._num_seen > NUM_FIRST:
-            return
-        self._unobserved_s, self._was_mixed = 0.0, _is_mixed(plan)
-        if seconds > 0:
-            parts = step_parts(plan)
-            self.most_prompt_tokens = max(self.most_prompt_tokens, int(parts[1]))
-            self._fit(parts * self._scale, seconds)
+        if self._is_telling(plan, _is_mixed(plan), seconds):
+            self._observe_parts(step_parts(plan), seconds)
 
     def observe_repeated(self, last: StepPlan, seconds: Sequence[float]) -> None:
         """The same for steps that decoded the same rows one after the other; `last` is the last one."""
-        before = len(seconds)
+        parts, before = step_parts(last), len(seconds)
+        num_rows, last_context = len(last.rows), parts[CONTEXT]
         for one in seconds:
             before -= 1
-            if self._num_seen >= NUM_FIRST and self._unobserved_s + one < OBSERVE_S:
-                self._num_seen += 1
-                self._unobserved_s += one
-                self._epoch = last.epoch
-            else:
-                self.observe(replace(last, starts=last.starts - np.int32(before)), one)
+            if self._is_telling(last, False, one):
+                parts[CONTEXT] = last_context - num_rows * before
+                self._observe_parts(parts, one)
 
-    def _is_due(self, plan: StepPlan) -> bool:
-        if self._unobserved_s < OBSERVE_S:
-            return False
-        return self._unobserved_s >= 2 * OBSERVE_S or _is_mixed(plan) != self._was_mixed
+    def _is_telling(self, plan: StepPlan, is_mixed: bool, seconds: float) -> bool:
+        """True if the rates are fitted to this step too. Counts it."""
+        self._num_seen += 1
+        repeats, self._epoch = plan.repeats(self._epoch), plan.epoch
+        self._unobserved_s += seconds
+        if self._num_seen > NUM_FIRST:
+            is_due = self._unobserved_s >= OBSERVE_S * (1 if is_mixed != self._was_mixed else 2)
+            if not is_due or (repeats and self._num_seen % OBSERVE_EVERY):
+                return False
+        self._unobserved_s, self._was_mixed = 0.0, is_mixed
+        return seconds > 0
+
+    def _observe_parts(self, parts: Floats, seconds: float) -> None:
+        self.most_prompt_tokens = max(self.most_prompt_tokens, int(parts[1]))
+        self._fit(parts * self._scale, seconds)
 
     def decode_s(self, num_rows: int, context: int) -> float:
         """Predicted time of a step with these decode rows, whose contexts have this many tokens together."""
