@@ -383,7 +383,7 @@ class KvEvents(msgspec.Struct, frozen=True, tag="kv"):
     """Blocks that entered or left the cache, or all that are there."""
 
     kind: Literal["snapshot", "filled", "evicted", "cleared"]
-    tier: Literal["device", "host"]
+    tier: Literal["device", "host", "disk"]
     keys: bytes
     """The first `KV_KEY_BYTES` of each block's hash."""
 

@@ -27,11 +27,11 @@ from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.kv.block_pool import BlockPool
 from millrace.plan.kv.eviction import EvictionSettings
 from millrace.plan.kv.groups import ONE_GROUP, KvGroups
-from millrace.plan.kv.host_index import HostIndex
 from millrace.plan.kv.host_tier import HostTier, HostTierSettings
 from millrace.plan.kv.prefix import PrefixIndex
 from millrace.plan.kv.retention import Retention, RetentionSettings
-from millrace.plan.planner.journal import Tier, WatchedBlocks
+from millrace.plan.kv.slot_index import SlotIndex
+from millrace.plan.planner.journal import WatchedBlocks
 from millrace.plan.planner.protocol import (
     NONE_FORCED,
     ChosenRows,
@@ -56,6 +56,7 @@ from millrace.plan.step import (
     Ended,
     Int32s,
     Int64s,
+    Location,
     ReleaseReason,
     StepOutcome,
     StepPlan,
@@ -97,8 +98,9 @@ class Scheduler:
         groups, self.block_size = settings.groups, settings.block_size
         self.budget = StepBudget(settings.token_budget, settings.mixed_budget, settings.target)
         has_host_tier = settings.host_tier.num_slots and settings.prefix_cache
-        host_index = HostIndex(settings.host_tier.num_slots) if has_host_tier else None
-        self.pool = BlockPool(settings.num_blocks, groups.num_groups, host_index, settings.eviction)
+        host_index = SlotIndex("host", settings.host_tier.num_slots) if has_host_tier else None
+        tiers = () if host_index is None else (host_index,)
+        self.pool = BlockPool(settings.num_blocks, groups.num_groups, tiers, settings.eviction)
         self._has_cache = settings.prefix_cache
         self.rows = Rows(settings.max_running, self.block_size, groups.num_groups)
         self.prefix = PrefixIndex(self.pool, self.block_size, settings.prefix_cache, groups)
@@ -139,7 +141,7 @@ class Scheduler:
         return len(self._seating)
 
     @property
-    def watched_blocks(self) -> Mapping[Tier, WatchedBlocks]:
+    def watched_blocks(self) -> Mapping[Location, WatchedBlocks]:
         tier = self.host_tier
         return {"device": self.pool} if tier is None else {"device": self.pool, "host": tier.index}
 

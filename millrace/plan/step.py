@@ -25,6 +25,8 @@ NO_EPOCH = -1
 
 ReleaseReason = FinishReason | Literal["preempted"]
 Variant = Literal["greedy", "full"]
+Location = Literal["device", "host", "disk"]
+"""Where a KV block can be: the pool, host memory, a disk of this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,14 +247,15 @@ class StepInputs:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Copies of whole blocks between the device and host memory, done beside the steps and acknowledged as one."""
+    """Copies of whole blocks between two locations, done beside the steps and acknowledged as one."""
 
     copies_no: int
-    to_host: bool
+    source: Location
+    target: Location
     blocks: Int32s
-    """Blocks of the KV pool. No step in flight writes them."""
+    """Where the blocks are in the source: ids in the KV pool, slots elsewhere. Nothing in flight writes them."""
     slots: Int32s
-    """Places in host memory, one per block."""
+    """Where they go in the target, one per block."""
 
 
 @dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.

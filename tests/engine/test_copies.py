@@ -17,7 +17,7 @@ IDS = np.zeros(1, np.int32)
 
 class FakeScheduler:
     def __init__(self, num_copies: int) -> None:
-        self.wanted = [BlockCopies(number, True, IDS, IDS) for number in range(num_copies)]
+        self.wanted = [BlockCopies(number, "device", "host", IDS, IDS) for number in range(num_copies)]
         self.ended: list[tuple[int, bool, float]] = []
 
     def take_copies(self) -> list[BlockCopies]:

@@ -14,7 +14,7 @@ from millrace.engine.fronts.kv_events import MAX_KEYS, KvEventFeed
 from millrace.link.messages import KV_KEY_BYTES, KvEvents
 from millrace.plan.kv.block_hash import block_hash, root_hash
 from millrace.plan.kv.block_pool import BlockPool
-from millrace.plan.kv.host_index import HostIndex
+from millrace.plan.kv.slot_index import SlotIndex
 
 
 class Follower:
@@ -52,8 +52,8 @@ def keys(digests: list[bytes]) -> set[bytes]:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_follower_knows_the_cache_after_any_fills_and_evictions(seed: int) -> None:
     rng = random.Random(seed)
-    host = HostIndex(6)
-    pool, channel = BlockPool(12, host=host), FakeChannel(num_fronts=2)
+    host = SlotIndex("host", 6)
+    pool, channel = BlockPool(12, tiers=(host,)), FakeChannel(num_fronts=2)
     pool.withholds_dirty = False
     feed, follower, seen = KvEventFeed(channel, {"device": pool, "host": host}), Follower(), 0
     for turn in range(200):

@@ -76,7 +76,7 @@ def write_everything(log: StepRecorder) -> list[object]:
     """One record of every kind but the setup, and what they should be read as."""
     masks = Masks(np.array([0]), np.array([[7, 1]], np.uint32))
     inputs = StepInputs(0, masks, (ints(3, 4),))
-    copies, capture = BlockCopies(1, True, ints(2), ints(0)), CapturePlan(HeadShape(4, "full"))
+    copies, capture = BlockCopies(1, "device", "host", ints(2), ints(0)), CapturePlan(HeadShape(4, "full"))
     log.plan(a_plan(0, 1))
     log.inputs(inputs)
     log.copies(copies)
@@ -116,7 +116,7 @@ def test_a_full_disk_ends_the_log_and_not_the_step(caplog: pytest.LogCaptureFixt
     ("content", "says"),
     [
         (b"\x05" + bytes(7) + b"hello, a record of version 1", "another version; this Millrace reads and writes"),
-        (FIRST_LINE.replace(b"3", b"7"), "another version; this Millrace reads and writes"),
+        (FIRST_LINE.replace(b"log ", b"log 9"), "another version; this Millrace reads and writes"),
         (b"a letter to somebody, not a log", "is no step log"),
         (b"", "is no step log"),
     ],
@@ -211,7 +211,7 @@ def test_running_the_steps_again_draws_the_same_tokens(tmp_path: Path, monkeypat
         "preemptions": sum(one.reason == "preempted" for plan in plans for one in plan.released),
         "prefix hits": sum(one.num_computed > 0 for plan in plans for one in plan.admitted),
         "forced tokens": sum(len(one.tokens) for plan in plans for one in plan.appended),
-        "loads from the host": sum(isinstance(record, BlockCopies) and not record.to_host for record in records),
+        "loads from the host": sum(isinstance(record, BlockCopies) and record.target == "device" for record in records),
         "scored prompts": sum(plan.scored is not None for plan in plans),
     }
     assert all(found.values()), found

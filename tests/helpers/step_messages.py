@@ -17,6 +17,7 @@ from millrace.plan.step import (
     CapturePlan,
     ForcedDrafts,
     HeadShape,
+    Location,
     Masks,
     Release,
     StepInputs,
@@ -28,6 +29,7 @@ from millrace.plan.step import (
 
 INT = st.integers(0, 2**31 - 1)
 SMALL = st.integers(0, 4000)
+LOCATION = st.sampled_from(get_args(Location))
 FLOAT = st.floats(-(2**100), 2**100, allow_nan=False)
 IDS = st.lists(INT, max_size=5).map(tuple)
 DRAW_FIELDS = {
@@ -137,7 +139,7 @@ def inputs(draw: st.DrawFn) -> StepInputs:
 
 def copies() -> st.SearchStrategy[BlockCopies]:
     return st.integers(0, 5).flatmap(
-        lambda count: st.builds(BlockCopies, SMALL, st.booleans(), ints(count), ints(count))
+        lambda count: st.builds(BlockCopies, SMALL, LOCATION, LOCATION, ints(count), ints(count))
     )
 
 

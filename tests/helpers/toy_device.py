@@ -14,7 +14,7 @@ from collections.abc import Container
 
 import numpy as np
 
-from millrace.plan.step import BlockCopies, StepPlan
+from millrace.plan.step import BlockCopies, Location, StepPlan
 
 
 def digest(parent: int, token: int) -> int:
@@ -88,27 +88,28 @@ class ToyDevice:
         """Requests that the host has ended. Steps in flight may still have their rows."""
         self.rng = random.Random(seed)
         self.num_accepted = self.num_masked_accepted = self.num_forced = 0
-        self.host: dict[int, list[tuple[int, int] | None]] = {}
-        """Content of each slot of host memory."""
+        self.beside: dict[Location, dict[int, list[tuple[int, int] | None]]] = {"host": {}, "disk": {}}
+        """Content of each slot of host memory and of the disk."""
 
     def begin_copies(self, copies: BlockCopies) -> None:
-        for block, slot in zip(copies.blocks.tolist(), copies.slots.tolist(), strict=True):
-            if copies.to_host:
-                self.host[slot] = [None] * self.block_size
-            else:
-                self._write_block(block, [None] * self.block_size)
+        for slot in copies.slots.tolist():
+            self._write(copies.target, slot, [None] * self.block_size)
 
     def end_copies(self, copies: BlockCopies, failed: bool) -> None:
         for block, slot in zip(copies.blocks.tolist(), copies.slots.tolist(), strict=True):
-            if failed:
-                continue
-            if copies.to_host:
-                self.host[slot] = self.slots[block * self.block_size : (block + 1) * self.block_size]
-            else:
-                self._write_block(block, self.host[slot])
+            if not failed:
+                self._write(copies.target, slot, self._read_at(copies.source, block))
 
-    def _write_block(self, block: int, content: list[tuple[int, int] | None]) -> None:
-        self.slots[block * self.block_size : (block + 1) * self.block_size] = content
+    def _read_at(self, location: Location, at: int) -> list[tuple[int, int] | None]:
+        if location == "device":
+            return self.slots[at * self.block_size : (at + 1) * self.block_size]
+        return list(self.beside[location][at])
+
+    def _write(self, location: Location, at: int, content: list[tuple[int, int] | None]) -> None:
+        if location == "device":
+            self.slots[at * self.block_size : (at + 1) * self.block_size] = content
+        else:
+            self.beside[location][at] = content
 
     def propose(self, plan: StepPlan) -> dict[int, list[int]]:
         """Drafts of the masked rows, by index in the plan: often right, sometimes refused by the grammar."""

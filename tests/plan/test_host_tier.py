@@ -7,8 +7,8 @@ import pytest
 from helpers.toy_device import ToyDevice, lone_run
 
 from millrace.plan.kv.groups import KvGroups
-from millrace.plan.kv.host_index import HostIndex
 from millrace.plan.kv.host_tier import PATIENCE_S, HostTier, HostTierSettings
+from millrace.plan.kv.slot_index import SlotIndex
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import BlockCopies
@@ -36,13 +36,13 @@ class Bench:
         )
         self.device = ToyDevice(num_blocks, BLOCK, 2, VOCAB, windows)
         self.copies: list[tuple[BlockCopies, int]] = []
-        self.copy_steps = {True: copy_steps, False: copy_steps}
-        """By direction: True is to the host."""
+        self.copy_steps = {"host": copy_steps, "device": copy_steps}
+        """By target."""
         self.block_s = 0.0
         """Seconds to copy a block."""
-        self.fails: set[bool] = set()
-        """Directions whose copies fail."""
-        self.num_issued = {True: 0, False: 0}
+        self.fails: set[str] = set()
+        """Targets to which copies fail."""
+        self.num_issued = {"host": 0, "device": 0}
         self.step_no = self.num_computed = 0
         self.next_id = 0
         self.outputs: dict[int, list[int]] = {}
@@ -64,9 +64,9 @@ class Bench:
         self.step_no += 1
         plan = self.scheduler.plan(float(self.step_no))
         for copies in self.scheduler.take_copies():
-            self.num_issued[copies.to_host] += len(copies.blocks)
+            self.num_issued[copies.target] += len(copies.blocks)
             self.device.begin_copies(copies)
-            self.copies.append((copies, self.step_no + self.copy_steps[copies.to_host]))
+            self.copies.append((copies, self.step_no + self.copy_steps[copies.target]))
         if plan is not None:
             self.num_computed += plan.num_tokens
             outcome = self.scheduler.apply(plan.step_no, *self.device.run(plan))
@@ -75,7 +75,7 @@ class Bench:
         due = [copies for copies, ends in self.copies if ends <= self.step_no]
         self.copies = [(copies, ends) for copies, ends in self.copies if ends > self.step_no]
         for copies in due:
-            failed = copies.to_host in self.fails
+            failed = copies.target in self.fails
             self.device.end_copies(copies, failed)
             self.scheduler.copies_done(copies, failed, seconds=len(copies.blocks) * self.block_s)
         self.scheduler.pool.check()
@@ -95,8 +95,8 @@ class Bench:
 
     def start_loading(self, prompt: list[int]) -> int:
         """Submit a request whose prefix is in host memory, until its first blocks are arriving."""
-        request_id, issued = self.submit(prompt), self.num_issued[False]
-        while self.num_issued[False] == issued:
+        request_id, issued = self.submit(prompt), self.num_issued["device"]
+        while self.num_issued["device"] == issued:
             self.step()
         return request_id
 
@@ -147,7 +147,7 @@ def test_a_working_set_is_loaded_under_steady_pressure() -> None:
 def test_nothing_is_copied_while_the_pool_has_room() -> None:
     bench = Bench()
     bench.answer(prompts(1)[0])
-    assert bench.num_issued == {True: 0, False: 0}
+    assert bench.num_issued == {"host": 0, "device": 0}
 
 
 def spill(bench: Bench, prompt: list[int]) -> None:
@@ -160,29 +160,29 @@ def spill(bench: Bench, prompt: list[int]) -> None:
 def test_requests_with_the_same_arriving_prefix_share_one_arrival() -> None:
     bench, prompt = Bench(copy_steps=3), prompts(1)[0]
     spill(bench, prompt)
-    loaded = bench.num_issued[False]
+    loaded = bench.num_issued["device"]
     ids = [bench.submit(prompt), bench.submit(prompt), bench.submit([*prompt, 1, 2])]
     bench.step()
     assert bench.scheduler.num_running == 0, "a request with arriving blocks takes no row"
     bench.run()
-    assert bench.num_issued[False] - loaded == (PROMPT - BLOCK) // BLOCK
+    assert bench.num_issued["device"] - loaded == (PROMPT - BLOCK) // BLOCK
     assert min(bench.requests[id].cached_tokens for id in ids) == PROMPT - BLOCK
 
 
 def test_tenants_do_not_find_each_others_blocks_in_host_memory() -> None:
     bench, prompt = Bench(), prompts(1)[0]
     spill(bench, prompt)
-    loaded = bench.num_issued[False]
+    loaded = bench.num_issued["device"]
     other = bench.submit(prompt, salt=b"other")
     bench.run()
     assert bench.requests[other].cached_tokens == 0
-    assert bench.num_issued[False] == loaded
+    assert bench.num_issued["device"] == loaded
 
 
 def test_a_later_request_overtakes_one_whose_blocks_are_arriving() -> None:
     bench, prompt = Bench(copy_steps=1), prompts(1)[0]
     spill(bench, prompt)
-    bench.copy_steps[False] = 8
+    bench.copy_steps["device"] = 8
     waiting = bench.start_loading(prompt)
     quick = bench.submit([1, 2, 3])
     for _ in range(7):
@@ -205,15 +205,15 @@ def test_aborting_an_arriving_request_keeps_what_arrives() -> None:
     for _ in range(10):
         bench.step()
     assert bench.scheduler.pool.num_held == 0
-    loaded = bench.num_issued[False]
+    loaded = bench.num_issued["device"]
     assert bench.answer(prompt) == PROMPT - BLOCK
-    assert bench.num_issued[False] == loaded
+    assert bench.num_issued["device"] == loaded
 
 
 def test_a_failed_load_is_computed() -> None:
     bench, prompt = Bench(), prompts(1)[0]
     spill(bench, prompt)
-    bench.fails = {False}
+    bench.fails = {"device"}
     assert bench.answer(prompt) == 0
     assert bench.tier.copies_failed == (PROMPT - BLOCK) // BLOCK
     bench.fails = set()
@@ -223,7 +223,7 @@ def test_a_failed_load_is_computed() -> None:
 
 def test_blocks_that_fail_to_leave_are_evicted() -> None:
     bench = Bench()
-    bench.fails = {True}
+    bench.fails = {"host"}
     texts = prompts(WORKING_SET)
     for prompt in (*texts, *texts):
         assert bench.answer(prompt) == 0
@@ -244,13 +244,13 @@ def test_copies_that_never_end_do_not_stop_serving() -> None:
 def test_a_request_whose_copies_never_end_is_computed() -> None:
     bench, prompt = Bench(), prompts(1)[0]
     spill(bench, prompt)
-    bench.copy_steps = {True: 1, False: 10_000}
+    bench.copy_steps = {"host": 1, "device": 10_000}
     began = bench.step_no
     assert bench.answer(prompt) == 0
     assert PATIENCE_S < bench.step_no - began < PATIENCE_S + 20
     # When they end after all, the tier works again.
     bench.copies = [(copies, 0) for copies, _ in bench.copies]
-    bench.copy_steps[False] = 1
+    bench.copy_steps["device"] = 1
     bench.step()
     spill(bench, prompt)
     assert bench.answer(prompt) == PROMPT - BLOCK
@@ -268,7 +268,7 @@ def test_loads_only_where_that_beats_computing() -> None:
 
 
 def test_the_host_index_evicts_the_least_recently_used_and_never_what_copies_use() -> None:
-    index = HostIndex(2)
+    index = SlotIndex("host", 2)
     first, second, third = (0, b"1"), (0, b"2"), (1, b"1")
     for key in (first, second):
         assert index.fill(key, b"tokens") is not None

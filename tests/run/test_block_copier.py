@@ -24,7 +24,10 @@ def make_pool(device: Device) -> list[torch.Tensor]:
 
 
 def copies(to_host: bool, blocks: list[int], slots: list[int]) -> BlockCopies:
-    return BlockCopies(0, to_host, np.asarray(blocks, np.int32), np.asarray(slots, np.int32))
+    on_device, on_host = np.asarray(blocks, np.int32), np.asarray(slots, np.int32)
+    if to_host:
+        return BlockCopies(0, "device", "host", on_device, on_host)
+    return BlockCopies(0, "host", "device", on_host, on_device)
 
 
 def check_round_trip(copier: BlockCopier, pool: list[torch.Tensor]) -> None:

@@ -7,7 +7,8 @@ from typing import Literal
 
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import KV_KEY_BYTES, KvEvents
-from millrace.plan.planner.journal import KvJournal, Tier, WatchedBlocks
+from millrace.plan.planner.journal import KvJournal, WatchedBlocks
+from millrace.plan.step import Location
 
 SEND_EVERY_S = 0.05
 MAX_KEYS = 1 << 16
@@ -15,7 +16,7 @@ MAX_KEYS = 1 << 16
 
 
 class KvEventFeed:
-    def __init__(self, channel: EngineChannel, tiers: Mapping[Tier, WatchedBlocks]) -> None:
+    def __init__(self, channel: EngineChannel, tiers: Mapping[Location, WatchedBlocks]) -> None:
         self._channel, self._tiers = channel, tiers
         self._journal: KvJournal | None = None
         self._fronts: set[int] = set()
@@ -55,7 +56,9 @@ class KvEventFeed:
                     self._channel.send(front, event)
 
 
-def _events(kind: Literal["snapshot", "filled", "evicted"], tier: Tier, digests: Sequence[bytes]) -> Iterator[KvEvents]:
+def _events(
+    kind: Literal["snapshot", "filled", "evicted"], tier: Location, digests: Sequence[bytes]
+) -> Iterator[KvEvents]:
     """A long snapshot continues as blocks that were filled."""
     for start in range(0, max(1, len(digests)), MAX_KEYS):
         keys = b"".join(digest[:KV_KEY_BYTES] for digest in digests[start : start + MAX_KEYS])

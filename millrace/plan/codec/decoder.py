@@ -36,13 +36,13 @@ from millrace.plan.codec.layout import (
     INT32,
     INT64,
     IS_HEAD,
+    LOCATIONS,
     PLAN,
     PLAN_HEAD,
     REASONS,
     RELEASE,
     REPEATED,
     REPEATED_HEAD,
-    TO_HOST,
     TRAINED_RESTS,
     UINT32,
     VARIANTS,
@@ -234,9 +234,9 @@ def _inputs(reader: _Reader) -> StepInputs:
 
 
 def _copies(reader: _Reader) -> BlockCopies:
-    _, flags, _, _, copies_no, count = reader.fields(COPIES_HEAD)
+    _, source, target, _, copies_no, count = reader.fields(COPIES_HEAD)
     blocks = reader.column(INT32, count)
-    return BlockCopies(copies_no, bool(flags & TO_HOST), blocks, reader.column(INT32, count))
+    return BlockCopies(copies_no, LOCATIONS[source], LOCATIONS[target], blocks, reader.column(INT32, count))
 
 
 def _capture(reader: _Reader) -> CapturePlan:

@@ -30,13 +30,13 @@ from millrace.plan.codec.layout import (
     INT32,
     INT64,
     IS_HEAD,
+    LOCATIONS,
     PLAN,
     PLAN_HEAD,
     REASONS,
     RELEASE,
     REPEATED,
     REPEATED_HEAD,
-    TO_HOST,
     TRAINED_RESTS,
     UINT32,
     VARIANTS,
@@ -72,9 +72,8 @@ class StepEncoder:
         return encode_inputs(inputs, self._next())
 
     def copies(self, copies: BlockCopies) -> bytes:
-        head = COPIES_HEAD.pack(
-            *(COPIES, TO_HOST if copies.to_host else 0, 0, self._next(), copies.copies_no, len(copies.blocks))
-        )
+        source, target = LOCATIONS.index(copies.source), LOCATIONS.index(copies.target)
+        head = COPIES_HEAD.pack(COPIES, source, target, self._next(), copies.copies_no, len(copies.blocks))
         return _joined([head, _column(copies.blocks, INT32), _column(copies.slots, INT32)])
 
     def capture(self, capture: CapturePlan) -> bytes:

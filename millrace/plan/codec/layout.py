@@ -12,9 +12,18 @@ from typing import Any, get_args
 import numpy as np
 
 from millrace.params import FinishReason
-from millrace.plan.step import BlockCopies, CapturePlan, ReleaseReason, StepInputs, StepPlan, StepShape, Variant
+from millrace.plan.step import (
+    BlockCopies,
+    CapturePlan,
+    Location,
+    ReleaseReason,
+    StepInputs,
+    StepPlan,
+    StepShape,
+    Variant,
+)
 
-VERSION = 3
+VERSION = 4
 """Of all formats in this file. A change of one of them, or of the records that they hold, increases it."""
 
 StepMessage = StepPlan | StepInputs | BlockCopies | CapturePlan
@@ -25,13 +34,14 @@ PLAN, REPEATED, INPUTS, COPIES, CAPTURE = range(1, 6)
 REASONS: tuple[ReleaseReason, ...] = (*get_args(FinishReason), "preempted")
 """Reasons of releases by their codes."""
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
+LOCATIONS: tuple[Location, ...] = get_args(Location)
+"""Locations by their codes: the source is in the flags of a message, the target in those of the shape."""
 
 # Flags of messages.
 CAPTURES, TRAINED_RESTS, HAS_GROUPS, HAS_PLACES, HAS_TRAINED, HAS_MASKED, HAS_SCORED, HAS_POOLED = (
     1 << bit for bit in range(8)
 )
 HAS_MASKS, HAS_MASK_PLACES = 1, 2
-TO_HOST = 1
 IS_HEAD = 1
 
 _HEAD = "<BBBxI"

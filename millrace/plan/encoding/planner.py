@@ -14,7 +14,7 @@ import numpy as np
 from millrace.params import FinishReason
 from millrace.plan.encoding.rows import EncodeRows
 from millrace.plan.in_flight import StepsInFlight
-from millrace.plan.planner.journal import Tier, WatchedBlocks
+from millrace.plan.planner.journal import WatchedBlocks
 from millrace.plan.planner.protocol import NO_HANDLES, NONE_FORCED, ChosenRows, Forced, HandleList, PlannerFigures
 from millrace.plan.queue.delays import Cause, Delays
 from millrace.plan.queue.fair_shares import FairShares
@@ -28,6 +28,7 @@ from millrace.plan.step import (
     BlockCopies,
     Ended,
     Int32s,
+    Location,
     Release,
     StepOutcome,
     StepPlan,
@@ -73,7 +74,7 @@ class EncodePlanner:
         return bool(self.rows.requests or len(self._waiting) or self._ended)
 
     @property
-    def watched_blocks(self) -> Mapping[Tier, WatchedBlocks]:
+    def watched_blocks(self) -> Mapping[Location, WatchedBlocks]:
         return {}
 
     @property

@@ -8,7 +8,7 @@ Every block is in exactly one of five states, and the pool equation always holds
   fenced  released, but a launched step may still touch it; becomes free, cached or held when that step completes
   held    no row references it, but it is leaving for host memory or arriving from there (`host_tier.py`)
   in use  referenced by at least one row
-With a host tier, a cached block is dirty while host memory lacks it. Dirty blocks are evicted last.
+With further tiers, a cached block is dirty while they all lack it. Dirty blocks are evicted last.
 Block 0 is scratch space for padding: never allocated and not counted.
 
 Every KV group takes its blocks from the same pool, since all have the same number of layers. A hash names the content
@@ -22,7 +22,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 from millrace.plan.kv.eviction import Eviction, EvictionOrder, EvictionSettings, LeastRecentlyUsed
-from millrace.plan.kv.host_index import HostIndex, Key
+from millrace.plan.kv.tier import CacheKey, Tier
 from millrace.plan.planner.journal import KvJournal
 
 NO_FENCE = -1
@@ -34,12 +34,12 @@ class BlockPool:
         self,
         num_blocks: int,
         num_groups: int = 1,
-        host: HostIndex | None = None,
+        tiers: Sequence[Tier] = (),
         eviction: EvictionSettings = LRU,
     ) -> None:
         self.total = num_blocks
-        self._host = host
-        self.withholds_dirty = host is not None
+        self._tiers = tiers
+        self.withholds_dirty = bool(tiers)
         """True while dirty blocks wait for their copy to host memory instead of being evicted."""
         self.num_lost = 0
         """Dirty blocks that were evicted."""
@@ -287,7 +287,7 @@ class BlockPool:
 
     def _retire(self, blocks: Iterable[int]) -> None:
         """These blocks are no longer used: each becomes free, cached, dirty or held."""
-        hash_of, free, cached, holds, host = self._hash_of, self._free, self._cached, self._holds, self._host
+        hash_of, free, cached, holds, tiers = self._hash_of, self._free, self._cached, self._holds, self._tiers
         names = self.retained_names
         for block in blocks:
             if block in holds:
@@ -296,13 +296,15 @@ class BlockPool:
                 free.append(block)
             elif names and hash_of[block] in names:
                 self._retained.add(block)
-            elif host is None:
+            elif not tiers:
                 cached.add(block)
-            elif self._key(block) not in host:
-                self._dirty.add(block)
             else:
-                cached.add(block)
-                host.touch(self._key(block))
+                key, is_dirty = self._key(block), True
+                for tier in tiers:
+                    if key in tier:
+                        tier.touch(key)
+                        is_dirty = False
+                (self._dirty if is_dirty else cached).add(block)
 
     def _uncache(self, block: int) -> None:
         for order in (self._cached, self._dirty, self._retained):
@@ -348,15 +350,15 @@ class BlockPool:
             count += 1
         return count
 
-    # -- the host tier ---------------------------------------------------------------------------------------------
+    # -- further tiers ---------------------------------------------------------------------------------------------
 
-    def _key(self, block: int) -> Key:
+    def _key(self, block: int) -> CacheKey:
         digest = self._hash_of[block]
         if digest is None:
             raise AssertionError(f"block {block} is not registered")
         return self._group_of[block], digest
 
-    def oldest_dirty(self) -> tuple[int, Key, bytes] | None:
+    def oldest_dirty(self) -> tuple[int, CacheKey, bytes] | None:
         """The dirty block to copy to host memory next, with its name there and its tokens."""
         block = self._dirty.first()
         if block is None:

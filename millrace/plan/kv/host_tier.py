@@ -21,10 +21,11 @@ from typing import Literal
 import numpy as np
 
 from millrace.plan.kv.block_pool import BlockPool
-from millrace.plan.kv.host_index import HostIndex, Key
-from millrace.plan.kv.prefix import Match, PrefixIndex
+from millrace.plan.kv.prefix import Columns, Match, PrefixIndex
+from millrace.plan.kv.slot_index import SlotIndex
+from millrace.plan.kv.tier import CacheKey, Place
 from millrace.plan.request import Request
-from millrace.plan.step import BlockCopies
+from millrace.plan.step import BlockCopies, Location
 
 PATIENCE_S = 10.0
 """A tier with a copy in flight for longer than this is stuck."""
@@ -75,7 +76,7 @@ class _Load:
     """A block that arrives."""
 
     arrival: _Arrival
-    key: Key
+    key: CacheKey
     block: int
     slot: int
     tokens: bytes
@@ -86,13 +87,13 @@ class _Load:
 class _Batch:
     began: float
     loads: list[_Load] = field(default_factory=list)
-    leaving: list[tuple[int, Key]] = field(default_factory=list)
+    leaving: list[tuple[int, CacheKey]] = field(default_factory=list)
     """Blocks that leave, with their names in host memory."""
 
 
 class HostTier:
     def __init__(
-        self, settings: HostTierSettings, index: HostIndex, pool: BlockPool, prefix: PrefixIndex, most_per_step: int
+        self, settings: HostTierSettings, index: SlotIndex, pool: BlockPool, prefix: PrefixIndex, most_per_step: int
     ) -> None:
         """`most_per_step`: blocks that one step may take."""
         self.settings, self.index = settings, index
@@ -136,19 +137,20 @@ class HostTier:
         """Start the arrival of blocks that continue the request's prefix, of which `match` is on the device."""
         if self.is_stuck or request.loads >= MAX_LOADS or not self._may_continue(request, match):
             return "none"
-        longer = self._prefix.match_with_host(request, self.index)
-        num_missing = sum(place < 0 for blocks in longer.blocks for place in blocks)
-        num_tokens = (longer.num_columns - match.num_columns) * self._prefix.block_size
+        longer = self._prefix.match_in(request, (self.index,))
+        places = [place for column in longer for place in column if place is not None]
+        found = [place.at for place in places if place.location == "device"]
+        num_missing = len(places) - len(found)
+        num_tokens = (len(longer[0]) - match.num_columns) * self._prefix.block_size
         if num_tokens <= 0 or not self._pays(num_missing, num_tokens):
             return "none"
-        found = [place for blocks in longer.blocks for place in blocks if place > 0]
         self._pool.hold(found)
         num_lacking = num_missing - self._pool.num_available
         if num_lacking > 0:
             self._pool.unhold(reversed(found))
             self._num_wanted = max(self._num_wanted, self._pool.num_available + num_lacking)
             return "blocked"
-        self._start(request, match.num_columns, longer, num_tokens)
+        self._start(request, match.num_columns, longer, num_tokens, num_missing)
         return "started"
 
     def _may_continue(self, request: Request, match: Match) -> bool:
@@ -167,22 +169,25 @@ class HostTier:
         num_bytes = (len(self._queue) + num_blocks) * self.settings.block_bytes
         return num_bytes * self._copy_seconds / self._copied_bytes * self.prefill_tokens_per_s <= num_tokens
 
-    def _start(self, request: Request, first: int, longer: Match, num_tokens: int) -> None:
+    def _start(self, request: Request, first: int, longer: Columns[Place], num_tokens: int, num_missing: int) -> None:
         """Allocate blocks for what is missing and queue its copies, first columns first."""
-        end = longer.num_columns
-        places = [(column, group) for column in range(end) for group in range(len(longer.blocks))]
-        missing = [(column, group) for column, group in places if longer.blocks[group][column] < 0]
-        blocks = self._pool.take_held(len(missing))
-        arrival = _Arrival(-1 - self._next_copies, request.hashes[first:end], len(missing), num_tokens, [])
+        end, free = len(longer[0]), iter(self._pool.take_held(num_missing))
+        arrival = _Arrival(-1 - self._next_copies, request.hashes[first:end], num_missing, num_tokens, [])
         self._next_copies += 1
-        for (column, group), block in zip(missing, blocks, strict=True):
-            key, slot = (group, request.hashes[column]), ~longer.blocks[group][column]
-            longer.blocks[group][column] = block
-            self.index.pin(key)
+        for column in range(end):
             tokens, parent = self._prefix.tokens_of(request, column), self._prefix.parent_of(request, column)
-            self._queue.append(_Load(arrival, key, block, slot, tokens, parent))
-        held = [longer.blocks[group][column] for column, group in reversed(places)]
-        arrival.held = [block for block in held if block]
+            for group, places in enumerate(longer):
+                place = places[column]
+                if place is None:
+                    continue
+                if place.location == "device":
+                    arrival.held.append(place.at)
+                    continue
+                key, block = self._prefix.key_of(request, column, group), next(free)
+                self.index.pin(key)
+                self._queue.append(_Load(arrival, key, block, place.at, tokens, parent))
+                arrival.held.append(block)
+        arrival.held.reverse()
         self._arrivals[arrival.number] = arrival
         self._prefix.expect_arrival(request, first, end, arrival.number)
         request.loads += 1
@@ -221,7 +226,7 @@ class HostTier:
         while self._queue and num_in < MAX_BATCHES:
             loads = [self._queue.popleft() for _ in range(min(len(self._queue), self.settings.max_blocks))]
             blocks, slots = [load.block for load in loads], [load.slot for load in loads]
-            issued.append(self._issue(_Batch(self._now, loads=loads), blocks, slots, to_host=False))
+            issued.append(self._issue(_Batch(self._now, loads=loads), "host", "device", slots, blocks))
             num_in += 1
         while num_out < MAX_BATCHES and (copies := self._next_out()) is not None:
             issued.append(copies)
@@ -244,10 +249,14 @@ class HostTier:
             leaving.append((block, key))
             blocks.append(block)
             slots.append(slot)
-        return self._issue(_Batch(self._now, leaving=leaving), blocks, slots, to_host=True) if blocks else None
+        batch = _Batch(self._now, leaving=leaving)
+        return self._issue(batch, "device", "host", blocks, slots) if blocks else None
 
-    def _issue(self, batch: _Batch, blocks: list[int], slots: list[int], *, to_host: bool) -> BlockCopies:
-        copies = BlockCopies(self._next_copies, to_host, np.array(blocks, np.int32), np.array(slots, np.int32))
+    def _issue(
+        self, batch: _Batch, source: Location, target: Location, blocks: list[int], slots: list[int]
+    ) -> BlockCopies:
+        columns = np.array(blocks, np.int32), np.array(slots, np.int32)
+        copies = BlockCopies(self._next_copies, source, target, *columns)
         self._in_flight[copies.copies_no] = batch
         self._next_copies += 1
         return copies

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from millrace.plan.kv.block_hash import block_hash, root_hash
 from millrace.plan.kv.block_pool import BlockPool
 from millrace.plan.kv.groups import ONE_GROUP, KvGroups, first_visible_column
-from millrace.plan.kv.host_index import HostIndex
+from millrace.plan.kv.tier import CacheKey, Place, Tier
 from millrace.plan.request import Request
 
 MAX_ROOTS = 1024
@@ -19,8 +20,11 @@ TOKENS_AROUND = 24
 TOKENS_COMPARED = 4
 """Tokens of a cached block that are looked for later in a prompt that diverged from it."""
 
-Find = Callable[[bytes, bytes, int], int | None]
+P = TypeVar("P")
+Find = Callable[[bytes, bytes, int], P | None]
 """Hash, tokens and KV group of a block to where it is, or None."""
+Columns = list[list[P | None]]
+"""By group, where each block of a prefix is, all of one length; None in columns behind the group's window."""
 
 
 @dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.
@@ -65,19 +69,26 @@ class PrefixIndex:
             return Match([[] for _ in self._groups.windows])
         if not self.has_windows:
             return Match([self._match_full(request)])
-        return self._match_groups(request, self._pool.find)
+        found = self._match_groups(request, self._pool.find)
+        return Match([[block or 0 for block in blocks] for blocks in found])
 
-    def match_with_host(self, request: Request, host: HostIndex) -> Match:
-        """As `match`, with blocks that only host memory holds: they are given as `~slot`, which is negative."""
+    def match_in(self, request: Request, tiers: Sequence[Tier]) -> Columns[Place]:
+        """The longest prefix that the device and these tiers can supply together: of each block the first place."""
 
-        def find(digest: bytes, tokens: bytes, group: int) -> int | None:
+        def find(digest: bytes, tokens: bytes, group: int) -> Place | None:
             block = self._pool.find(digest, tokens, group)
             if block is not None:
-                return block
-            slot = host.find(digest, tokens, group)
-            return ~slot if slot is not None else None
+                return Place("device", block)
+            for tier in tiers:
+                slot = tier.find(digest, tokens, group)
+                if slot is not None:
+                    return Place(tier.location, slot)
+            return None
 
         return self._match_groups(request, find)
+
+    def key_of(self, request: Request, column: int, group: int) -> CacheKey:
+        return group, self.hash_of(request, column)
 
     def _match_full(self, request: Request) -> list[int]:
         """The longest run of cached blocks of group 0."""
@@ -104,14 +115,14 @@ class PrefixIndex:
             blocks.append(found)
         return blocks
 
-    def _match_groups(self, request: Request, find: Find) -> Match:
+    def _match_groups(self, request: Request, find: Find[P]) -> Columns[P]:
         """The longest prefix of which full groups have all blocks, and groups with a window those that it covers."""
         usable, size, windows = (
             (len(request.history) // 4 - 1) // self.block_size,
             self.block_size,
             self._groups.windows,
         )
-        found: list[list[int | None]] = [[] for _ in windows]
+        found: Columns[P] = [[] for _ in windows]
         has_full = self._groups.num_full > 0
         for index in range(usable):
             digest, tokens = self.hash_of(request, index), self.tokens_of(request, index)
@@ -124,11 +135,9 @@ class PrefixIndex:
             self._supplies(blocks, length, window) for blocks, window in zip(found, windows, strict=True)
         ):
             length -= 1
-        return Match(
-            [_visible(blocks[:length], length, window, size) for blocks, window in zip(found, windows, strict=True)]
-        )
+        return [_visible(blocks[:length], length, window, size) for blocks, window in zip(found, windows, strict=True)]
 
-    def _supplies(self, blocks: list[int | None], length: int, window: int | None) -> bool:
+    def _supplies(self, blocks: Sequence[object], length: int, window: int | None) -> bool:
         """True if the group has every block that a token after `length` blocks can see."""
         first = 0 if window is None else first_visible_column(length * self.block_size, window, self.block_size)
         return None not in blocks[first:length]
@@ -291,7 +300,7 @@ def _holds(history: bytearray, tokens: bytes, start: int) -> bool:
     return at >= 0
 
 
-def _visible(blocks: list[int | None], length: int, window: int | None, block_size: int) -> list[int]:
-    """The blocks that tokens after the prefix can see; 0 in the columns before them."""
+def _visible(places: list[P | None], length: int, window: int | None, block_size: int) -> list[P | None]:
+    """The places of blocks that tokens after the prefix can see; None in the columns before them."""
     first = 0 if window is None else first_visible_column(length * block_size, window, block_size)
-    return [0 if index < first or block is None else block for index, block in enumerate(blocks)]
+    return [None if index < first else place for index, place in enumerate(places)]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from millrace.plan.step import Location
+
 Change = Literal["filled", "evicted"]
-Tier = Literal["device", "host"]
 
 
 @dataclass(slots=True)
@@ -14,7 +15,7 @@ class Run:
     """Changes of one kind, in order."""
 
     kind: Change
-    tier: Tier
+    tier: Location
     digests: list[bytes] = field(default_factory=list)
 
 
@@ -22,7 +23,7 @@ class KvJournal:
     def __init__(self) -> None:
         self._runs: list[Run] = []
 
-    def note(self, kind: Change, tier: Tier, digest: bytes) -> None:
+    def note(self, kind: Change, tier: Location, digest: bytes) -> None:
         runs = self._runs
         if not runs or runs[-1].kind != kind or runs[-1].tier != tier:
             runs.append(Run(kind, tier))

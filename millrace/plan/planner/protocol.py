@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from millrace.params import FinishReason
-from millrace.plan.planner.journal import Tier, WatchedBlocks
+from millrace.plan.planner.journal import WatchedBlocks
 from millrace.plan.request import NUM_CLASSES, Request
 from millrace.plan.shapes.captures import Captures
 from millrace.plan.step import (
@@ -21,6 +21,7 @@ from millrace.plan.step import (
     Ended,
     Int32s,
     Int64s,
+    Location,
     StepOutcome,
     StepPlan,
     TrainedDrafts,
@@ -166,7 +167,7 @@ class Planner(Protocol):
         """False if no step ever has drafts."""
 
     @property
-    def watched_blocks(self) -> Mapping[Tier, WatchedBlocks]:
+    def watched_blocks(self) -> Mapping[Location, WatchedBlocks]:
         """The cached blocks by tier, for those who are told of changes. Empty without a KV cache."""
 
     @property

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from millrace.ops.kv.whole_blocks import CpuBlocks, block_parts, buffer_shape, gather_blocks, scatter_blocks
-from millrace.plan.step import BlockCopies
+from millrace.plan.step import BlockCopies, Int32s
 from millrace.run.device.device import Device, Pending
 from millrace.run.device.host_blocks import HostBlocks
 from millrace.run.device.side_stream import SideStream
@@ -24,6 +24,18 @@ from millrace.run.device.side_stream import SideStream
 class BlockCopier(Protocol):
     def copy(self, copies: BlockCopies) -> Pending[float]:
         """Start the copies. The result is the number of seconds that they took."""
+
+
+def leaves(copies: BlockCopies) -> bool:
+    """True if the blocks go from the device to host memory, False if they return."""
+    if {copies.source, copies.target} != {"device", "host"}:
+        raise ValueError(f"a runner copies between device and host, not from {copies.source} to {copies.target}")
+    return copies.source == "device"
+
+
+def places(copies: BlockCopies) -> tuple[Int32s, Int32s]:
+    """Ids on the device and slots in host memory."""
+    return (copies.blocks, copies.slots) if leaves(copies) else (copies.slots, copies.blocks)
 
 
 class OrderedCopier:
@@ -45,11 +57,12 @@ class OrderedCopier:
 
     def _copy(self, copies: BlockCopies) -> None:
         if self._on_cpu is not None:
-            run = self._on_cpu.gather if copies.to_host else self._on_cpu.scatter
-            run(copies.blocks, copies.slots)
+            run = self._on_cpu.gather if leaves(copies) else self._on_cpu.scatter
+            run(*places(copies))
             return
-        blocks, slots = self._device.upload(copies.blocks), torch.from_numpy(copies.slots).long()
-        if copies.to_host:
+        on_device, on_host = places(copies)
+        blocks, slots = self._device.upload(on_device), torch.from_numpy(on_host).long()
+        if leaves(copies):
             buffer = self._parts[0].new_empty((len(slots), *self._host.shape[1:]))
             gather_blocks(self._parts, blocks, buffer)
             self._host[slots] = buffer.cpu()
@@ -68,31 +81,31 @@ class StreamCopier:
         self._addresses = addresses_of(self._parts)
         shape, dtype = buffer_shape(self._parts), self._parts[0].dtype
         self._host = HostBlocks(num_slots, shape, dtype, pinned_for=device.torch_device)
-        self._lanes = {to_host: _Lane((max_blocks, *shape), dtype, device) for to_host in (False, True)}
+        self._out, self._in = (_Lane((max_blocks, *shape), dtype, device) for _ in range(2))
         self._compile()
 
     def _compile(self) -> None:
         """Compile the kernels now, by copying the scratch block: the first batch must not hold up the steps."""
-        scratch, buffer = torch.zeros(1, dtype=torch.int32, device=self._parts[0].device), self._lanes[True].buffer
+        scratch, buffer = torch.zeros(1, dtype=torch.int32, device=self._parts[0].device), self._out.buffer
         for to_buffer in (True, False):
             self._copy_blocks(self._addresses, self._parts[0], scratch, buffer, to_buffer=to_buffer)
 
     def copy(self, copies: BlockCopies) -> Pending[float]:
-        lane = self._lanes[copies.to_host]
+        lane, (on_device_ids, slots) = self._out if leaves(copies) else self._in, places(copies)
         buffer = lane.buffer
         began, done = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.inference_mode(), lane.stream:
             lane.stream.record(began)
-            blocks = self._device.upload(copies.blocks)
-            if copies.to_host:
+            blocks = self._device.upload(on_device_ids)
+            if leaves(copies):
                 self._copy_blocks(self._addresses, self._parts[0], blocks, buffer, to_buffer=True)
-            for first, slot, count in self._host.runs_of(copies.slots):
+            for first, slot, count in self._host.runs_of(slots):
                 on_device, on_host = buffer[first : first + count], self._host.run(slot, count)
-                if copies.to_host:
+                if leaves(copies):
                     on_host.copy_(on_device, non_blocking=True)
                 else:
                     on_device.copy_(on_host, non_blocking=True)
-            if not copies.to_host:
+            if not leaves(copies):
                 self._copy_blocks(self._addresses, self._parts[0], blocks, buffer, to_buffer=False)
             lane.stream.record(done)
         return _EventPending(began, done, blocks)

@@ -20,8 +20,8 @@ from millrace.serve.state import STATE
 from millrace.serve.tenancy.trust import is_gateway
 
 PING_EVERY_S = 5.0
-Tier = Literal["device", "host"]
-TIERS: tuple[Tier, ...] = ("device", "host")
+Tier = Literal["device", "host", "disk"]
+TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 
 
 class KvEvent(msgspec.Struct, frozen=True):

@@ -1,0 +1,128 @@
+"""The index of a tier: slots of one block each, found by cache key.
+
+Every slot is in exactly one of four states, and the equation always holds:
+    free + ready + filling + pinned = total
+  free     has no content worth keeping
+  ready    can be loaded; evicted in least-recently-used order
+  filling  a copy writes it
+  pinned   a copy reads it
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from millrace.plan.kv.tier import CacheKey, EvictionCause, TierListener
+from millrace.plan.planner.journal import KvJournal
+from millrace.plan.step import Location
+
+
+class SlotIndex:
+    """A `Tier`."""
+
+    def __init__(self, location: Location, num_slots: int) -> None:
+        self.location, self.total = location, num_slots
+        self.listeners: list[TierListener] = []
+        self.journal: KvJournal | None = None
+        """Notes the blocks of group 0; None while nobody reads it."""
+        self.num_evicted: dict[EvictionCause, int] = {"room": 0, "failed": 0}
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._ready: OrderedDict[CacheKey, None] = OrderedDict()
+        self._filling: set[CacheKey] = set()
+        self._pins: dict[CacheKey, int] = {}
+        """Number of copies that read each pinned slot."""
+        self._slot_of: dict[CacheKey, int] = {}
+        self._tokens_of: dict[CacheKey, bytes | None] = {}
+        """None if the content turned out unreadable: the entry is dropped once no copy reads it."""
+
+    @property
+    def num_used(self) -> int:
+        return self.total - len(self._free)
+
+    def __contains__(self, key: CacheKey) -> bool:
+        return key in self._slot_of
+
+    def find(self, digest: bytes, tokens: bytes, group: int = 0) -> int | None:
+        key = (group, digest)
+        if self._tokens_of.get(key) != tokens or key in self._filling:
+            return None
+        return self._slot_of[key]
+
+    def read(self, key: CacheKey) -> tuple[int, bytes] | None:
+        """Slot and tokens of a block that can be loaded."""
+        tokens = self._tokens_of.get(key)
+        return None if tokens is None or key in self._filling else (self._slot_of[key], tokens)
+
+    def touch(self, key: CacheKey) -> None:
+        if key in self._ready:
+            self._ready.move_to_end(key)
+        if key in self._slot_of:
+            for listener in self.listeners:
+                listener.used(self, key)
+
+    def fill(self, key: CacheKey, tokens: bytes) -> int | None:
+        if key in self._slot_of:
+            raise AssertionError(f"the block is in {self.location} already")
+        if not self._free:
+            if not self._ready:
+                return None
+            self._drop(next(iter(self._ready)), "room")
+        slot = self._free.pop()
+        self._slot_of[key], self._tokens_of[key] = slot, tokens
+        self._filling.add(key)
+        return slot
+
+    def filled(self, key: CacheKey, failed: bool) -> None:
+        self._filling.remove(key)
+        self._ready[key] = None
+        if failed:
+            self._drop(key, "failed")
+            return
+        if self.journal is not None and key[0] == 0:
+            self.journal.note("filled", self.location, key[1])
+        for listener in self.listeners:
+            listener.filled(self, key)
+
+    def pin(self, key: CacheKey) -> None:
+        self._ready.pop(key, None)
+        self._pins[key] = self._pins.get(key, 0) + 1
+
+    def unpin(self, key: CacheKey, failed: bool) -> None:
+        if failed:
+            self._tokens_of[key] = None
+        self._pins[key] -= 1
+        if self._pins[key] == 0:
+            del self._pins[key]
+            self._ready[key] = None
+            if self._tokens_of[key] is None:
+                self._drop(key, "failed")
+
+    def restore(self, entries: Iterable[tuple[int, CacheKey, bytes]]) -> None:
+        """Blocks that slots hold already, least recently used first: slot, key and tokens of each."""
+        for slot, key, tokens in entries:
+            if key not in self._slot_of:
+                self._slot_of[key], self._tokens_of[key], self._ready[key] = slot, tokens, None
+        used = set(self._slot_of.values())
+        self._free = [slot for slot in range(self.total - 1, -1, -1) if slot not in used]
+
+    def _drop(self, key: CacheKey, cause: EvictionCause) -> None:
+        del self._ready[key]
+        del self._tokens_of[key]
+        self._free.append(self._slot_of.pop(key))
+        self.num_evicted[cause] += 1
+        if self.journal is not None and key[0] == 0:
+            self.journal.note("evicted", self.location, key[1])
+        for listener in self.listeners:
+            listener.evicted(self, key, cause)
+
+    def digests(self) -> list[bytes]:
+        return [digest for group, digest in self._slot_of if group == 0 and (group, digest) not in self._filling]
+
+    def check(self) -> None:
+        """Check the equation, and that no slot is used twice."""
+        parts = (len(self._free), len(self._ready), len(self._filling), len(self._pins))
+        keys = {*self._ready, *self._filling, *self._pins}
+        slots = {*self._free, *self._slot_of.values()}
+        if sum(parts) != self.total or keys != set(self._slot_of) or len(slots) != self.total:
+            raise AssertionError(f"equation of {self.location} broken: {parts} of {self.total} slots")
