@@ -10,7 +10,7 @@ from torch import Tensor
 
 from millrace.models.angles import Angles
 from millrace.models.batch import ForwardBatch
-from millrace.models.layers import DecoderLayer, DecoderWeights
+from millrace.models.layers import DecoderWeights
 from millrace.models.native_stack import NativeStack, native_stack_missing
 from millrace.models.op_program import DecoderOps, OpProgram
 from millrace.models.spec.model_spec import ModelSpec
@@ -71,7 +71,7 @@ class Decoder:
         """A copy with one layer of each kind and the last layer, for warm-up: its forward pass launches the same
         kernels, most of them once."""
         layers = self._weights.layers
-        kinds = {_kind_of(layer): layer for layer in layers[:-1]}
+        kinds = {layer.kind: layer for layer in layers[:-1]}
         short = copy.copy(self)
         short._program = copy.copy(self._program)
         short._program.layers = (*kinds.values(), layers[-1])
@@ -140,9 +140,3 @@ class Decoder:
         if batch.embedded is not None:
             return batch.embedded
         return self.embed(batch.token_ids)
-
-
-def _kind_of(layer: DecoderLayer) -> tuple[object, ...]:
-    """Everything that decides which kernels a layer launches."""
-    norms = (layer.attention_out_norm is None, layer.mlp_out_norm is None)
-    return type(layer.mlp), layer.rope is None, layer.window, *norms

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from millrace.ops.attention.qkv import PrepareQkv
+from millrace.models.mixers.base import Mixer
 from millrace.ops.base.unsummed import Unsummed
 from millrace.ops.head.embedding import Embedding
 from millrace.ops.linear.dense import Head, Linear
@@ -85,21 +85,19 @@ class MoeMlp:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """Weights and bound ops of one layer. Norm weights are float32 and include the family's offset."""
+    """A mixer and an MLP, each a branch of the residual. Norm weights are float32 and include the family's offset."""
 
     input_norm: Tensor
-    qkv: Linear
-    prepare_qkv: PrepareQkv
-    out: Linear
-    attention_out_norm: Tensor | None
+    mixer: Mixer
+    mixer_out_norm: Tensor | None
     mlp_norm: Tensor
     mlp: Mlp
     mlp_out_norm: Tensor | None
-    rope: int | None
-    window: int | None
-    kv_group: int
-    kv_index: int
-    """The KV tensor of the pool that holds this layer's keys and values, in the blocks of its group."""
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Everything that decides which kernels it launches."""
+        return *self.mixer.kind, type(self.mlp), self.mixer_out_norm is None, self.mlp_out_norm is None
 
 
 @dataclass(frozen=True, slots=True)

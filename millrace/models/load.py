@@ -19,6 +19,7 @@ from millrace.errors import ConfigError, ModelError
 from millrace.models.decoder import Decoder
 from millrace.models.grouped import GroupedMatrices, GroupedSource
 from millrace.models.layers import DecoderLayer, DecoderWeights, DenseMlp, Mlp, MoeMlp
+from millrace.models.mixers import MIXERS, MixerSite
 from millrace.models.op_program import DecoderOps
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.layout import (
@@ -214,8 +215,7 @@ def layout_bytes(spec: ModelSpec, layout: ModelLayout, dtype: torch.dtype, quant
 def quantised_matrices(layout: ModelLayout) -> Iterator[Matrix]:
     """The matrices that `--quantization` applies to: those of the layers, except routers and experts."""
     for layer in layout.layers:
-        yield layer.qkv
-        yield layer.out
+        yield from layer.mixer.matrices()
         if not isinstance(layer.mlp, MoeLayout):
             yield from layer.mlp
 
@@ -354,19 +354,19 @@ class DecoderBuilder:
         use_decode_kernels = not self.deterministic
         return Decoder(spec, weights, ops, self.device, self.dtype, self.choices, use_decode_kernels, self.mesh)
 
-    def _choose(self, op: str, key: str = "", **shape: Any) -> Choice:
+    def choose(self, op: str, key: str = "", **shape: Any) -> Choice:
         choice = choose(op, self.device, self.dtype, self.deterministic, **shape)
         self.choices[key or op] = choice
         return choice
 
     def ops(self) -> DecoderOps:
         spec = self.spec
-        attention = self._choose("attention", head_dim=spec.head_dim)
+        attention = self.choose("attention", head_dim=spec.head_dim)
         return DecoderOps(
-            rms_norm=with_quantise(self._choose("rms_norm").make()),
-            add_rms_norm=with_quantise(self._choose("add_rms_norm").make()),
-            gated=with_quantise(self._choose("gated").make(spec.activation)),
-            route=self._choose("router").make(),
+            rms_norm=with_quantise(self.choose("rms_norm").make()),
+            add_rms_norm=with_quantise(self.choose("add_rms_norm").make()),
+            gated=with_quantise(self.choose("gated").make(spec.activation)),
+            route=self.choose("router").make(),
             attention=attention.make(
                 spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale, spec.attention_softcap
             ),
@@ -377,35 +377,21 @@ class DecoderBuilder:
         rows, columns = part.shape
         shape: dict[str, Any] = {"in_features": columns, "out_features": rows, "stored": self._is_stored((part,))}
         if self.layout.head is not None:
-            embedding = self._choose("embedding", **shape).make(self._weight((part,)))
+            embedding = self.choose("embedding", **shape).make(self._weight((part,)))
             head: Any = self.linear(self.layout.head, "head", "linear")
             return embedding, head
-        tied = self._choose("tied_embedding", **shape).make(self._weight((part,)))
+        tied = self.choose("tied_embedding", **shape).make(self._weight((part,)))
         return tied.rows, tied.head
 
     def layer(self, ops: DecoderOps, place: tuple[int, int], spec: LayerSpec, layout: LayerLayout) -> DecoderLayer:
-        model, (kv_group, kv_index) = self.spec, place
-        prepare = self._choose("qkv", head_dim=model.head_dim)
+        kv_group, kv_index = place
         return DecoderLayer(
             input_norm=self.norm(layout.input_norm),
-            qkv=self.linear(layout.qkv, "qkv_linear"),
-            prepare_qkv=prepare.make(
-                model.num_heads,
-                model.num_kv_heads,
-                model.head_dim,
-                model.norm_eps,
-                self._optional_norm(layout.q_norm),
-                self._optional_norm(layout.k_norm),
-            ),
-            out=self.summed(self.linear(layout.out, "out_linear")),
-            attention_out_norm=self._optional_norm(layout.attention_out_norm),
+            mixer=MIXERS[spec.mixer](self, MixerSite(spec, layout.mixer, kv_group, kv_index)),
+            mixer_out_norm=self.optional_norm(layout.mixer_out_norm),
             mlp_norm=self.norm(layout.mlp_norm),
             mlp=self._mlp(ops, layout.mlp),
-            mlp_out_norm=self._optional_norm(layout.mlp_out_norm),
-            rope=spec.rope,
-            window=spec.window,
-            kv_group=kv_group,
-            kv_index=kv_index,
+            mlp_out_norm=self.optional_norm(layout.mlp_out_norm),
         )
 
     def summed(self, linear: Linear) -> Linear:
@@ -425,8 +411,8 @@ class DecoderBuilder:
         moe, hidden_size = self.spec.moe, self.spec.hidden_size
         assert moe is not None
         sizes: dict[str, Any] = {"in_features": hidden_size, "out_features": moe.inner_size, "int8": self._int8}
-        plain = self._choose("linear", "expert_linear", **sizes)
-        grouped = [self._choose("grouped_linear", "expert_linear", **sizes, has_blocks=flag) for flag in (False, True)]
+        plain = self.choose("linear", "expert_linear", **sizes)
+        grouped = [self.choose("grouped_linear", "expert_linear", **sizes, has_blocks=flag) for flag in (False, True)]
         self._linear_choice(layout.experts[0][0], "expert_linear", "linear")
 
         def linear(weight: Any, bias: Tensor | None) -> Any:
@@ -435,7 +421,7 @@ class DecoderBuilder:
             return (plain if isinstance(weight, Tensor) else grouped[has_blocks(weight)]).make(weight, bias)
 
         weights = ExpertWeights(moe.num_experts, self._experts(layout))
-        choice = self._choose("experts", in_features=hidden_size, inner_features=moe.inner_size)
+        choice = self.choose("experts", in_features=hidden_size, inner_features=moe.inner_size)
         experts: Experts = choice.make(weights, self.spec.activation, linear)
         router = self.linear(layout.router, "router_linear", "linear")
         norms_add = all(self.choices[op].version.name == "triton" for op in ("rms_norm", "add_rms_norm"))
@@ -462,7 +448,7 @@ class DecoderBuilder:
             assert self.grouped is not None
             op = "fp8_linear" if self.grouped.multiplies_fp8(matrix.parts) else "grouped_linear"
         keeps_size = self.grouped is not None
-        return self._choose(
+        return self.choose(
             op,
             key,
             in_features=columns,
@@ -477,7 +463,7 @@ class DecoderBuilder:
         linear = self._linear_choice(matrix, "gate_up_linear", self._layer_linear)
         op = linear.version.op
         quantised, grouped = op == "fp8_linear", op == "grouped_linear"
-        choice = self._choose(
+        choice = self.choose(
             "gated_linear", in_features=columns, out_features=rows, quantised=quantised, grouped=grouped
         )
 
@@ -537,7 +523,7 @@ class DecoderBuilder:
         self._report(weight.nbytes)
         return weight + self.spec.norm_offset if self.spec.norm_offset else weight
 
-    def _optional_norm(self, part: TensorSpec | None) -> Tensor | None:
+    def optional_norm(self, part: TensorSpec | None) -> Tensor | None:
         return None if part is None else self.norm(part)
 
     def _report(self, num_bytes: int) -> None:

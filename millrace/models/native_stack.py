@@ -12,7 +12,7 @@ import ctypes
 import weakref
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from torch import Tensor
 from millrace.models.angles import Angles
 from millrace.models.batch import ForwardBatch
 from millrace.models.layers import DecoderLayer, DenseMlp
-from millrace.models.spec.model_spec import ModelSpec
+from millrace.models.mixers.attention import AttentionMixer
+from millrace.models.spec.model_spec import LayerSpec, ModelSpec
 from millrace.ops.attention.qkv import NativePrepareQkv
 from millrace.ops.attention.rows import plain_rows
 from millrace.ops.base.version import Choice
@@ -123,6 +124,8 @@ def native_stack_missing(spec: ModelSpec, choices: Mapping[str, Choice], layers:
         return "it is a mixture of experts"
     if len(spec.ropes) > MAX_ROPES:
         return f"it has more than {MAX_ROPES} ropes"
+    if reason := _unknown(spec, _HONOURED) or next(filter(None, map(_unknown_of_layer, spec.layers)), ""):
+        return reason
     other = [f"{key} is {choices[key].version.name}" for key in NEEDED if choices[key].version.name not in IN_CPP]
     # Layers may have weights of different formats; `choices` has those of the last one.
     if not other and not all(isinstance(linear, NativeParts) for layer in layers for linear in _linears(layer)):
@@ -130,9 +133,38 @@ def native_stack_missing(spec: ModelSpec, choices: Mapping[str, Choice], layers:
     return ", ".join(other)
 
 
+_HONOURED = frozenset(
+    "family vocab_size hidden_size inner_size num_heads num_kv_heads head_dim max_context layers ropes norm_eps"
+    " attention_scale norm_offset activation attention_softcap logit_softcap embedding_scale qkv_bias out_bias mlp_bias"
+    " qk_norm sandwich_norms tied_head has_kv_groups".split()
+)
+"""Fields of a ModelSpec that the C++ layers honour, or that do not concern them. With any other set, a model runs op by
+op, so a new field is never ignored."""
+_HONOURED_OF_LAYERS = frozenset(("window", "rope"))
+
+
+def _unknown_of_layer(layer: LayerSpec) -> str:
+    return _unknown(layer, _HONOURED_OF_LAYERS)
+
+
+def _unknown(spec: ModelSpec | LayerSpec, honoured: frozenset[str]) -> str:
+    """A field with another value than its default that is not honoured, as a clause."""
+    for own in fields(spec):
+        value: object = getattr(spec, own.name)
+        if own.name not in honoured and value != own.default:
+            return f"its {own.name} is {value!r}"
+    return ""
+
+
 def _linears(layer: DecoderLayer) -> tuple[Linear, ...]:
-    assert isinstance(layer.mlp, DenseMlp)
-    return layer.qkv, layer.out, layer.mlp.gate_up.linear, layer.mlp.down
+    mixer, mlp = _attention(layer), layer.mlp
+    assert isinstance(mlp, DenseMlp)
+    return mixer.qkv, mixer.out, mlp.gate_up.linear, mlp.down
+
+
+def _attention(layer: DecoderLayer) -> AttentionMixer:
+    assert isinstance(layer.mixer, AttentionMixer)
+    return layer.mixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,30 +316,31 @@ class NativeStack:
         """Address of each layer's KV tensor; rebuilt only when other tensors are passed."""
         if self._kv is not kv:
             layers = self._layers
-            addresses = (c_void_p * len(layers))(*(kv[layer.kv_index].data_ptr() for layer in layers))
+            addresses = (c_void_p * len(layers))(*(kv[_attention(layer).kv_index].data_ptr() for layer in layers))
             self._kv, self._kv_addresses = kv, addresses
         return self._kv_addresses
 
 
 def _layer(layer: DecoderLayer) -> _Layer:
-    assert isinstance(layer.prepare_qkv, NativePrepareQkv)
+    mixer = _attention(layer)
+    assert isinstance(mixer.prepare_qkv, NativePrepareQkv)
     assert isinstance(layer.mlp, DenseMlp)
     assert isinstance(layer.mlp.gate_up, ComposedGatedLinear)
-    q_norm, k_norm = layer.prepare_qkv.norms_at
+    q_norm, k_norm = mixer.prepare_qkv.norms_at
     return _Layer(
-        _linear(layer.qkv),
-        _linear(layer.out),
+        _linear(mixer.qkv),
+        _linear(mixer.out),
         _linear(layer.mlp.gate_up.linear),
         _linear(layer.mlp.down),
         layer.input_norm.data_ptr(),
         layer.mlp_norm.data_ptr(),
         q_norm,
         k_norm,
-        _address(layer.attention_out_norm),
+        _address(layer.mixer_out_norm),
         _address(layer.mlp_out_norm),
-        -1 if layer.rope is None else layer.rope,
-        layer.window or 0,
-        layer.kv_group,
+        -1 if mixer.rope is None else mixer.rope,
+        mixer.window or 0,
+        mixer.kv_group,
     )
 
 

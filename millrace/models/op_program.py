@@ -1,7 +1,8 @@
 """The layers of a decoder op by op, on any device: what a native stack does in one call.
 
 The ops and linears were chosen at load. What each can do beyond its plain form (quantised inputs, adding to the
-residual, separate kernels for decode rows) it declares itself, see `ops/linear/dense.py`.
+residual, separate kernels for decode rows) it declares itself, see `ops/linear/dense.py`. How a layer mixes tokens is
+its mixer's business (`models/mixers`).
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import numpy as np
 from torch import Tensor
 
 from millrace.models.angles import Angles
-from millrace.models.batch import ForwardBatch
+from millrace.models.batch import ForwardBatch, LastTokens, Taps
 from millrace.models.decode_spans import Span, apply_by_span, spans_of
 from millrace.models.layers import DecoderLayer, Mlp
+from millrace.models.mixers import MixerStep
 from millrace.ops.attention import Attention
 from millrace.ops.base.unsummed import Unsummed
 from millrace.ops.elementwise.norm import add_rms_norm_of
-from millrace.ops.kv.cache import format_of
 from millrace.ops.linear.dense import Linear
 
 
@@ -62,48 +63,39 @@ class OpProgram:
     ) -> None:
         self.layers, self.ops = layers, ops
         self._final_norm, self._angles, self._eps = final_norm, angles, eps
-        parts = (part for layer in layers for part in (layer.qkv, layer.out, layer.mlp))
+        parts = (part for layer in layers for part in (layer.mixer, layer.mlp))
         self._splits_decode = use_decode_kernels and any(part.has_decode_kernel for part in parts)
 
     def __call__(self, residual: Tensor, batch: ForwardBatch, kv: Sequence[Tensor]) -> Tensor:
         """Decoder.forward for embedded tokens, which may be overwritten."""
-        layers, ops, last = self.layers, self.ops, batch.last
-        rows = self._angles.of(batch.positions) if batch.angles is None else batch.angles
-        block_size, cache_format = kv[0].shape[3], format_of(kv[0])
-        prepared = {
-            (group, window): ops.attention.prepare(batch.rows.of_group(group), block_size, window, cache_format)
-            for group, window in dict.fromkeys((layer.kv_group, layer.window) for layer in layers)
-        }
-        last_rows = None
-        if last is not None and len(last.index):
-            own, window = last.rows.of_group(layers[-1].kv_group), layers[-1].window
-            last_rows = ops.attention.prepare(own, block_size, window, cache_format)
-        decodes = batch.decodes if self._splits_decode else None
-        spans = spans_of(decodes)
-
-        hidden = ops.rms_norm(residual, layers[0].input_norm, self._eps, quantise=layers[0].qkv.takes_fp8)
+        layers, last, spans = self.layers, batch.last, self._spans(batch)
+        step = MixerStep(batch, kv, self.ops.attention, self._angles_of(batch), spans)
+        step.prepare([layer.mixer for layer in layers])
+        hidden = self.ops.rms_norm(residual, layers[0].input_norm, self._eps, quantise=layers[0].mixer.takes_fp8)
         for index, layer in enumerate(layers):
-            if batch.taps is not None:
-                for tap in np.flatnonzero(batch.taps.layers == index).tolist():
-                    batch.taps.out[:, tap] = residual
-            qkv = apply_by_span(layer.qkv, hidden, spans)
-            angles = None if layer.rope is None else rows[layer.rope]
-            own_kv, block_ids = kv[layer.kv_index], batch.block_ids[layer.kv_group]
-            queries = layer.prepare_qkv(qkv, angles, own_kv, block_ids, batch.offsets)
-            prepared_rows = prepared[layer.kv_group, layer.window]
-            if last is not None and index + 1 == len(layers):
-                if not len(last.index):
-                    return residual[:0]
-                queries, residual = queries.index_select(0, last.index), residual.index_select(0, last.index)
-                spans = spans_of(None if decodes is None else decodes[last.index.numpy()])
-                prepared_rows = last_rows
-            out, mlp = Branch(layer.out, layer.attention_out_norm, spans), Branch(layer.mlp, layer.mlp_out_norm, spans)
-            hidden = ops.attention(queries, own_kv, prepared_rows)
+            _tap(batch.taps, index, residual)
+            if last is None or index + 1 < len(layers):
+                hidden = layer.mixer.mix(hidden, step)
+            elif len(last.index):
+                hidden = layer.mixer.mix_last(hidden, step, last)
+                residual, spans = residual.index_select(0, last.index), self._spans(batch, last)
+            else:
+                layer.mixer.write(hidden, step)
+                return residual[:0]
+            out = Branch(layer.mixer.out, layer.mixer_out_norm, spans)
+            mlp = Branch(layer.mlp, layer.mlp_out_norm, spans)
             hidden, residual = self._add(out, hidden, residual, layer.mlp_norm, layer.mlp.takes_fp8)
             if index + 1 < len(layers):
                 following = layers[index + 1]
-                hidden, residual = self._add(mlp, hidden, residual, following.input_norm, following.qkv.takes_fp8)
+                hidden, residual = self._add(mlp, hidden, residual, following.input_norm, following.mixer.takes_fp8)
         return self._final(self._result(mlp, hidden), residual, batch)
+
+    def _angles_of(self, batch: ForwardBatch) -> Sequence[Tensor]:
+        return self._angles.of(batch.positions) if batch.angles is None else batch.angles
+
+    def _spans(self, batch: ForwardBatch, last: LastTokens | None = None) -> tuple[Span, ...]:
+        decodes = batch.decodes if self._splits_decode else None
+        return spans_of(decodes if decodes is None or last is None else decodes[last.index.numpy()])
 
     def _result(self, branch: Branch, x: Any) -> Any:
         result = apply_by_span(branch.module, x, branch.spans)
@@ -123,3 +115,10 @@ class OpProgram:
             return add_rms_norm_of(self.ops.add_rms_norm, hidden, residual, norm, eps, drawn.index, drawn.out)
         final: Tensor = self.ops.add_rms_norm(hidden, residual, norm, eps)[0]
         return final
+
+
+def _tap(taps: Taps | None, index: int, residual: Tensor) -> None:
+    """Copy the residual before this layer to the drafters that read it."""
+    if taps is not None:
+        for tap in np.flatnonzero(taps.layers == index).tolist():
+            taps.out[:, tap] = residual

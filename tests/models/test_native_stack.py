@@ -15,7 +15,7 @@ from millrace.config import DEFAULT_MODEL
 from millrace.models.batch import ForwardBatch
 from millrace.models.decoder import Decoder
 from millrace.models.load import build_decoder, load_decoder
-from millrace.models.native_stack import KINDS
+from millrace.models.native_stack import KINDS, native_stack_missing
 from millrace.models.spec.families import spec_from_config
 from millrace.ops.attention.rows import plain_rows
 from millrace.ops.cpp import native
@@ -138,3 +138,11 @@ def test_prompts_of_the_default_model_equal_run_layers() -> None:
         [(tokens[2], 0, blocks[2]), (tokens[0][:1], 3, blocks[0]), (tokens[1][:80], 150, blocks[1])],
     ]
     check_same(decoder, [make_batch(rows, 16) for rows in steps], 16)
+
+
+def test_a_field_that_the_kernels_do_not_know_is_never_ignored() -> None:
+    """A new field of a spec is a reason to run op by op until the C++ layers honour it."""
+    decoder = load("llama", torch.float32)
+    assert not native_stack_missing(decoder.spec, decoder.choices)
+    unknown = replace(decoder.spec, layers=(replace(decoder.spec.layers[0], mixer="unknown"),))  # type: ignore[arg-type]
+    assert native_stack_missing(unknown, decoder.choices) == "its mixer is 'unknown'"

@@ -182,8 +182,8 @@ def test_blocks_that_would_be_cut_are_dequantised() -> None:
     formats = {"o_proj.weight": "Q4_K", "down_proj.weight": "Q8_0"}
     source = ShardWeights(StoredSource(spec, formats, Path("model.gguf")), shard)
     layer = shard.layout.layers[0]
-    assert source.stored_format(layer.out.parts[0].name) is None
-    assert source.get(layer.out.parts[0].name).shape == layer.out.parts[0].shape
+    assert source.stored_format(layer.mixer.out.parts[0].name) is None
+    assert source.get(layer.mixer.out.parts[0].name).shape == layer.mixer.out.parts[0].shape
     assert not isinstance(layer.mlp, tuple) or source.stored_format(layer.mlp[1].parts[0].name) == "Q8_0"
 
 

@@ -9,6 +9,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -294,11 +295,12 @@ def with_kernels(decoder: Decoder) -> Decoder:
     """The decoder with the Triton kernel that packs keys and values, on any device."""
     spec = decoder.spec
     for layer in decoder._weights.layers:
-        own = layer.prepare_qkv
+        mixer: Any = layer.mixer
+        own = mixer.prepare_qkv
         if not isinstance(own, PrepareQkvKernel):
             assert isinstance(own, NativePrepareQkv)
             kernel = PrepareQkvKernel(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.norm_eps, *own._norms)
-            object.__setattr__(layer, "prepare_qkv", kernel)
+            object.__setattr__(mixer, "prepare_qkv", kernel)
     return decoder
 
 

@@ -125,10 +125,10 @@ def test_matrices_are_held_in_8_bits_where_their_inputs_allow_it(tmp_path: Path)
     drafter = load_drafter(files, decoder, quantization="int8")
     assert isinstance(drafter, EagleDrafter)
     # Results do not show which form the weights have.
-    layer = drafter._weights.layers[0]
+    mixer: Any = drafter._weights.layers[0].mixer
     assert isinstance(drafter._weights.fc, StoredLinear)
-    assert isinstance(layer.out, StoredLinear)
-    assert not isinstance(layer.qkv, StoredLinear), "48 inputs are no whole groups of 32"
+    assert isinstance(mixer.out, StoredLinear)
+    assert not isinstance(mixer.qkv, StoredLinear), "48 inputs are no whole groups of 32"
     full, small = (drafter_bytes(files, torch.float32, kind) for kind in ("none", "int8"))
     # fc and the output projection have 96 inputs.
     assert full - small == 2 * (48 * 96 * 4 - packed_bytes("Q8_0", 48, 96)) > 0

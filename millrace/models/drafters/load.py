@@ -135,8 +135,9 @@ def layers_layout(spec: DrafterSpec) -> ModelLayout:
     if spec.kind != "eagle3":
         return layout
     first = layout.layers[0]
-    parts = tuple(TensorSpec(part.name, (part.shape[0], 2 * spec.hidden_size)) for part in first.qkv.parts)
-    return replace(layout, layers=(replace(first, qkv=replace(first.qkv, parts=parts)), *layout.layers[1:]))
+    parts = tuple(TensorSpec(part.name, (part.shape[0], 2 * spec.hidden_size)) for part in first.mixer.qkv.parts)
+    mixer = replace(first.mixer, qkv=replace(first.mixer.qkv, parts=parts))
+    return replace(layout, layers=(replace(first, mixer=mixer), *layout.layers[1:]))
 
 
 def eagle_tensors(spec: DrafterSpec) -> dict[str, tuple[int, ...]]:

@@ -19,10 +19,10 @@ from millrace.models.angles import Angles
 from millrace.models.batch import ForwardBatch
 from millrace.models.drafters.spec import DrafterSpec
 from millrace.models.layers import DecoderLayer
+from millrace.models.mixers import MixerStep
 from millrace.models.native_stack import NativeStack
 from millrace.models.op_program import DecoderOps
 from millrace.ops.attention import Attention
-from millrace.ops.kv.cache import format_of
 from millrace.ops.linear.dense import Head, Linear
 
 Embed = Callable[[Tensor], Tensor]
@@ -55,8 +55,8 @@ class EagleWeights:
     embed: Embed
     fc: Linear
     layers: tuple[DecoderLayer, ...]
-    """`kv_index` counts from 0: the first of the drafter's KV tensors. The first layer's `input_norm` is not used
-    if the spec has none."""
+    """Their mixers count KV tensors from 0, the first of the drafter's, in KV group 0. The first layer's `input_norm`
+    is not used if the spec has none."""
     head: Head | None
     """None: the target's."""
     logits: Logits
@@ -123,21 +123,16 @@ class EagleDrafter:
         self, hidden: Tensor, batch: ForwardBatch, kv: Sequence[Tensor], *, only_writes: bool
     ) -> DraftStates | None:
         ops, weights, layers = self._ops, self._weights, self._weights.layers
-        angles = self._angles.of(batch.positions)
-        attended = {
-            window: ops.attention.prepare(batch.rows.of_group(0), kv[0].shape[3], window, format_of(kv[0]))
-            for window in dict.fromkeys(layer.window for layer in layers)
-        }
+        step = MixerStep(batch, kv, ops.attention, self._angles.of(batch.positions))
+        step.prepare([layer.mixer for layer in layers])
         x, residual = self._first_input(weights.embed(batch.token_ids), hidden)
         for index, layer in enumerate(layers):
             if index:
                 x = self._norm(residual, layer.input_norm)
-            own = kv[layer.kv_index]
-            rotation = None if layer.rope is None else angles[layer.rope]
-            queries = layer.prepare_qkv(layer.qkv(x), rotation, own, batch.block_ids[0], batch.offsets)
             if only_writes and index + 1 == len(layers):
+                layer.mixer.write(x, step)
                 return None
-            x = layer.out(ops.attention(queries, own, attended[layer.window]))
+            x = layer.mixer.out(layer.mixer.mix(x, step))
             x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, self._eps)
             residual = residual + _dense(layer.mlp(x))
         return self._states(residual)

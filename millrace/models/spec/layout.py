@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from millrace.models.spec.families import WeightNames, family_named
-from millrace.models.spec.model_spec import LayerSpec, ModelSpec
+from millrace.models.spec.model_spec import LayerSpec, MixerKind, ModelSpec
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -49,13 +49,29 @@ class MoeLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerLayout:
-    input_norm: TensorSpec
+class AttentionLayout:
     qkv: Matrix
     q_norm: TensorSpec | None
     k_norm: TensorSpec | None
     out: Matrix
-    attention_out_norm: TensorSpec | None
+
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.qkv, self.out
+
+    def norms(self) -> tuple[TensorSpec, ...]:
+        """Tensors that are kept in float32."""
+        return tuple(norm for norm in (self.q_norm, self.k_norm) if norm is not None)
+
+
+MixerLayout = AttentionLayout
+"""The tensors of a mixer, of whatever kind: its matrices and its norms."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLayout:
+    input_norm: TensorSpec
+    mixer: MixerLayout
+    mixer_out_norm: TensorSpec | None
     mlp_norm: TensorSpec
     mlp: tuple[Matrix, Matrix] | MoeLayout
     """(gate_up, down), or a mixture of experts."""
@@ -84,26 +100,37 @@ def layout_of(spec: ModelSpec) -> ModelLayout:
 
 def _layer(spec: ModelSpec, names: WeightNames, index: int, layer: LayerSpec) -> LayerLayout:
     prefix = f"model.layers.{index}."
-    attention = prefix + "self_attn."
 
     def norm(name: str) -> TensorSpec:
         return TensorSpec(f"{prefix}{name}.weight", (spec.hidden_size,))
+
+    return LayerLayout(
+        input_norm=norm(names.input_norm),
+        mixer=MIXER_LAYOUTS[layer.mixer](spec, prefix),
+        mixer_out_norm=norm(names.attention_out_norm) if spec.sandwich_norms else None,
+        mlp_norm=norm(names.mlp_norm),
+        mlp=_moe(spec, names, prefix) if layer.is_moe else _mlp(spec, prefix),
+        mlp_out_norm=norm(names.mlp_out_norm) if spec.sandwich_norms else None,
+    )
+
+
+def _attention(spec: ModelSpec, prefix: str) -> AttentionLayout:
+    attention = prefix + "self_attn."
 
     def head_norm(name: str) -> TensorSpec | None:
         return TensorSpec(f"{attention}{name}.weight", (spec.head_dim,)) if spec.qk_norm else None
 
     rows = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
-    return LayerLayout(
-        input_norm=norm(names.input_norm),
+    return AttentionLayout(
         qkv=_matrix(attention, rows, spec.hidden_size, spec.qkv_bias),
         q_norm=head_norm("q_norm"),
         k_norm=head_norm("k_norm"),
         out=_matrix(attention, {"o_proj": spec.hidden_size}, spec.q_size, spec.out_bias),
-        attention_out_norm=norm(names.attention_out_norm) if spec.sandwich_norms else None,
-        mlp_norm=norm(names.mlp_norm),
-        mlp=_moe(spec, names, prefix) if layer.is_moe else _mlp(spec, prefix),
-        mlp_out_norm=norm(names.mlp_out_norm) if spec.sandwich_norms else None,
     )
+
+
+MIXER_LAYOUTS: Mapping[MixerKind, Callable[[ModelSpec, str], MixerLayout]] = {"attention": _attention}
+"""The tensors of each kind of mixer in the layer with this prefix."""
 
 
 def _matrix(prefix: str, rows: dict[str, int], columns: int, has_bias: bool = False) -> Matrix:
@@ -136,8 +163,7 @@ def _moe(spec: ModelSpec, names: WeightNames, prefix: str) -> MoeLayout:
 
 
 def matrices_of(layer: LayerLayout) -> Iterator[Matrix]:
-    yield layer.qkv
-    yield layer.out
+    yield from layer.mixer.matrices()
     if isinstance(layer.mlp, MoeLayout):
         yield layer.mlp.router
         for pair in layer.mlp.experts:
@@ -147,7 +173,8 @@ def matrices_of(layer: LayerLayout) -> Iterator[Matrix]:
 
 
 def norms_of(layer: LayerLayout) -> Iterator[TensorSpec]:
-    found = (layer.input_norm, layer.q_norm, layer.k_norm, layer.attention_out_norm, layer.mlp_norm, layer.mlp_out_norm)
+    yield from layer.mixer.norms()
+    found = (layer.input_norm, layer.mixer_out_norm, layer.mlp_norm, layer.mlp_out_norm)
     yield from (norm for norm in found if norm is not None)
 
 

@@ -9,6 +9,8 @@ from millrace.models.spec.kv_groups import LayerGroups, group_by_window, one_gro
 from millrace.ops.base.activation_kind import Activation
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors"]
+MixerKind = Literal["attention"]
+"""How a layer mixes the tokens of a row; see `models/mixers`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class LayerSpec:
     rope: int | None = 0
     """Index into ModelSpec.ropes; None: no rotation."""
     is_moe: bool = False
+    mixer: MixerKind = "attention"
 
 
 @dataclass(frozen=True, slots=True)

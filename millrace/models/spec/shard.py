@@ -96,10 +96,10 @@ class Shard:
     def _layer_cuts(self, layer: LayerLayout) -> Iterator[tuple[str, Cut]]:
         size = self.whole.head_dim
         queries, keys = (range(own.start * size, own.stop * size) for own in (self.heads, self.kv_heads))
-        for parts in (layer.qkv.parts, layer.qkv.biases):
+        for parts in (layer.mixer.qkv.parts, layer.mixer.qkv.biases):
             for part, rows in zip(parts, (queries, keys, keys), strict=bool(parts)):
                 yield part.name, Cut(rows=rows)
-        yield from self._column_cuts(layer.out, queries)
+        yield from self._column_cuts(layer.mixer.out, queries)
         if isinstance(layer.mlp, MoeLayout):
             pairs, inner = layer.mlp.experts, self.expert_inner
         else:

@@ -1,0 +1,94 @@
+"""Attention with keys and values in the cache, over all earlier tokens or a window of them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from millrace.models.batch import LastTokens
+from millrace.models.decode_spans import apply_by_span
+from millrace.models.mixers.base import MixerBuilder, MixerSite, MixerStep
+from millrace.models.spec.layout import AttentionLayout
+from millrace.ops.attention import AttentionRows
+from millrace.ops.attention.qkv import PrepareQkv
+from millrace.ops.kv.cache import format_of
+from millrace.ops.linear.dense import Linear
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionMixer:
+    qkv: Linear
+    prepare_qkv: PrepareQkv
+    out: Linear
+    rope: int | None
+    window: int | None
+    kv_group: int
+    kv_index: int
+    """The KV tensor of the pool that holds this layer's keys and values, in the blocks of its group."""
+
+    @property
+    def takes_fp8(self) -> bool:
+        return self.qkv.takes_fp8
+
+    @property
+    def has_decode_kernel(self) -> bool:
+        return self.qkv.has_decode_kernel or self.out.has_decode_kernel
+
+    @property
+    def shares(self) -> Hashable:
+        return "attention", self.kv_group, self.window
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        return "attention", self.rope is None, self.window
+
+    def prepare(self, step: MixerStep) -> Any:
+        return self._prepare(step, step.batch.rows)
+
+    def mix(self, hidden: Any, step: MixerStep) -> Tensor:
+        return step.attention(self._queries(hidden, step), step.kv[self.kv_index], step.prepared[self.shares])
+
+    def mix_last(self, hidden: Any, step: MixerStep, last: LastTokens) -> Tensor:
+        # First, since another kernel must run between this and attention (`Attention.prepare`).
+        prepared = self._prepare(step, last.rows)
+        queries = self._queries(hidden, step).index_select(0, last.index)
+        return step.attention(queries, step.kv[self.kv_index], prepared)
+
+    def write(self, hidden: Any, step: MixerStep) -> None:
+        self._queries(hidden, step)
+
+    def _prepare(self, step: MixerStep, rows: AttentionRows) -> Any:
+        own = step.kv[self.kv_index]
+        return step.attention.prepare(rows.of_group(self.kv_group), own.shape[3], self.window, format_of(own))
+
+    def _queries(self, hidden: Any, step: MixerStep) -> Tensor:
+        """The queries, after keys and values have been written."""
+        batch, rope = step.batch, self.rope
+        qkv = apply_by_span(self.qkv, hidden, step.spans)
+        angles = None if rope is None else step.angles[rope]
+        return self.prepare_qkv(qkv, angles, step.kv[self.kv_index], batch.block_ids[self.kv_group], batch.offsets)
+
+
+def build_attention(builder: MixerBuilder, site: MixerSite) -> AttentionMixer:
+    spec, layout = builder.spec, site.layout
+    assert isinstance(layout, AttentionLayout)
+    prepare = builder.choose("qkv", head_dim=spec.head_dim)
+    return AttentionMixer(
+        qkv=builder.linear(layout.qkv, "qkv_linear"),
+        prepare_qkv=prepare.make(
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            spec.norm_eps,
+            builder.optional_norm(layout.q_norm),
+            builder.optional_norm(layout.k_norm),
+        ),
+        out=builder.summed(builder.linear(layout.out, "out_linear")),
+        rope=site.layer.rope,
+        window=site.layer.window,
+        kv_group=site.kv_group,
+        kv_index=site.kv_index,
+    )
