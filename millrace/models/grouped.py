@@ -14,9 +14,11 @@ from millrace.models.spec.layout import ModelLayout, MoeLayout, TensorSpec, matr
 from millrace.models.stored import KeptMatrices
 from millrace.ops.base.quantised import Quantised
 from millrace.ops.cpp.native import DTYPES, native_missing
+from millrace.ops.linear.block_weight import BlockWeight, join_blocks
 from millrace.ops.linear.fp8 import StoredFp8, fp8_missing
 from millrace.ops.linear.grouped_weight import GroupedWeight, join
 from millrace.ops.linear.stored import packed_bytes
+from millrace.ops.triton import triton_missing
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +29,7 @@ class GroupedSource(Protocol):
 
     def matrices(self) -> Mapping[str, QuantisedMatrix]: ...
 
-    def grouped(self, name: str, dtype: torch.dtype) -> GroupedWeight: ...
+    def grouped(self, name: str, dtype: torch.dtype) -> GroupedWeight | BlockWeight: ...
 
     def get(self, name: str, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor: ...
 
@@ -47,16 +49,37 @@ class GroupedMatrices:
         quantised = source.matrices()
         found = [parts for parts in _linear_parts(layout) if any(part.name in quantised for part in parts)]
         self._parts = {parts for parts in found if stored is None or not stored.holds(parts)}
-        # The kernels for experts on a GPU read plain weights.
-        self._widened = set() if device.type == "cpu" else set(_expert_parts(layout)) & self._parts
+        self._experts: set[tuple[TensorSpec, ...]] = set() if device.type == "cpu" else set(_expert_parts(layout))
+        self._widened = self._cannot_stack(layout) & self._parts
         self._parts -= self._widened
         self._has_kernels = device.type == "cpu" and dtype in DTYPES and not native_missing(device)
         self._has_fp8 = dtype == torch.bfloat16 and not fp8_missing(device)
 
+    def _cannot_stack(self, layout: ModelLayout) -> set[tuple[TensorSpec, ...]]:
+        """Experts on a GPU that its kernels do not read as they are stored."""
+        found: set[tuple[TensorSpec, ...]] = set()
+        if not self._experts:
+            return found
+        has_kernels = self._dtype in (torch.bfloat16, torch.float16) and not triton_missing(self._device)
+        quantised = self._source.matrices()
+        for layer in (layer.mlp for layer in layout.layers if isinstance(layer.mlp, MoeLayout)):
+            pairs = [(gate_up.parts, down.parts) for gate_up, down in layer.experts]
+            for matrices in zip(*pairs, strict=True):
+                kinds = {quantised.get(part.name) for parts in matrices for part in parts}
+                labels = {None if kind is None else kind.label for kind in kinds}
+                alike = len(labels) == 1 and all(kind is not None and kind.can_stack for kind in kinds)
+                if not (alike and has_kernels):
+                    found.update(parts for pair in pairs for parts in pair)
+        return found
+
     def warn(self) -> None:
         """Log what is wider than stored, and what is slow."""
         if self._widened:
-            log.warning("the quantised experts are dequantised at load: GPUs have no kernel for them yet")
+            log.warning(
+                "the experts of %d matrices are dequantised at load: the GPU's kernels read experts that are quantised"
+                " alike in a layer, without act-order, in groups of a multiple of 32 inputs",
+                len(self._widened),
+            )
         slow = [parts for parts in self._parts if self._device.type == "cpu" and not self.has_blocks(parts)]
         matrices = self._source.matrices()
         labels = sorted({matrices[part.name].label for parts in slow for part in parts if part.name in matrices})
@@ -74,7 +97,11 @@ class GroupedMatrices:
     def multiplies_fp8(self, parts: tuple[TensorSpec, ...]) -> bool:
         """True if the device multiplies the stored FP8 numbers, else they are dequantised in each product."""
         matrices = [self._source.matrices().get(part.name) for part in parts]
-        return self._has_fp8 and all(matrix is not None and matrix.is_fp8_by_output for matrix in matrices)
+        return (
+            self._has_fp8
+            and parts not in self._experts
+            and all(matrix is not None and matrix.is_fp8_by_output for matrix in matrices)
+        )
 
     def has_blocks(self, parts: tuple[TensorSpec, ...]) -> bool:
         """True if the CPU kernels read every quantised part as GGUF blocks."""
@@ -103,7 +130,11 @@ class GroupedMatrices:
         read = [self._read(part) for part in parts]
         if self.has_blocks(parts):
             return tuple(read)
-        joined: Any = join(read) if all(isinstance(part, GroupedWeight) for part in read) else tuple(read)
+        joined: Any = tuple(read)
+        if all(isinstance(part, GroupedWeight) for part in read):
+            joined = join(read)
+        elif all(isinstance(part, BlockWeight) for part in read):
+            joined = join_blocks(read)
         if self.multiplies_fp8(parts):
             return StoredFp8(Quantised(joined.codes, joined.scales.view(-1)), self._dtype)
         return joined

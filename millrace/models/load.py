@@ -50,6 +50,7 @@ from millrace.ops.linear.stored import FORMATS, StoredLinear, StoredWeight, stor
 from millrace.ops.linear.summed import SummedLinear
 from millrace.ops.moe.experts import Experts, ExpertWeights
 from millrace.ops.registry import choose
+from millrace.ops.triton import triton_missing
 
 if TYPE_CHECKING:
     from millrace.models.weights import WeightSource
@@ -165,7 +166,7 @@ def weight_bytes(
     if shard is not None:
         source = ShardWeights(source, shard)
     stored = stored_matrices(source, layout, device, dtype, quantization)
-    grouped = grouped_matrices(source, layout, device, dtype, stored)
+    grouped = grouped_matrices(source, layout, device, dtype, stored, quantization)
     return total - sum(kept.saved_bytes() for kept in (stored, grouped) if kept is not None)
 
 
@@ -187,10 +188,22 @@ def stored_matrices(
 
 
 def grouped_matrices(
-    source: WeightSource, layout: ModelLayout, device: torch.device, dtype: torch.dtype, stored: KeptMatrices | None
+    source: WeightSource,
+    layout: ModelLayout,
+    device: torch.device,
+    dtype: torch.dtype,
+    stored: KeptMatrices | None,
+    quantization: Quantization = "none",
 ) -> GroupedMatrices | None:
     """The other matrices that stay as a quantised checkpoint stores them; None if the source is none."""
-    return GroupedMatrices(source, layout, device, dtype, stored) if isinstance(source, GroupedSource) else None
+    if isinstance(source, GroupedSource):
+        return GroupedMatrices(source, layout, device, dtype, stored)
+    reads_blocks = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and not triton_missing(device)
+    if not reads_blocks or quantization != "none" or not isinstance(source, QuantisedSource):
+        return None
+    from millrace.models.formats.gguf import GgufMatrices  # local: imports the reader of GGUF
+
+    return GroupedMatrices(GgufMatrices(source, layout), layout, device, dtype, stored)
 
 
 def spec_weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: Quantization = "none") -> int:
@@ -328,7 +341,7 @@ class DecoderBuilder:
         self._progress = progress
         self._done_bytes = 0
         self._total_bytes = layout_bytes(spec, layout, dtype, quantization)
-        self.grouped = grouped_matrices(source, layout, device, dtype, stored)
+        self.grouped = grouped_matrices(source, layout, device, dtype, stored, quantization)
         for kept in (stored, self.grouped):
             self._total_bytes -= 0 if kept is None else kept.saved_bytes()
 
@@ -421,7 +434,8 @@ class DecoderBuilder:
             return (plain if isinstance(weight, Tensor) else grouped[has_blocks(weight)]).make(weight, bias)
 
         weights = ExpertWeights(moe.num_experts, self._experts(layout))
-        choice = self.choose("experts", in_features=hidden_size, inner_features=moe.inner_size)
+        is_stored = self.device.type != "cpu" and self._is_grouped(layout.experts[0][0].parts)
+        choice = self.choose("experts", in_features=hidden_size, inner_features=moe.inner_size, stored=is_stored)
         experts: Experts = choice.make(weights, self.spec.activation, linear)
         router = self.linear(layout.router, "router_linear", "linear")
         norms_add = all(self.choices[op].version.name == "triton" for op in ("rms_norm", "add_rms_norm"))

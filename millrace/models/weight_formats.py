@@ -56,7 +56,7 @@ def weight_formats(
         return []
     layout = layout_of(spec_from_config(files.config))
     stored = stored_matrices(source, layout, device, dtype, quantization)
-    grouped = grouped_matrices(source, layout, device, dtype, stored)
+    grouped = grouped_matrices(source, layout, device, dtype, stored, quantization)
 
     def version_of(parts: tuple[TensorSpec, ...]) -> Version:
         op = "fp8_linear" if quantization == "fp8" else "linear"

@@ -15,7 +15,7 @@ from millrace.ops.base.version import Choice, Version, dtype_name
 from millrace.ops.elementwise import activation, norm, softcap
 from millrace.ops.head import embedding
 from millrace.ops.linear import dense, fp8, gated, grouped, packed_codes, stored
-from millrace.ops.moe import experts, router
+from millrace.ops.moe import experts, router, stored_experts
 
 OPS: Mapping[str, tuple[Version, ...]] = types.MappingProxyType(
     {
@@ -32,7 +32,7 @@ OPS: Mapping[str, tuple[Version, ...]] = types.MappingProxyType(
         "attention": attention.VERSIONS,
         "gated": activation.VERSIONS,
         "router": router.VERSIONS,
-        "experts": experts.VERSIONS,
+        "experts": (*stored_experts.VERSIONS, *experts.VERSIONS),
         "softcap": softcap.VERSIONS,
     }
 )

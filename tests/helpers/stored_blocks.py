@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as T
 
 from millrace.models.spec.layout import all_tensors, layout_of
 from millrace.models.spec.model_spec import ModelSpec
-from millrace.models.weights.dequantise import dequantise
+from millrace.ops.linear.gguf_values import dequantise
 
 HALVES = {
     "Q4_0": (0,),
@@ -28,6 +28,8 @@ HALVES = {
     "Q5_K": (0, 2),
     "Q6_K": (208,),
     "IQ4_NL": (0,),
+    **dict.fromkeys(("IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S"), (0,)),
+    "IQ1_M": (),
 }
 """Offsets of the float16 numbers in a block of each format."""
 
@@ -41,6 +43,10 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int = 0, scale: floa
         halves = (draw.standard_normal(len(blocks)) * scale).astype(np.float16)
         halves[draw.random(len(blocks)) < 0.02] = 0.0
         blocks[:, start : start + 2] = halves.view(np.uint8).reshape(-1, 2)
+    if kind == "IQ1_M":  # the scale is in the upper quarters of four words: 2^-7 with the sign of the first
+        words = blocks[:, 48:56].view(np.uint16)
+        words[:] = (words & 0x0FFF) | np.array([0, 0, 0x0000, 0x2000], dtype=np.uint16)
+        blocks[:, 48:56] = words.view(np.uint8)
     return blocks.reshape(rows, -1)
 
 

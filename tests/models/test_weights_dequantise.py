@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millrace.errors import ModelError
-from millrace.models.weights import dequantise as module
 from millrace.models.weights import open_weights
-from millrace.models.weights.dequantise import check_supported, dequantise
+from millrace.ops.linear import gguf_values as module
+from millrace.ops.linear.gguf_values import check_supported, dequantise
 from millrace.sources.resolve import resolve_model
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from millrace.models.weights.dequantise import dequantise
+from millrace.ops.linear.gguf_values import dequantise
 from millrace.sources.gguf.reader import read_gguf
 from millrace.sources.known_models import KNOWN_MODELS, find_known
 from millrace.sources.resolve import ModelFiles, resolve_model

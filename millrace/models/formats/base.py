@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from millrace.errors import ModelError
-from millrace.ops.linear.grouped_weight import GroupedWeight
 
 
 class StoredTensors(Protocol):
@@ -46,14 +45,21 @@ class QuantisedMatrix:
     """The stored tensors that it consists of, or that describe it."""
     num_bytes: int
     """Size of the weight that `read` returns."""
-    read: Callable[[torch.dtype], GroupedWeight]
-    """Reads it for a model's dtype, on the CPU."""
+    read: Callable[[torch.dtype], Any]
+    """Reads it for a model's dtype, on the CPU: a GroupedWeight, or a BlockWeight from a GGUF file."""
     gguf: str | None = None
     """The GGUF format with the same values (but for the rounding of scales to float16); None if there is none."""
     has_order: bool = False
     """True if the codes are read in another order than the inputs (act-order)."""
     is_fp8_by_output: bool = False
     """True for FP8 codes with one scale per output, which GPUs multiply as they are."""
+    group: int = 32
+    """Inputs per scale."""
+
+    @property
+    def can_stack(self) -> bool:
+        """True if a GPU's kernel for experts reads it."""
+        return not self.has_order and self.group % 16 == 0
 
 
 class CheckpointFormat(Protocol):

@@ -14,8 +14,8 @@ import torch
 
 from millrace.errors import ModelError
 from millrace.models.spec.shard import Cut
-from millrace.models.weights.dequantise import PLAIN, Bytes, check_supported, dequantise, stored_dtype
 from millrace.models.weights.gguf_names import GgufPiece, pieces_by_name
+from millrace.ops.linear.gguf_values import PLAIN, Bytes, check_supported, dequantise, stored_dtype
 from millrace.sources.gguf.model import GgufModel
 
 

@@ -1,6 +1,6 @@
 """A linear layer over a weight of small codes with a scale per group of inputs, as quantised checkpoints store it.
 
-make(weight, bias) -> Linear. `weight` is a `GroupedWeight`, or a sequence of weights whose outputs follow each other: a
+make(weight, bias) -> Linear. `weight` is a `GroupedWeight`, a `BlockWeight` (the blocks of a GGUF file), or a sequence of weights whose outputs follow each other: a
 fused matrix with parts that cannot be joined, some of them perhaps plain Tensors. A weight's value is its dequantised
 number rounded to the model's dtype. No version keeps a dequantised copy.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,12 +18,16 @@ from torch.nn import functional as F
 from millrace.errors import ModelError
 from millrace.ops.base.version import Shape, Version
 from millrace.ops.cpp.native import DTYPES, native_missing
+from millrace.ops.linear.block_weight import BlocksTriton, BlockWeight
 from millrace.ops.linear.blocks import gguf_blocks
 from millrace.ops.linear.dense import TILE_ROWS, Head, PlainLinear, TiledLinear
 from millrace.ops.linear.fp8 import FP8_CAPABILITY
 from millrace.ops.linear.grouped_weight import GroupedWeight, without_fp8
 from millrace.ops.linear.stored import Order, StoredPart, StoredWeight, native_linear, pack_stored
 from millrace.ops.triton import triton_missing
+
+if TYPE_CHECKING:
+    from millrace.ops.triton.gemm.grouped import GroupedOperand
 
 _SLICE_ITEMS = 1 << 22
 """Weights dequantised at a time by the reference."""
@@ -32,7 +36,7 @@ _SLICE_ITEMS = 1 << 22
 class GroupedReference(Head):
     """Dequantises a slice of outputs at a time and multiplies it; on a CPU in fixed tiles of rows."""
 
-    def __init__(self, weight: GroupedWeight, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: GroupedWeight | BlockWeight, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
         self.num_bytes = weight.num_bytes + (0 if bias is None else bias.nbytes)
 
@@ -54,40 +58,48 @@ class GroupedReference(Head):
         return self(x).float()
 
 
+def grouped_operand(weight: GroupedWeight) -> tuple[GroupedWeight, GroupedOperand, int]:
+    """The weight as this GPU can read it, its tensors as the kernel reads them, and the inputs of a tile."""
+    from millrace.ops.triton.gemm import grouped as kernel
+
+    device = weight.codes.device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+        weight = without_fp8(weight)
+    is_exponent = weight.scales.dtype == torch.float8_e8m0fnu
+    operand = kernel.GroupedOperand(
+        codes=weight.codes,
+        scales=weight.scales.view(torch.uint8) if is_exponent else weight.scales,
+        zeros=weight.zeros,
+        levels=weight.levels,
+        output_scales=weight.output_scales,
+        offsets=weight.offsets,
+        outputs=weight.shape[0],
+        inputs=weight.in_features,
+        group=weight.group,
+        rows_per_scale=weight.rows_per_scale,
+        zero=weight.zero,
+        is_four_bits=weight.bits == 4,
+    )
+    tile_k = kernel.tile_inputs(weight.group, weight.in_features)
+    # Even and odd inputs of 4-bit codes are multiplied apart, and a matrix instruction takes 16 inputs.
+    smallest = 32 if weight.bits == 4 else 16
+    if tile_k < smallest:
+        raise ModelError(
+            f"The checkpoint has groups of {weight.group} inputs; GPU kernels for {weight.bits}-bit codes need"
+            f" groups of a multiple of {smallest}. Run it with --device cpu."
+        )
+    return weight, operand, tile_k
+
+
 class GroupedTriton(Head):
     """A Triton kernel that dequantises tiles in registers. `is_fixed`: with the same tiles for any number of rows."""
 
     def __init__(self, weight: GroupedWeight, bias: Tensor | None = None, is_fixed: bool = False) -> None:
         from millrace.ops.triton.gemm import grouped as kernel
 
-        device = weight.codes.device
-        if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
-            weight = without_fp8(weight)
-        self.weight, self.bias, self._is_fixed = weight, bias, is_fixed
-        self.num_bytes = weight.num_bytes + (0 if bias is None else bias.nbytes)
-        is_exponent = weight.scales.dtype == torch.float8_e8m0fnu
-        self._operand = kernel.GroupedOperand(
-            codes=weight.codes,
-            scales=weight.scales.view(torch.uint8) if is_exponent else weight.scales,
-            zeros=weight.zeros,
-            levels=weight.levels,
-            output_scales=weight.output_scales,
-            offsets=weight.offsets,
-            outputs=weight.shape[0],
-            inputs=weight.in_features,
-            group=weight.group,
-            rows_per_scale=weight.rows_per_scale,
-            zero=weight.zero,
-            is_four_bits=weight.bits == 4,
-        )
-        self._tile_k = kernel.tile_inputs(weight.group, weight.in_features)
-        # Even and odd inputs of 4-bit codes are multiplied apart, and a matrix instruction takes 16 inputs.
-        smallest = 32 if weight.bits == 4 else 16
-        if self._tile_k < smallest:
-            raise ModelError(
-                f"The checkpoint has groups of {weight.group} inputs; GPU kernels for {weight.bits}-bit codes need"
-                f" groups of a multiple of {smallest}. Run it with --device cpu."
-            )
+        self.bias, self._is_fixed = bias, is_fixed
+        self.weight, self._operand, self._tile_k = grouped_operand(weight)
+        self.num_bytes = self.weight.num_bytes + (0 if bias is None else bias.nbytes)
         self._programs = 2 * _processors(weight.codes.device)
         self._product, self._choose, self._fixed = kernel.grouped_product, kernel.choose_tiles, kernel.fixed_tiles
 
@@ -158,7 +170,7 @@ def by_parts(make: Any, plain: Callable[[Tensor, Tensor | None], Head] = _tiled)
     """A maker that also takes several weights, each with its rows of the bias; `plain` makes those of Tensors."""
 
     def made(weight: Any, bias: Tensor | None = None) -> Head:
-        if isinstance(weight, GroupedWeight):
+        if isinstance(weight, (GroupedWeight, BlockWeight)):
             return make(weight, bias)  # type: ignore[no-any-return]
         linears, first = [], 0
         for part in weight:
@@ -168,6 +180,12 @@ def by_parts(make: Any, plain: Callable[[Tensor, Tensor | None], Head] = _tiled)
         return JoinedLinear(linears)
 
     return made
+
+
+def make_triton(weight: GroupedWeight | BlockWeight, bias: Tensor | None = None, is_fixed: bool = False) -> Head:
+    if isinstance(weight, BlockWeight):
+        return BlocksTriton(weight, bias, is_fixed)
+    return GroupedTriton(weight, bias, is_fixed)
 
 
 def _triton_missing(device: torch.device) -> str:
@@ -213,7 +231,7 @@ VERSIONS = (
     Version(
         op="grouped_linear",
         name="triton",
-        make=by_parts(GroupedTriton),
+        make=by_parts(make_triton),
         when="Triton: dequantises tiles in registers, with tiles for few rows and for many",
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),
@@ -222,7 +240,7 @@ VERSIONS = (
     Version(
         op="grouped_linear",
         name="triton_fixed",
-        make=by_parts(partial(GroupedTriton, is_fixed=True)),
+        make=by_parts(partial(make_triton, is_fixed=True)),
         when="as triton, with one tile size, so that the batch cannot change a token's result",
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),

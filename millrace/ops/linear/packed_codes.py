@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from millrace.ops.base.version import Version
+from millrace.ops.linear.block_weight import BlockWeight
 from millrace.ops.linear.dense import Head
-from millrace.ops.linear.grouped import GroupedTriton, by_parts
+from millrace.ops.linear.grouped import by_parts, make_triton
 from millrace.ops.linear.grouped_weight import GroupedWeight
 from millrace.ops.triton import gluon_missing, triton_missing
 
@@ -77,8 +78,10 @@ class PackedCodesLinear(Head):
         return multiply(x, self.weight, many, self._counters, self.bias, dtype)
 
 
-def make_packed(weight: GroupedWeight, bias: Tensor | None = None) -> Head:
-    return PackedCodesLinear(weight, bias) if can_pack(weight) else GroupedTriton(weight, bias)
+def make_packed(weight: GroupedWeight | BlockWeight, bias: Tensor | None = None) -> Head:
+    if isinstance(weight, GroupedWeight) and can_pack(weight):
+        return PackedCodesLinear(weight, bias)
+    return make_triton(weight, bias)
 
 
 def packed_missing(device: torch.device) -> str:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from millrace.ops.base.activation_kind import Activation
 from millrace.ops.base.unsummed import Unsummed
-from millrace.ops.base.version import Version
+from millrace.ops.base.version import Shape, Version
 from millrace.ops.elementwise.activation import activate
 from millrace.ops.linear.dense import Linear
 from millrace.ops.moe.router import Route
@@ -190,6 +190,10 @@ def _grouped_mm_missing(device: torch.device) -> str:
     return "" if torch.cuda.get_device_capability(device) >= (9, 0) else "needs compute capability 9.0"
 
 
+def _is_plain(shape: Shape) -> bool:
+    return not shape.get("stored", False)
+
+
 VERSIONS = (
     Version(
         op="experts",
@@ -197,6 +201,7 @@ VERSIONS = (
         make=TritonExperts,
         when="no permutation: two products that gather an expert's tokens; tile sizes depend on the number of tokens",
         devices=("cuda",),
+        fits=_is_plain,
         missing=triton_missing,
     ),
     Version(
@@ -206,6 +211,7 @@ VERSIONS = (
         when="as triton, with one tile size, so that the batch cannot change a token's result",
         devices=("cuda",),
         invariant_on=("cuda",),
+        fits=_is_plain,
         missing=triton_missing,
     ),
     Version(
@@ -215,7 +221,7 @@ VERSIONS = (
         when="tokens sorted by expert, two grouped products, no wait on the host",
         devices=("cuda",),
         dtypes=(torch.bfloat16,),
-        fits=lambda shape: bool(shape["in_features"] % 8 == 0 and shape["inner_features"] % 8 == 0),
+        fits=lambda shape: _is_plain(shape) and shape["in_features"] % 8 == 0 and shape["inner_features"] % 8 == 0,
         missing=_grouped_mm_missing,
     ),
     Version(
@@ -224,6 +230,7 @@ VERSIONS = (
         make=DenseExperts,
         when="every expert over every token; the host never waits for the routing",
         devices=("cuda",),
+        fits=_is_plain,
     ),
     Version(
         op="experts",

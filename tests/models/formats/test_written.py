@@ -13,8 +13,8 @@ from safetensors import safe_open
 
 from millrace.models.formats.base import QuantisedMatrix
 from millrace.models.formats.read import format_of
-from millrace.models.weights.dequantise import dequantise
 from millrace.ops.linear.blocks import gguf_blocks
+from millrace.ops.linear.gguf_values import dequantise
 
 FILES = sorted((Path(__file__).parent / "written").glob("*.safetensors"))
 assert FILES

@@ -49,6 +49,48 @@ class GroupedOperand:
 
 
 @triton.jit
+def grouped_tile(
+    codes_ptr, scales_ptr, zeros_ptr, levels_ptr, offsets_ptr, outputs, in_outputs, first, K, num_groups,
+    rows_per_scale, group, zero,
+    BN: tl.constexpr, BK: tl.constexpr, GROUPS: tl.constexpr, FOUR_BITS: tl.constexpr, EXPONENTS: tl.constexpr,
+):  # fmt: skip
+    """float32 [BN, BK]: the weights of these outputs (int64) from input `first` on, without their output scales."""
+    code_columns = K // 2 if FOUR_BITS else K
+    code_rows = codes_ptr + outputs[:, None] * code_columns
+    scale_rows = (outputs // rows_per_scale)[:, None] * num_groups
+    group_rows = outputs[:, None] * num_groups
+    if FOUR_BITS:
+        pairs = first // 2 + tl.arange(0, BK // 2)
+        packed = tl.load(code_rows + pairs[None, :], mask=in_outputs[:, None] & (2 * pairs < K)[None, :], other=0)
+        codes = tl.reshape(tl.join(packed & 15, packed >> 4), [BN, BK])
+    else:
+        inputs = first + tl.arange(0, BK)
+        codes = tl.load(code_rows + inputs[None, :], mask=in_outputs[:, None] & (inputs < K)[None, :], other=0.0)
+    if levels_ptr is not None:
+        weights = tl.load(levels_ptr + codes.to(tl.int32))
+    else:
+        weights = codes.to(tl.float32)
+    weights = tl.reshape(weights, [BN, GROUPS, BK // GROUPS])
+    groups = (first + tl.arange(0, GROUPS) * (BK // GROUPS)) // group
+    inside = in_outputs[:, None] & (groups < num_groups)[None, :]
+    if zeros_ptr is not None:
+        zeros = tl.load(zeros_ptr + group_rows + groups[None, :], mask=inside, other=0).to(tl.float32)
+        weights -= zeros[:, :, None]
+    else:
+        weights -= zero
+    scales = tl.load(scales_ptr + scale_rows + groups[None, :], mask=inside, other=0.0)
+    if EXPONENTS:
+        # 2^-127 is not a normal float32; tiny weights become zero.
+        scales = (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    weights *= scales.to(tl.float32)[:, :, None]
+    if offsets_ptr is not None:
+        weights += tl.load(offsets_ptr + group_rows + groups[None, :], mask=inside, other=0.0).to(tl.float32)[
+            :, :, None
+        ]
+    return tl.reshape(weights, [BN, BK])
+
+
+@triton.jit
 def _grouped_kernel(
     x_ptr, codes_ptr, scales_ptr, zeros_ptr, levels_ptr, output_scales_ptr, offsets_ptr, bias_ptr, out_ptr,
     M, N, K, x_stride, num_groups, rows_per_scale, group, steps, zero,
@@ -61,10 +103,6 @@ def _grouped_kernel(
     outputs = tl.program_id(1) * BN + tl.arange(0, BN)
     part = tl.program_id(2)
     in_rows, in_outputs = rows < M, outputs < N
-    code_columns = K // 2 if FOUR_BITS else K
-    code_rows = codes_ptr + outputs.to(tl.int64)[:, None] * code_columns
-    scale_rows = (outputs // rows_per_scale).to(tl.int64)[:, None] * num_groups
-    group_rows = outputs.to(tl.int64)[:, None] * num_groups
     x_rows = x_ptr + rows.to(tl.int64)[:, None] * x_stride
     acc = tl.zeros([BM, BN], tl.float32)
     for step in range(part * steps, (part + 1) * steps):
@@ -74,35 +112,11 @@ def _grouped_kernel(
             x = tl.load(x_rows + inputs[None, :], mask=in_rows[:, None], other=0.0)
         else:
             x = tl.load(x_rows + inputs[None, :], mask=in_rows[:, None] & (inputs < K)[None, :], other=0.0)
-        if FOUR_BITS:
-            pairs = first // 2 + tl.arange(0, BK // 2)
-            packed = tl.load(code_rows + pairs[None, :], mask=in_outputs[:, None] & (2 * pairs < K)[None, :], other=0)
-            codes = tl.reshape(tl.join(packed & 15, packed >> 4), [BN, BK])
-        else:
-            codes = tl.load(code_rows + inputs[None, :], mask=in_outputs[:, None] & (inputs < K)[None, :], other=0.0)
-        if levels_ptr is not None:
-            weights = tl.load(levels_ptr + codes.to(tl.int32))
-        else:
-            weights = codes.to(tl.float32)
-        weights = tl.reshape(weights, [BN, GROUPS, BK // GROUPS])
-        groups = (first + tl.arange(0, GROUPS) * (BK // GROUPS)) // group
-        inside = in_outputs[:, None] & (groups < num_groups)[None, :]
-        if zeros_ptr is not None:
-            zeros = tl.load(zeros_ptr + group_rows + groups[None, :], mask=inside, other=0).to(tl.float32)
-            weights -= zeros[:, :, None]
-        else:
-            weights -= zero
-        scales = tl.load(scales_ptr + scale_rows + groups[None, :], mask=inside, other=0.0)
-        if EXPONENTS:
-            # 2^-127 is not a normal float32; tiny weights become zero.
-            scales = (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-        weights *= scales.to(tl.float32)[:, :, None]
-        if offsets_ptr is not None:
-            weights += tl.load(offsets_ptr + group_rows + groups[None, :], mask=inside, other=0.0).to(tl.float32)[
-                :, :, None
-            ]
-        tile = tl.reshape(weights, [BN, BK]).to(x.dtype)
-        acc = tl.dot(x, tl.trans(tile), acc)
+        tile = grouped_tile(
+            codes_ptr, scales_ptr, zeros_ptr, levels_ptr, offsets_ptr, outputs.to(tl.int64), in_outputs, first, K,
+            num_groups, rows_per_scale, group, zero, BN, BK, GROUPS, FOUR_BITS, EXPONENTS,
+        )  # fmt: skip
+        acc = tl.dot(x, tl.trans(tile.to(x.dtype)), acc)
     if output_scales_ptr is not None:
         acc *= tl.load(output_scales_ptr + outputs, mask=in_outputs, other=0.0)[None, :]
     if SPLIT == 1 and bias_ptr is not None:

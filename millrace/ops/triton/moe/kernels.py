@@ -39,7 +39,7 @@ def find_tile(counts, tile, EXPERT_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
-def _find_rows(counts, table, capacity, tile, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
+def find_rows(counts, table, capacity, tile, EXPERTS: tl.constexpr, EXPERT_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr):
     """(expert, slots [BLOCK_M], mask of real ones) of a tile; past the last tile the expert is EXPERTS or more."""
     experts = tl.arange(0, EXPERT_BLOCK)
     sizes = tl.minimum(tl.load(counts + experts, mask=experts < EXPERTS, other=0), capacity)
@@ -195,7 +195,7 @@ def grouped_kernel(
     first_column = (tl.program_id(0) % N_TILES) * BLOCK_N
     if GATED:
         wait_for_previous_kernel(EARLY)
-    expert, slots, real = _find_rows(counts, table, capacity, tile, EXPERTS, EXPERT_BLOCK, BLOCK_M)
+    expert, slots, real = find_rows(counts, table, capacity, tile, EXPERTS, EXPERT_BLOCK, BLOCK_M)
     if expert >= EXPERTS:
         return
     # If a step was aborted before the counts were reset, the table has gaps: clamp, to stay inside the buffers.
