@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -211,7 +212,7 @@ def write_checkpoint(
     metadata: dict[str, str] = {}
     for name, tensor in source.tensors.items():
         module = name.removesuffix(".weight")
-        if not name.endswith("_proj.weight") or skip(module):
+        if re.search(r"(_proj|\.w[123])\.weight$", name) is None or skip(module):
             stored[name] = tensor
             continue
         own = next((other for part, other in (packs or {}).items() if part in module), pack)

@@ -59,7 +59,7 @@ def grouped(kind: str, rows: int, columns: int, seed: int) -> GroupedWeight:
 def weight_of(kind: str, rows: int, columns: int, seed: int) -> GroupedWeight | BlockWeight:
     if not kind.startswith(("Q", "IQ")):
         return grouped(kind, rows, columns, seed)
-    blocks = random_blocks(kind, rows, columns, seed)
+    blocks = random_blocks(kind, rows, columns, seed, scale=0.0005 if kind.endswith("_K") else 0.005)
     return BlockWeight(kind, torch.from_numpy(blocks).to(device), columns, DTYPE)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Final
+from typing import Final, cast
 
 import gguf
 import torch
@@ -33,8 +33,8 @@ class GgufMatrices:
     """A GroupedSource over a source of GGUF blocks."""
 
     def __init__(self, source: QuantisedSource, layout: ModelLayout) -> None:
-        assert isinstance(source, WeightSource)
-        self._source, self._plain = source, source
+        self._source = source
+        self._plain = cast("WeightSource", source)
         self._matrices: dict[str, QuantisedMatrix] = {}
         for part in all_tensors(layout):
             kind = source.stored_format(part.name) if len(part.shape) == 2 else None
@@ -53,7 +53,8 @@ class GgufMatrices:
         return self._matrices
 
     def grouped(self, name: str, dtype: torch.dtype) -> GroupedWeight | BlockWeight:
-        return self._matrices[name].read(dtype)
+        weight: GroupedWeight | BlockWeight = self._matrices[name].read(dtype)
+        return weight
 
     def get(self, name: str, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
         return self._plain.get(name, device=device, dtype=dtype)

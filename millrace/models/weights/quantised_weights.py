@@ -71,7 +71,8 @@ class QuantisedWeights:
 
     def grouped(self, name: str, dtype: torch.dtype) -> GroupedWeight:
         matrix = self._matrices[name]
-        return replace(matrix.read(dtype), gguf=matrix.gguf)
+        weight: GroupedWeight = matrix.read(dtype)
+        return replace(weight, gguf=matrix.gguf)
 
     def stored_format(self, name: str) -> str | None:
         matrix = self._matrices.get(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ class BlocksTriton(Head):
         device = weight.blocks.device
         is_gpu = device.type == "cuda"
         self._programs = 4 * torch.cuda.get_device_properties(device).multi_processor_count if is_gpu else 1
-        self._product = product
+        self._product: Any = product
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._multiplied(x, x.dtype)
@@ -87,4 +88,5 @@ class BlocksTriton(Head):
             tiles = product.choose_tiles(x.shape[0], outputs, inputs, self._programs)
         else:
             return F.linear(x, product.decode(self._operand, x.dtype), self.bias).to(dtype)
-        return product.multiply(x, self._operand, tiles, self.bias, dtype)
+        out: Tensor = product.multiply(x, self._operand, tiles, self.bias, dtype)
+        return out

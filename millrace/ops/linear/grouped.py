@@ -1,7 +1,8 @@
 """A linear layer over a weight of small codes with a scale per group of inputs, as quantised checkpoints store it.
 
-make(weight, bias) -> Linear. `weight` is a `GroupedWeight`, a `BlockWeight` (the blocks of a GGUF file), or a sequence of weights whose outputs follow each other: a
-fused matrix with parts that cannot be joined, some of them perhaps plain Tensors. A weight's value is its dequantised
+make(weight, bias) -> Linear. `weight` is a `GroupedWeight`, a `BlockWeight` (the blocks of a GGUF file), or a sequence
+of weights whose outputs follow each other: a fused matrix with parts that cannot be joined, some of them perhaps plain
+Tensors. A weight's value is its dequantised
 number rounded to the model's dtype. No version keeps a dequantised copy.
 """
 

@@ -23,7 +23,10 @@ from millrace.ops.moe.experts import Experts, ExpertWeights, MakeLinear, gate
 from millrace.ops.triton import triton_missing
 
 if TYPE_CHECKING:
+    from millrace.ops.triton.blocks.product import BlockOperand
+    from millrace.ops.triton.gemm.grouped import GroupedOperand
     from millrace.ops.triton.moe.experts import Groups
+    from millrace.ops.triton.moe.stored_experts import ExpertTiles
 
 Stored = GroupedWeight | BlockWeight
 _BY_EXPERT = ("codes", "scales", "zeros", "output_scales", "offsets")
@@ -85,6 +88,7 @@ class _Product:
         from millrace.ops.triton.moe import stored_experts as kernels
 
         self._multiply, self._tile_k = kernels.expert_product, 0
+        self._operand: BlockOperand | GroupedOperand
         if isinstance(weight, BlockWeight):
             self._operand = operand(weight.kind, weight.blocks, weight.in_features)
         else:
@@ -93,7 +97,7 @@ class _Product:
             weight, self._operand, self._tile_k = grouped_operand(weight)
         self.num_bytes = weight.num_bytes
 
-    def __call__(self, x: Tensor, groups: Groups, slots_per_row: int, tiles: object) -> Tensor:
+    def __call__(self, x: Tensor, groups: Groups, slots_per_row: int, tiles: ExpertTiles) -> Tensor:
         return self._multiply(x, self._operand, self._tile_k, groups, slots_per_row, tiles)
 
 

@@ -69,7 +69,7 @@ def test_a_quantised_checkpoint(case: str, family: str, tmp_path: Path) -> None:
     files = resolve_model(str(tmp_path))
     decoder, held = held_by(lambda: load_decoder(files, device=CUDA, dtype=torch.bfloat16))
     for chunk in (24, 1):
-        assert error(logits(decoder, chunk), wanted) < 0.2 if case == "fp8_tensor" else 0.06
+        assert error(logits(decoder, chunk), wanted) < (0.2 if case == "fp8_tensor" else 0.06)
     assert held < decoder.num_bytes + (1 << 20), "no copy is kept beside the weights"
     plain = sum(tensor.numel() for name, tensor in source.tensors.items() if "norm" not in name) * 2
     assert decoder.num_bytes < 0.85 * plain
