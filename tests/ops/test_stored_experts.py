@@ -18,7 +18,7 @@ from millrace.ops.moe.experts import ExpertWeights, LoopExperts
 from millrace.ops.moe.stored_experts import Stack, StoredExperts
 
 DTYPE = torch.float16 if interpreted else torch.bfloat16
-EXPERTS, HIDDEN, INNER = 4, 64, 32
+EXPERTS, HIDDEN, INNER = 3, 64, 32
 FP8 = torch.float8_e4m3fn
 
 
@@ -90,7 +90,7 @@ def test_every_kind_of_weight(kind: str) -> None:
 
 
 def test_many_tokens_and_blocks_of_256() -> None:
-    check("plain", 70)
+    check("plain", 30)
     check("Q4_K", 2, hidden=256, inner=256)
 
 
@@ -102,8 +102,8 @@ def test_bytes_are_those_of_the_stored_weights() -> None:
 
 def test_fixed_tiles_give_a_token_the_same_sums_in_any_batch() -> None:
     stored, _ = both("plain", HIDDEN, INNER, is_fixed=True)
-    x, weights = torch.randn(40, HIDDEN).to(device, DTYPE), torch.rand(40, 2, device=device)
-    ids = torch.tensor([[0, 1], [2, 1], [3, 0], [1, 2]], device=device).repeat(10, 1)
+    x, weights = torch.randn(20, HIDDEN).to(device, DTYPE), torch.rand(20, 2, device=device)
+    ids = torch.tensor([[0, 1], [2, 1], [2, 0], [1, 2]], device=device).repeat(5, 1)
     assert torch.equal(stored(x, weights, ids)[:3], stored(x[:3], weights[:3], ids[:3]))
 
 

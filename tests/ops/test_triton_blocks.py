@@ -18,7 +18,7 @@ from millrace.ops.triton.blocks.product import decode, operand
 DTYPE = torch.float16 if interpreted else torch.bfloat16
 
 
-def weight_of(kind: str, rows: int = 40, columns: int = 512, seed: int = 0) -> tuple[BlockWeight, torch.Tensor]:
+def weight_of(kind: str, rows: int = 24, columns: int = 256, seed: int = 0) -> tuple[BlockWeight, torch.Tensor]:
     """The weight, and what gguf-py says that it holds."""
     blocks = random_blocks(kind, rows, columns, seed)
     with np.errstate(all="ignore"):
@@ -41,16 +41,16 @@ def test_every_format_means_what_its_authors_say(kind: str) -> None:
     assert torch.equal(weight.dequantised(3, 9), values[3:9])
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0", "Q2_K", "Q4_K", "Q6_K", "IQ2_XS", "IQ4_XS"])
+@pytest.mark.parametrize("kind", ["Q5_1", "Q4_K", "IQ2_XS"])
 def test_products_of_few_and_many_rows(kind: str) -> None:
     weight, values = weight_of(kind)
-    bias = torch.randn(40).to(device, DTYPE)
+    bias = torch.randn(24).to(device, DTYPE)
     linear, fixed = BlocksTriton(weight, bias), BlocksTriton(weight, bias, is_fixed=True)
-    for rows in (0, 1, 20, 70):
-        x = torch.randn(rows, 512).to(device, DTYPE)
+    for rows in (0, 3, 70):
+        x = torch.randn(rows, 256).to(device, DTYPE)
         wanted = x.double() @ values.double().T + bias.double()
         for found in (linear(x), linear.wide(x), fixed(x)):
-            assert found.shape == (rows, 40)
+            assert found.shape == (rows, 24)
             if rows:
                 assert float((found.double() - wanted).norm() / wanted.norm()) < 1e-2
     assert linear.num_bytes == weight.num_bytes + bias.nbytes
