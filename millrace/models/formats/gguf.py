@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Final, cast
+from typing import Final, Protocol
 
 import gguf
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from millrace.models.formats.base import QuantisedMatrix, pack_codes
 from millrace.models.spec.layout import ModelLayout, all_tensors
-from millrace.models.stored import QuantisedSource
-from millrace.models.weights.source import WeightSource
 from millrace.ops.linear.block_weight import BlockWeight
 from millrace.ops.linear.grouped_weight import GroupedWeight
 
@@ -29,12 +29,21 @@ KINDS: Final = (
 _BLOCK: Final = 32
 
 
+class BlockSource(Protocol):
+    """A source of weights that can also return stored blocks."""
+
+    def stored_format(self, name: str) -> str | None: ...
+
+    def stored_rows(self, name: str) -> npt.NDArray[np.uint8]: ...
+
+    def get(self, name: str, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor: ...
+
+
 class GgufMatrices:
     """A GroupedSource over a source of GGUF blocks."""
 
-    def __init__(self, source: QuantisedSource, layout: ModelLayout) -> None:
+    def __init__(self, source: BlockSource, layout: ModelLayout) -> None:
         self._source = source
-        self._plain = cast("WeightSource", source)
         self._matrices: dict[str, QuantisedMatrix] = {}
         for part in all_tensors(layout):
             kind = source.stored_format(part.name) if len(part.shape) == 2 else None
@@ -57,7 +66,7 @@ class GgufMatrices:
         return weight
 
     def get(self, name: str, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        return self._plain.get(name, device=device, dtype=dtype)
+        return self._source.get(name, device=device, dtype=dtype)
 
     def _read(self, name: str, kind: str, inputs: int, dtype: torch.dtype) -> GroupedWeight | BlockWeight:
         return weight_of_blocks(kind, torch.from_numpy(self._source.stored_rows(name).copy()), inputs, dtype)
