@@ -76,7 +76,7 @@ class Admitting:
             if self._prefix.is_held(request):
                 continue
             match = self._prefix.match(request)
-            if self._prefix.must_wait(request, match.num_columns):
+            if self._prefix.must_wait(request, match):
                 continue
             if not forecast.admit(request, match):
                 return self._choose_victim(request, "memory", now)

@@ -149,6 +149,8 @@ class StepBudget:
             past_multiple = (computed + count) % self.token_budget
             can_cut = past_multiple < count if 2 * count > self.token_budget else 2 * past_multiple <= count
             count -= past_multiple if can_cut and computed + count < known else 0
+        if seating.checkpoints is not None:
+            count = seating.checkpoints.cut(row, computed, count, known)
         if count:
             seating.grow(row, -(-(computed + count) // size) - int(rows.num_blocks[row]))
         return count

@@ -11,7 +11,16 @@ from millrace.plan.planner.protocol import ChosenRows, Forced
 from millrace.plan.repeated_decode import RepeatedDecode, repeated_decode_from
 from millrace.plan.seating import Seating
 from millrace.plan.shapes.choice import ShapeChoice, StepSizes
-from millrace.plan.step import Admission, Bools, ForcedDrafts, Int32s, Int64s, StepPlan, TrainedPlaces
+from millrace.plan.step import (
+    Admission,
+    Bools,
+    ForcedDrafts,
+    Int32s,
+    Int64s,
+    StateCopies,
+    StepPlan,
+    TrainedPlaces,
+)
 
 
 class Composer:
@@ -57,6 +66,7 @@ class Composer:
             )
         )
         self._epoch += 1
+        states = self._states(admitted, table_rows, starts + counts) if self._seating.checkpoints is not None else None
         block_groups, block_rows, block_cols, block_ids = self._seating.take_new_blocks()
         plan = StepPlan(
             *(self._in_flight.next_step, table_rows.astype(np.int32), starts, counts, samples),
@@ -73,6 +83,7 @@ class Composer:
             masked=masked,
             scored=scored,
             pooled=pooled,
+            states=states,
             captures=captures,
             epoch=self._epoch,
         )
@@ -93,6 +104,15 @@ class Composer:
         # The token that this step draws counts as known from here on, although only the device will have it.
         rows.known[table_rows] = known + samples
         return starts, samples, has_silent
+
+    def _states(self, admitted: tuple[Admission, ...], table_rows: Int64s, ends: Int32s) -> StateCopies | None:
+        checkpoints, rows = self._seating.checkpoints, self._rows
+        assert checkpoints is not None
+        inside = ends < rows.known_host[table_rows]  # A row that draws has left its prompt behind.
+        pairs = zip(table_rows[inside].tolist(), ends[inside].tolist(), strict=True) if inside.any() else ()
+        if not admitted and not pairs:
+            return None
+        return checkpoints.take(self._in_flight.next_step, [one.row for one in admitted], pairs)
 
     def _forced(
         self, table_rows: Int64s, places: Int32s | None, masked: Bools | None, forced: Forced

@@ -106,6 +106,8 @@ class Confirming:
             rows.store(row, tokens)
         seating.pool.complete(done.step_no)
         rows.complete(done.step_no)
+        if seating.checkpoints is not None:
+            seating.checkpoints.complete(done.step_no)
         if not outcome.is_repeated:  # A repeated decode step only fills blocks of tokens drawn since admission.
             seating.register_admitted_blocks(outcome.computed_rows)
         seating.free_behind_windows(outcome.computed_rows)

@@ -25,6 +25,7 @@ from millrace.plan.confirming import Confirming
 from millrace.plan.drafts import DraftPlaces, DraftSettings
 from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.kv.block_pool import BlockPool
+from millrace.plan.kv.checkpoints import Checkpoints
 from millrace.plan.kv.eviction import EvictionSettings
 from millrace.plan.kv.groups import ONE_GROUP, KvGroups
 from millrace.plan.kv.host_tier import HostTier, HostTierSettings
@@ -86,6 +87,8 @@ class SchedulerSettings:
     """Seconds of waiting after which a request is promoted by one priority class."""
     static_batching: bool = False
     groups: KvGroups = ONE_GROUP
+    state_slots: int | None = None
+    """Checkpoints of recurrent states that are kept. None: the model has no such state."""
     drafts: DraftSettings = field(default_factory=DraftSettings)
     host_tier: HostTierSettings = field(default_factory=HostTierSettings)
     eviction: EvictionSettings = field(default_factory=EvictionSettings)
@@ -104,6 +107,9 @@ class Scheduler:
         self._has_cache = settings.prefix_cache
         self.rows = Rows(settings.max_running, self.block_size, groups.num_groups)
         self.prefix = PrefixIndex(self.pool, self.block_size, settings.prefix_cache, groups)
+        if settings.state_slots is not None:
+            num_slots = settings.state_slots if settings.prefix_cache else 0
+            self.prefix.checkpoints = Checkpoints(num_slots, self.block_size, self.prefix.hash_of)
         self.retention = Retention(settings.retention, self.pool, self.prefix, groups.num_groups)
         self._choice = RowChoice(self.rows, self.budget)
         self.host_tier: HostTier | None = None
@@ -485,6 +491,8 @@ class Scheduler:
     def check_sums(self) -> None:
         """Raises if the pool equation does not hold."""
         self.pool.check_sums()
+        if self.prefix.checkpoints is not None:
+            self.prefix.checkpoints.slots.check()
 
     # -- preemption and release ------------------------------------------------------------------------------------
 

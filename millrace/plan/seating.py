@@ -12,6 +12,7 @@ import numpy as np
 
 from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.kv.block_pool import BlockPool
+from millrace.plan.kv.checkpoints import Checkpoints
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.new_blocks import Columns, NewBlocks
 from millrace.plan.kv.prefix import Match, PrefixIndex
@@ -24,6 +25,7 @@ class Seating:
     def __init__(
         self, rows: Rows, pool: BlockPool, prefix: PrefixIndex, groups: KvGroups, in_flight: StepsInFlight
     ) -> None:
+        self.checkpoints = prefix.checkpoints
         self.rows, self.pool, self.prefix, self.groups = rows, pool, prefix, groups
         self._in_flight = in_flight
         self._num_groups, self._block_size = groups.num_groups, rows.block_size
@@ -61,10 +63,13 @@ class Seating:
         self.prefix.expect(request, match.num_columns)
         request.held_by, request.loads = None, 0
         self.num_recomputed += max(0, request.num_computed - match.num_columns * self._block_size)
+        num_columns, num_reached = match.num_columns, match.num_reached
         row = self.rows.admit(request, match.blocks)
         self.most_blocks += self.blocks_at_limit(request)
         self._row_of[request.id] = row
         self._unannounced.add(row)
+        if self.checkpoints is not None:
+            self.checkpoints.seat(row, request, int(self.rows.known[row]), num_columns, num_reached)
         return row
 
     def release(self, row: int, reason: ReleaseReason) -> Request:
@@ -72,6 +77,8 @@ class Seating:
         num_computed = int(self.rows.confirmed[row])
         self.register_blocks(row, num_computed // self._block_size)
         fence = self._in_flight.fence
+        if self.checkpoints is not None:
+            self.checkpoints.leave(row)
         request, groups = self.rows.release(row, fence)
         request.num_computed = num_computed
         self.prefix.forget(request)
@@ -225,6 +232,17 @@ class Seating:
     def announce_all_again(self) -> None:
         """The runner's table is lost: the next plans announce every row."""
         self._unannounced = set(self._row_of.values())
+        if self.checkpoints is not None:
+            self._rewind_states(self.checkpoints)
         self._new_blocks.clear()
         self._appended.clear()
         self._releases.clear()
+
+    def _rewind_states(self, checkpoints: Checkpoints) -> None:
+        """The rows' recurrent states are lost with the table: each is computed again from a checkpoint, or from its
+        first token, in the blocks that it has."""
+        checkpoints.discard()
+        rows = self.rows
+        for row in self._row_of.values():
+            progress = int(rows.known_host[row]), int(rows.confirmed[row])
+            rows.confirmed[row] = rows.computed[row] = checkpoints.rewind(row, rows.request(row), *progress)

@@ -156,6 +156,18 @@ class ForcedDrafts:
 
 
 @dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.
+class StateCopies:
+    """Copies of recurrent states, in all layers: the first `num_loads` from a slot to a row, before the step's tokens
+    are computed; the others from a row to a slot, after them."""
+
+    rows: Int32s
+    slots: Int32s
+    positions: Int32s
+    """Tokens computed in the state that is copied."""
+    num_loads: int
+
+
+@dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.
 class StepPlan:
     step_no: int
     rows: Int32s
@@ -197,6 +209,8 @@ class StepPlan:
     """True for rows whose prompt tokens in this step get log-probabilities. None if none has."""
     pooled: Bools | None = None
     """True for rows whose result is a vector, pooled from the hidden states of prompt tokens. None if none is."""
+    states: StateCopies | None = None
+    """Checkpoints of recurrent states that rows begin with or leave. None if there are none."""
     captures: bool = False
     """True if a graph of `shape` is captured with this step: the shape ran before and has none."""
     epoch: int = NO_EPOCH

@@ -20,6 +20,7 @@ from millrace.plan.step import (
     Location,
     Masks,
     Release,
+    StateCopies,
     StepInputs,
     StepPlan,
     StepShape,
@@ -68,6 +69,10 @@ def shapes() -> st.SearchStrategy[StepShape]:
     return st.builds(StepShape, **{field.name: kinds[str(field.type)] for field in dataclasses.fields(StepShape)})
 
 
+def state_copies(count: int) -> st.SearchStrategy[StateCopies]:
+    return st.builds(StateCopies, ints(count), ints(count), ints(count), st.integers(0, count))
+
+
 @st.composite
 def plans(draw: st.DrawFn, step_no: int | None = None, epoch: int | None = None) -> StepPlan:
     num_rows, num_updates = draw(st.integers(0, 5)), draw(st.integers(0, 5))
@@ -97,6 +102,7 @@ def plans(draw: st.DrawFn, step_no: int | None = None, epoch: int | None = None)
         "masked": bools,
         "scored": bools,
         "pooled": bools,
+        "states": st.none() | st.integers(1, 4).flatmap(state_copies),
         "captures": st.booleans(),
         "epoch": st.integers(0, 2**40) if epoch is None else st.just(epoch),
     }

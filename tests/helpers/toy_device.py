@@ -71,7 +71,12 @@ class ToyDevice:
         vocab: int,
         windows: tuple[int | None, ...] = (None,),
         seed: int = 0,
+        has_states: bool = False,
     ) -> None:
+        self.states: dict[int, tuple[int, int]] | None = {} if has_states else None
+        """By row: tokens in its recurrent state, and their digest."""
+        self.kept: dict[int, tuple[int, int]] = {}
+        """The states in slots."""
         self.block_size = block_size
         self.vocab = vocab
         self.windows = windows
@@ -162,6 +167,7 @@ class ToyDevice:
         self._update(plan)
         if any(self.request_of[row] in self.fail_on for row in plan.rows.tolist()):
             raise RuntimeError("poison")
+        self._copy_states(plan, loads=True)
         assert len(set(plan.rows.tolist())) == len(plan.rows), "a row twice in one step"
         drawn: list[int] = []
         counts = []
@@ -184,7 +190,21 @@ class ToyDevice:
                     own = self._draw(row, state, places)
                 drawn += own
                 counts.append(len(own))
+        self._copy_states(plan, loads=False)
         return np.asarray(drawn, np.int32), None if plan.draft_places is None else np.asarray(counts, np.int32)
+
+    def _copy_states(self, plan: StepPlan, loads: bool) -> None:
+        if plan.states is None or self.states is None:
+            return
+        copies, num_loads = plan.states, plan.states.num_loads
+        columns = zip(copies.rows.tolist(), copies.slots.tolist(), copies.positions.tolist(), strict=True)
+        for row, slot, position in list(columns)[:num_loads] if loads else list(columns)[num_loads:]:
+            source = self.kept[slot] if loads else self.states[row]
+            assert source[0] == position, "the state is of another prefix"
+            if loads:
+                self.states[row] = source
+            else:
+                self.kept[slot] = source
 
     def _verify(self, row: int, state: int, masks: list[list[int]], drafts: list[int]) -> list[int]:
         """A token from each mask, up to the first that is not the draft at its place."""
@@ -224,11 +244,15 @@ class ToyDevice:
 
     def _compute(self, row: int, start: int, count: int) -> int:
         state = self._read(row, start - 1) if start else 0
+        if self.states is not None:
+            assert not start or self.states[row] == (start, state), f"row {row} has no state at {start}"
         for position in range(start, start + count):
             state = digest(state, self.tokens[row][position])
             for group in range(len(self.windows)):
                 self.slots[self._slot(group, row, position)] = (group, state)
         self._check_prefix(row, start, start + count)
+        if self.states is not None:
+            self.states[row] = (start + count, state)
         return state
 
     def _spoil(self, row: int, position: int) -> None:

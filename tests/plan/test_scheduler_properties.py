@@ -43,6 +43,7 @@ class World:
         windows: tuple[int | None, ...] = (None,),
         max_drafts: int = 0,
         host_slots: int = 0,
+        state_slots: int | None = None,
         **limits: int,
     ) -> None:
         self.rng, self.depth = rng, depth
@@ -60,11 +61,12 @@ class World:
                 target=rng.choice([None, StepTarget(0.1, StepRates(0.01, 0.02, 0.03, 1e-3, 1e-4))]),
                 eviction=EvictionSettings(rng.choice(["lru", "frequency", "cost"]), rng.choice([0.0, 0.5])),
                 retention=RetentionSettings(rng.choice([0, 4, 10]), 1),
+                state_slots=state_slots,
                 host_tier=HostTierSettings(host_slots, block_bytes=1, batch_bytes=rng.choice([1, 3, 100])),
             )
         )
         sizes = (limits["num_blocks"], limits["block_size"], limits["max_running"])
-        self.device = ToyDevice(*sizes, VOCAB, windows, seed=rng.randrange(1000))
+        self.device = ToyDevice(*sizes, VOCAB, windows, rng.randrange(1000), state_slots is not None)
         self.capacity = (limits["num_blocks"] // len(windows) - 1) * limits["block_size"]
         self.launched: deque = deque()
         self.copies: list[tuple[BlockCopies, float]] = []
@@ -175,6 +177,8 @@ class World:
         self.scheduler.retention.check()
         if self.scheduler.host_tier is not None:
             self.scheduler.host_tier.index.check()
+        if self.scheduler.prefix.checkpoints is not None:
+            self.scheduler.prefix.checkpoints.slots.check()
 
     def check_repeated(self, plan: StepPlan) -> None:
         before, self.last_plan = self.last_plan, plan
@@ -236,7 +240,8 @@ class World:
         self.scheduler.run_deferred()
         while self.copies or self.scheduler.num_copies:
             self.step()
-        pool = self.scheduler.pool
+        pool, checkpoints = self.scheduler.pool, self.scheduler.prefix.checkpoints
+        assert checkpoints is None or not (checkpoints._rows or checkpoints._expected or checkpoints._saves)
         # A leak of tenants would show only after many more of them.
         assert not self.scheduler.shares._shares, "a tenant still counts as active"
         assert self.scheduler.waiting.num_by_class == [0, 0, 0]
@@ -250,10 +255,12 @@ class World:
 def random_world(seed: int) -> World:
     rng = random.Random(seed)
     max_running = rng.randrange(1, 7)
+    windows = rng.choice([(None,), (None,), (None, 5), (7,), (9, None, 4, None)])
     return World(
         rng,
         depth=rng.choice([0, 1, 1, 2]),
-        windows=rng.choice([(None,), (None,), (None, 5), (7,), (9, None, 4, None)]),
+        windows=windows,
+        state_slots=rng.choice([None, 0, 1, 3, 20]) if windows == (None,) else None,
         max_drafts=rng.choice([0, 0, 1, 3]),
         host_slots=rng.choice([0, 0, 3, 20, 100]),
         num_blocks=rng.choice([12, 16, 24, 60]),
@@ -284,7 +291,7 @@ def test_the_random_schedules_do_preempt_share_cancel_repeat_and_load() -> None:
     """The property above is only worth something if the schedules exercise these features."""
     preemptions = hits = cancelled = repeated = accepted = dropped = loaded = failed = lost = jumped = retained = (
         unkept
-    ) = 0
+    ) = begun = evicted = 0
     for seed in range(60):
         world = random_world(seed)
         for _ in range(20):
@@ -303,9 +310,14 @@ def test_the_random_schedules_do_preempt_share_cancel_repeat_and_load() -> None:
         lost += world.scheduler.pool.num_lost
         retained += sum(request.diagnostics.retained_tokens for request in world.requests.values())
         unkept += world.scheduler.pool.num_evicted_retained
+        if world.scheduler.prefix.checkpoints is not None:
+            begun += world.scheduler.prefix.checkpoints.num_hits
+            evicted += world.scheduler.prefix.checkpoints.slots.num_evicted
         if world.scheduler.host_tier is not None:
             loaded += world.scheduler.host_tier.tokens_loaded
             failed += world.scheduler.host_tier.copies_failed
+    assert begun > 20
+    assert evicted > 20
     assert retained > 100
     assert unkept > 10
     assert loaded > 100

@@ -60,6 +60,7 @@ from millrace.plan.step import (
     Int32s,
     Masks,
     Release,
+    StateCopies,
     StepInputs,
     StepPlan,
     TrainedPlaces,
@@ -172,7 +173,8 @@ def _repeated(reader: _Reader, last: StepPlan | None) -> StepPlan:
 
 def _plan(reader: _Reader) -> StepPlan:
     _, flags, shape_flags, _, step_no, epoch, draft_floor, worth, *numbers = reader.fields(PLAN_HEAD)
-    num_rows, num_updates, shared_blocks, num_admitted, num_released, num_appended, num_forced, *sizes = numbers
+    num_rows, num_updates, shared_blocks, num_admitted, num_released, num_appended, num_forced, *more = numbers
+    num_states, num_loads, *sizes = more
     columns: dict[str, Any] = {name: reader.column(INT32, num_rows) for name in ("rows", "starts", "counts")}
     columns["samples"] = reader.column(BOOL, num_rows)
     names = ("block_rows", "block_cols", "block_ids", "block_groups")
@@ -181,6 +183,9 @@ def _plan(reader: _Reader) -> StepPlan:
     columns["trained"] = TrainedPlaces(reader.column(INT32, num_rows), worth) if flags & HAS_TRAINED else None
     for name, flag in (("masked", HAS_MASKED), ("scored", HAS_SCORED), ("pooled", HAS_POOLED)):
         columns[name] = reader.column(BOOL, num_rows) if flags & flag else None
+    if num_states:
+        copied = (reader.column(INT32, num_states) for _ in range(3))
+        columns["states"] = StateCopies(*copied, num_loads=num_loads)
     return StepPlan(
         step_no=step_no,
         shape=shape_from(tuple(sizes), shape_flags),

@@ -93,7 +93,8 @@ def _only_advances(plan: StepPlan) -> bool:
     """True for the plans that `_repeated` can write, given that their epoch is that of the plan before."""
     has_records = plan.admitted or plan.released or plan.appended or plan.forced
     has_columns = plan.draft_places is not None or plan.scored is not None or plan.pooled is not None
-    return not (has_records or has_columns or plan.trained is not None or plan.draft_floor)
+    has_copies = plan.states is not None
+    return not (has_records or has_columns or has_copies or plan.trained is not None or plan.draft_floor)
 
 
 def _repeated(plan: StepPlan, sequence: int) -> bytes:
@@ -119,7 +120,7 @@ def _repeated(plan: StepPlan, sequence: int) -> bytes:
 
 def encode_plan(plan: StepPlan, sequence: int = 0) -> bytes:
     """All of a plan, whatever the one before was."""
-    trained, shape = plan.trained, plan.shape
+    trained, shape, states = plan.trained, plan.shape, plan.states
     flags = (
         (CAPTURES if plan.captures else 0)
         | (TRAINED_RESTS if plan.trained_rests else 0)
@@ -135,6 +136,7 @@ def encode_plan(plan: StepPlan, sequence: int = 0) -> bytes:
         *(plan.draft_floor, 0.0 if trained is None else trained.worth),
         *(len(plan.rows), len(plan.block_ids), plan.shared_blocks),
         *(len(plan.admitted), len(plan.released), len(plan.appended), len(plan.forced)),
+        *((0, 0) if states is None else (len(states.rows), states.num_loads)),
         *sizes_of_shape(shape),
     )
     parts = [head, *(_column(column, INT32) for column in (plan.rows, plan.starts, plan.counts))]
@@ -144,6 +146,8 @@ def encode_plan(plan: StepPlan, sequence: int = 0) -> bytes:
     if trained is not None:
         parts.append(_column(trained.places, INT32))
     parts += [_column(column, BOOL) for column in (plan.masked, plan.scored, plan.pooled) if column is not None]
+    if states is not None:
+        parts += [_column(column, INT32) for column in (states.rows, states.slots, states.positions)]
     for admission in plan.admitted:
         parts += _admission(admission)
     parts += [RELEASE.pack(one.request_id, one.row, _REASON_CODES[one.reason]) for one in plan.released]

@@ -48,9 +48,9 @@ _HEAD = "<BBBxI"
 """Kind, flags, flags of the shape, number of the sequence."""
 _SHAPE = "7i"
 HEAD = Struct(_HEAD)
-PLAN_HEAD = Struct(f"{_HEAD}qqdd7i{_SHAPE}")
+PLAN_HEAD = Struct(f"{_HEAD}qqdd9i{_SHAPE}")
 """Step, epoch, draft floor, worth of trained drafts; numbers of rows, block updates, shared blocks, admissions,
-releases, records of appended and of forced tokens; shape."""
+releases, records of appended and of forced tokens, copies of states, and how many of them go to rows; shape."""
 REPEATED_HEAD = Struct(f"{_HEAD}qii{_SHAPE}4x")
 """Step, number of block updates, shared blocks; shape."""
 INPUTS_HEAD = Struct(f"{_HEAD}qiii4x")

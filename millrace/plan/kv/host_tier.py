@@ -158,7 +158,7 @@ class HostTier:
         first = match.num_columns
         if not self._prefix.has_more(request, first):
             return False
-        if self._prefix.has_windows:
+        if self._prefix.has_windows or match.whole is not None:
             return True
         return self.index.find(self._prefix.hash_of(request, first), self._prefix.tokens_of(request, first)) is not None
 

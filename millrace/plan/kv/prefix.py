@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from millrace.plan.kv.block_hash import block_hash, root_hash
 from millrace.plan.kv.block_pool import BlockPool
+from millrace.plan.kv.checkpoints import Checkpoints
 from millrace.plan.kv.groups import ONE_GROUP, KvGroups, first_visible_column
 from millrace.plan.kv.tier import CacheKey, Place, Tier
 from millrace.plan.request import Request
@@ -33,10 +34,17 @@ class Match:
 
     blocks: list[list[int]]
     """By group, all of one length; 0 in columns behind the group's window, which no token will read."""
+    whole: Match | None = None
+    """If cached blocks go on where no recurrent state was kept: the match without regard to states."""
 
     @property
     def num_columns(self) -> int:
         return len(self.blocks[0])
+
+    @property
+    def num_reached(self) -> int:
+        """Columns whose blocks are cached, states or not."""
+        return self.num_columns if self.whole is None else self.whole.num_columns
 
     @property
     def found(self) -> list[int]:
@@ -53,6 +61,8 @@ class PrefixIndex:
         self.block_size = block_size
         self._enabled = enabled
         self.has_windows = bool(groups.windowed)
+        self.checkpoints: Checkpoints | None = None
+        """Of recurrent states. None: the model has none, and blocks are all that a prefix needs."""
         self._pending: dict[bytes, int] = {}
         """Hash of each block being computed from known tokens, to the id of the running request that computes it.
         For a block that arrives from host memory, the number of its arrival, which is negative."""
@@ -64,13 +74,23 @@ class PrefixIndex:
         self.hit_tokens = 0
 
     def match(self, request: Request) -> Match:
-        """The longest prefix of the request's tokens that every group can supply. Takes no reference."""
+        """The longest prefix of the request's tokens that every group can supply, and that a recurrent state was kept
+        for if the model has some. Takes no reference."""
         if not (self._enabled and request.read_cache):
             return Match([[] for _ in self._groups.windows])
         if not self.has_windows:
-            return Match([self._match_full(request)])
+            return self._to_checkpoint(request, Match([self._match_full(request)]))
         found = self._match_groups(request, self._pool.find)
         return Match([[block or 0 for block in blocks] for blocks in found])
+
+    def _to_checkpoint(self, request: Request, match: Match) -> Match:
+        """The part of the match that ends where a recurrent state was kept."""
+        if self.checkpoints is None:
+            return match
+        num_columns = self.checkpoints.longest(request, match.num_columns)
+        if num_columns == match.num_columns:
+            return match
+        return Match([blocks[:num_columns] for blocks in match.blocks], match)
 
     def match_in(self, request: Request, tiers: Sequence[Tier]) -> Columns[Place]:
         """The longest prefix that the device and these tiers can supply together: of each block the first place."""
@@ -85,7 +105,11 @@ class PrefixIndex:
                     return Place(tier.location, slot)
             return None
 
-        return self._match_groups(request, find)
+        found = self._match_groups(request, find)
+        if self.checkpoints is None:
+            return found
+        num_columns = self.checkpoints.longest(request, len(found[0]))
+        return [places[:num_columns] for places in found]
 
     def key_of(self, request: Request, column: int, group: int) -> CacheKey:
         return group, self.hash_of(request, column)
@@ -142,13 +166,16 @@ class PrefixIndex:
         first = 0 if window is None else first_visible_column(length * self.block_size, window, self.block_size)
         return None not in blocks[first:length]
 
-    def must_wait(self, request: Request, num_matched: int) -> bool:
-        """True if a running request is computing the first block that was not found, or if that is arriving."""
-        if not self.has_more(request, num_matched):
-            return False
-        self.hash_expected()
-        digest = self.hash_of(request, num_matched)
-        request.held_by = digest if digest in self._pending else None
+    def must_wait(self, request: Request, match: Match) -> bool:
+        """True if a running request is computing the first block that was not found, or a state after blocks that were,
+        or if that block is arriving."""
+        request.held_by = None
+        if self.has_more(request, match.num_reached):
+            self.hash_expected()
+            digest = self.hash_of(request, match.num_reached)
+            request.held_by = digest if digest in self._pending else None
+        if request.held_by is None and match.whole is not None and self.checkpoints is not None:
+            request.held_by = self.checkpoints.awaited(request, match.num_columns, match.num_reached)
         return request.held_by is not None
 
     def num_expected(self, request: Request, others: Container[bytes]) -> int:
@@ -176,7 +203,8 @@ class PrefixIndex:
         if request.held_by is None:
             return False
         self.hash_expected()
-        return request.held_by in self._pending
+        is_state = self.checkpoints is not None and self.checkpoints.is_expected(request.held_by)
+        return is_state or request.held_by in self._pending
 
     def expect(self, request: Request, num_matched: int) -> None:
         """The request was admitted: its known full blocks, after the matched ones, are being computed."""
@@ -235,6 +263,7 @@ class PrefixIndex:
         """Note the first token after the match that differs from the block last cached there, if there is one."""
         if not (self._enabled and request.read_cache):
             return
+        match = match.whole or match
         num_matched, blocks = match.num_columns, match.blocks[0]
         cached = self._pool.child_tokens(blocks[-1] if blocks else 0, self.parent_of(request, num_matched))
         if cached is None:
