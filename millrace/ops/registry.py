@@ -16,6 +16,7 @@ from millrace.ops.elementwise import activation, norm, softcap
 from millrace.ops.head import embedding
 from millrace.ops.linear import dense, fp8, gated, grouped, packed_codes, stored
 from millrace.ops.moe import experts, router, stored_experts
+from millrace.ops.recurrent import conv, recurrence
 
 OPS: Mapping[str, tuple[Version, ...]] = types.MappingProxyType(
     {
@@ -33,6 +34,9 @@ OPS: Mapping[str, tuple[Version, ...]] = types.MappingProxyType(
         "gated": activation.VERSIONS,
         "router": router.VERSIONS,
         "experts": (*stored_experts.VERSIONS, *experts.VERSIONS),
+        "experts": experts.VERSIONS,
+        "causal_conv": conv.VERSIONS,
+        "recurrence": recurrence.VERSIONS,
         "softcap": softcap.VERSIONS,
     }
 )
