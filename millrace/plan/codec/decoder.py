@@ -184,8 +184,8 @@ def _plan(reader: _Reader) -> StepPlan:
     for name, flag in (("masked", HAS_MASKED), ("scored", HAS_SCORED), ("pooled", HAS_POOLED)):
         columns[name] = reader.column(BOOL, num_rows) if flags & flag else None
     if num_states:
-        copied = (reader.column(INT32, num_states) for _ in range(3))
-        columns["states"] = StateCopies(*copied, num_loads=num_loads)
+        rows, slots, positions = (reader.column(INT32, num_states) for _ in range(3))
+        columns["states"] = StateCopies(rows, slots, positions, num_loads)
     return StepPlan(
         step_no=step_no,
         shape=shape_from(tuple(sizes), shape_flags),
