@@ -34,7 +34,6 @@ OPS: Mapping[str, tuple[Version, ...]] = types.MappingProxyType(
         "gated": activation.VERSIONS,
         "router": router.VERSIONS,
         "experts": (*stored_experts.VERSIONS, *experts.VERSIONS),
-        "experts": experts.VERSIONS,
         "causal_conv": conv.VERSIONS,
         "recurrence": recurrence.VERSIONS,
         "softcap": softcap.VERSIONS,
