@@ -118,6 +118,8 @@ class DrawParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Encoders: index of the first token of the second of two texts, if the model tells them apart by type."""
     pooled_from: int = 0
     """Encoders: tokens at the beginning that are not pooled."""
+    attended: int = 0
+    """Encoders: tokens at the beginning that are attended to; 0 = all. Those behind them attend, but are not seen."""
     prediction: tuple[int, ...] = ()
     """Token ids that the answer will probably contain: drafts come from here. They never change the answer."""
 

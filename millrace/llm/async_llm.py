@@ -10,7 +10,7 @@ from typing import Any, TypeVar, overload
 
 from millrace.errors import EngineUnavailable
 from millrace.link.messages import EngineReady
-from millrace.link.vectors import Float32s
+from millrace.link.vectors import Float32s, SparseVector
 from millrace.llm.arguments import Prompt
 from millrace.llm.calls import ChatOptions
 from millrace.llm.conversation import Messages, ToolChoice, as_messages
@@ -21,6 +21,7 @@ from millrace.llm.ranking import Ranked, RankingMethod, Score
 from millrace.llm.stream import GenerationStream
 from millrace.llm.tools import Tool, Toolbox, failure, result_message
 from millrace.params import BeamParams, Pooling, SamplingParams
+from millrace.sources.encoders.retrieval_files import Role
 
 T = TypeVar("T")
 
@@ -132,6 +133,23 @@ class AsyncLLM:
     ) -> list[Float32s]:
         """As `LLM.embed`."""
         return await self.llm.run(self.llm.calls.embed(prompts, pooling, dimensions, prompt_name, truncate))
+
+    async def embed_tokens(
+        self, texts: str | Sequence[str], *, role: Role = "document", truncate: bool = False
+    ) -> list[Float32s]:
+        """As `LLM.embed_tokens`."""
+        return await self.llm.run(self.llm.calls.embed_tokens(texts, role, truncate))
+
+    async def embed_sparse(
+        self,
+        texts: str | Sequence[str],
+        *,
+        prompt_name: str | None = None,
+        max_weights: int | None = None,
+        truncate: bool = False,
+    ) -> list[SparseVector]:
+        """As `LLM.embed_sparse`."""
+        return await self.llm.run(self.llm.calls.embed_sparse(texts, prompt_name, max_weights, truncate))
 
     async def score_pairs(self, query: str, texts: Sequence[str], *, truncate: bool = False) -> list[float]:
         """As `LLM.score_pairs`."""

@@ -14,7 +14,7 @@ import msgspec
 from millrace.config import DEFAULT_MAX_RUNNING, Config
 from millrace.errors import BadRequest, MillraceError
 from millrace.link.client import EngineClient
-from millrace.link.vectors import Float32s, VectorRequest, shortened
+from millrace.link.vectors import Float32s, SparseVector, VectorRequest, shortened
 from millrace.llm.arguments import Prompt, as_batch, read_params
 from millrace.llm.beams import search_one
 from millrace.llm.collector import Collector, OnPart
@@ -39,7 +39,8 @@ from millrace.observe.progress import count_progress, is_watched
 from millrace.params import NEUTRAL_DEFAULTS, BeamParams, Pooling, SamplingDefaults, SamplingParams, check_drafter
 from millrace.serve.generate.chat.open_chat import Chat
 from millrace.serve.generate.vectors import NOT_TRAINED
-from millrace.sources.encoders.encoder_files import EncoderFiles
+from millrace.sources.encoders.encoder_files import EncoderFiles, EncoderTask
+from millrace.sources.encoders.retrieval_files import Role
 from millrace.text.answer_formats import choose_formats
 from millrace.text.answer_parser import AnswerForm
 from millrace.text.bad_words import with_bad_word_ids
@@ -49,6 +50,13 @@ from millrace.text.tokenizers.tokenizer import Tokenizer
 
 S = TypeVar("S")
 T = TypeVar("T")
+_GIVES: dict[EncoderTask, str] = {
+    "sparse": "This model is sparse (SPLADE) and gives no single vector; see embed_sparse() and rerank().",
+    "multi": "This model gives a vector per token (ColBERT) and no single one; see embed_tokens() and rerank().",
+    **dict.fromkeys(
+        ("classify", "tag"), "This model is a classifier and gives no embeddings; see classify() and rerank()."
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +189,7 @@ class Calls:
                 warnings.warn(NOT_TRAINED, stacklevel=3)
             return self._embed_all([self._encode(prompt) for prompt in batch], chosen, dimensions)
         if encoding.files.task != "embed":
-            raise BadRequest("This model is a classifier and gives no embeddings; see classify() and rerank().")
+            raise BadRequest(_GIVES[encoding.files.task])
         inputs = [
             encoding.text_input(one, prompt_name, truncate) if isinstance(one, str) else Input(list(one))
             for one in batch
@@ -209,8 +217,25 @@ class Calls:
             raise BadRequest("This model writes text; score_pairs() needs a cross-encoder or a model for embeddings.")
         return self.encoding.pair_scores(query, texts, self._pooling(None), truncate)
 
+    def embed_tokens(
+        self, texts: str | Sequence[str], role: Role, truncate: bool
+    ) -> Coroutine[Any, Any, list[Float32s]]:
+        if self.encoding is None or self.encoding.files.multi is None:
+            raise BadRequest("embed_tokens() needs a model with a vector per token (ColBERT); see embed().")
+        if role not in ("query", "document"):
+            raise BadRequest(f"role is {role!r}; it is 'query' or 'document'.", param="role")
+        return self.encoding.token_vectors([texts] if isinstance(texts, str) else list(texts), role, truncate)
+
+    def embed_sparse(
+        self, texts: str | Sequence[str], prompt_name: str | None, max_weights: int | None, truncate: bool
+    ) -> Coroutine[Any, Any, list[SparseVector]]:
+        if self.encoding is None or self.encoding.files.sparse is None:
+            raise BadRequest("embed_sparse() needs a model with sparse weights (SPLADE); see embed().")
+        given = [texts] if isinstance(texts, str) else list(texts)
+        return self.encoding.sparse_vectors(given, prompt_name, max_weights, truncate)
+
     def classify(self, texts: str | Sequence[str], truncate: bool) -> Coroutine[Any, Any, list[Classification]]:
-        if self.encoding is None or self.encoding.files.task == "embed":
+        if self.encoding is None or self.encoding.files.task not in ("classify", "tag"):
             raise BadRequest("This model was not trained to classify; classify() needs a classifier.")
         return self.encoding.classify([texts] if isinstance(texts, str) else list(texts), truncate)
 

@@ -7,10 +7,19 @@ from dataclasses import dataclass, field
 
 from millrace.errors import BadRequest
 from millrace.link.client import EngineClient
-from millrace.link.vectors import Float32s, VectorRequest
+from millrace.link.vectors import Float32s, SparseVector, VectorRequest, sparse_of
 from millrace.params import Pooling
-from millrace.serve.encode.pairs import activated, cosine, fitted, known_prompt
+from millrace.serve.encode.pairs import (
+    Compare,
+    activated,
+    compare_cosine,
+    compare_sparse,
+    compare_tokens,
+    fitted,
+)
+from millrace.serve.encode.token_texts import TokenTexts, known_prompt, prompt_before
 from millrace.sources.encoders.encoder_files import EncoderFiles
+from millrace.sources.encoders.retrieval_files import Role
 from millrace.text.tokenizers.tokenizer import Tokenizer
 
 
@@ -41,6 +50,7 @@ class Input:
     token_ids: list[int]
     second_from: int = 0
     pooled_from: int = 0
+    attended: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +72,28 @@ class EncoderCalls:
             skipped = len(self.tokenizer.encode(self._cased(before))) - len(self.tokenizer.suffix_ids)
         return Input(self.tokenizer.cut(token_ids, self.max_tokens) if truncate else token_ids, pooled_from=skipped)
 
+    def token_input(self, text: str, role: Role, truncate: bool) -> Input:
+        """Of a model that compares token by token."""
+        token_ids = self.tokenizer.encode(self._cased(prompt_before(self.files.prompts, role) + text))
+        found = self._token_texts.text(token_ids, role, self.max_tokens, role, may_cut=truncate)
+        return Input(found.token_ids, attended=found.attended)
+
+    @property
+    def _token_texts(self) -> TokenTexts:
+        assert self.files.multi is not None
+        return TokenTexts(self.files.multi, self.tokenizer)
+
+    async def token_vectors(self, texts: Sequence[str], role: Role, truncate: bool) -> list[Float32s]:
+        inputs, kept = [self.token_input(text, role, truncate) for text in texts], self._token_texts.kept
+        packed = await self.vectors(inputs, "model")
+        return [kept(own, one.token_ids, role) for own, one in zip(packed, inputs, strict=True)]
+
+    async def sparse_vectors(
+        self, texts: Sequence[str], prompt_name: str | None, max_weights: int | None, truncate: bool
+    ) -> list[SparseVector]:
+        inputs = [self.text_input(text, prompt_name, truncate) for text in texts]
+        return [sparse_of(packed).largest(max_weights) for packed in await self.vectors(inputs, "model")]
+
     def pair_inputs(self, query: str, texts: Sequence[str], truncate: bool) -> list[Input]:
         """Of a cross-encoder."""
         if self.files.pair is not None:
@@ -78,9 +110,11 @@ class EncoderCalls:
         requests: list[VectorRequest] = []
         try:
             for one in inputs:
-                pair, prompt = one.second_from, one.pooled_from
+                pair, prompt, seen = one.second_from, one.pooled_from, one.attended
                 requests.append(
-                    VectorRequest(self.client, one.token_ids, pooling, second_from=pair, pooled_from=prompt)
+                    VectorRequest(
+                        self.client, one.token_ids, pooling, second_from=pair, pooled_from=prompt, attended=seen
+                    )
                 )
             return [(await request.done).vector for request in requests]
         finally:
@@ -93,18 +127,27 @@ class EncoderCalls:
             logits = await self.vectors(self.pair_inputs(query, texts, truncate), "model")
             label = 0 if files.pair is None else files.pair.label
             return [float(activated(one, files.activation)[label]) for one in logits]
-        if files.task != "embed":
+        if files.task in ("classify", "tag"):
             raise BadRequest(
                 f"This model has {len(files.labels)} classes; scores of pairs need a cross-encoder (one logit) or a"
                 " model for embeddings."
             )
+        inputs, compare = self._compared_inputs(query, texts, truncate)
+        vectors = await self.vectors(inputs, pooling)
+        first, *others = [(vector, one.token_ids) for vector, one in zip(vectors, inputs, strict=True)]
+        return [compare(first, other) for other in others]
+
+    def _compared_inputs(self, query: str, texts: Sequence[str], truncate: bool) -> tuple[list[Input], Compare]:
+        files = self.files
+        if files.multi is not None:
+            documents = [self.token_input(text, "document", truncate) for text in texts]
+            compare = compare_tokens(files.multi, self.tokenizer)
+            return [self.token_input(query, "query", truncate), *documents], compare
         names = files.prompts.by_name
         first = self.text_input(query, known_prompt(names, "query"), truncate)
         name = known_prompt(names, "document", "passage", "corpus")
-        query_vector, *others = await self.vectors(
-            [first, *(self.text_input(text, name, truncate) for text in texts)], pooling
-        )
-        return [cosine(query_vector, other) for other in others]
+        inputs = [first, *(self.text_input(text, name, truncate) for text in texts)]
+        return inputs, compare_sparse if files.task == "sparse" else compare_cosine
 
     async def classify(self, texts: Sequence[str], truncate: bool) -> list[Classification]:
         inputs = [self.text_input(text, None, truncate) for text in texts]

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, overload
 from millrace.errors import MillraceError
 from millrace.link.client import EngineClient
 from millrace.link.messages import EngineLoading, EngineReady
-from millrace.link.vectors import Float32s
+from millrace.link.vectors import Float32s, SparseVector
 from millrace.llm.arguments import Prompt, read_config
 from millrace.llm.calls import Calls, ChatOptions
 from millrace.llm.conversation import Messages, ToolChoice, as_messages, open_conversation, read_conversation
@@ -33,6 +33,7 @@ from millrace.observe.progress import is_watched, stage_progress
 from millrace.params import BeamParams, Pooling, SamplingDefaults, SamplingParams
 from millrace.sources.encoders.embedding_models import is_trained_to_embed
 from millrace.sources.encoders.encoder_files import read_encoder
+from millrace.sources.encoders.retrieval_files import Role
 from millrace.sources.resolve import resolve_model
 from millrace.sources.sampling_defaults import sampling_defaults
 from millrace.supervise.engine_process import EngineThread
@@ -227,8 +228,28 @@ class LLM:
         """
         return self._call(self.calls.embed(prompts, pooling, dimensions, prompt_name, truncate))
 
+    def embed_tokens(
+        self, texts: str | Sequence[str], *, role: Role = "document", truncate: bool = False
+    ) -> list[Float32s]:
+        """Of a model that compares token by token (ColBERT): for each text the vectors [tokens, width] that count. Two
+        texts are compared by MaxSim, as `rerank` and `score_pairs` do. `role`: "query" or "document"."""
+        return self._call(self.calls.embed_tokens(texts, role, truncate))
+
+    def embed_sparse(
+        self,
+        texts: str | Sequence[str],
+        *,
+        prompt_name: str | None = None,
+        max_weights: int | None = None,
+        truncate: bool = False,
+    ) -> list[SparseVector]:
+        """Of a sparse model (SPLADE): for each text the weights of tokens of the vocabulary that are not 0.
+        `max_weights` keeps the largest."""
+        return self._call(self.calls.embed_sparse(texts, prompt_name, max_weights, truncate))
+
     def score_pairs(self, query: str, texts: Sequence[str], *, truncate: bool = False) -> list[float]:
-        """How well each text fits the query: the score of a cross-encoder, or the cosine of embeddings."""
+        """How well each text fits the query: the score of a cross-encoder, the cosine of embeddings, MaxSim of
+        vectors per token, or the dot product of sparse weights."""
         return self._call(self.calls.score_pairs(query, texts, truncate))
 
     def classify(self, texts: str | Sequence[str], *, truncate: bool = False) -> list[Classification]:

@@ -44,6 +44,7 @@ class EncoderRunner:
             [one.second_from for one in params],
             [one.pooled_from for one in params],
             self._device.torch_device,
+            [one.attended for one in params],
         )
         results = self._model.head(self._model.encoder(texts), texts)
         return tuple(

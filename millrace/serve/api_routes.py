@@ -14,7 +14,7 @@ from millrace.serve.describe import routes_info as info
 from millrace.serve.describe import routes_kv, routes_load, routes_stats, routes_steps
 from millrace.serve.describe import routes_models as models
 from millrace.serve.describe import routes_requests as requests
-from millrace.serve.encode import classify, cohere_embed, rerank, score
+from millrace.serve.encode import classify, cohere_embed, multi_vector, rerank, score, sparse_vector
 from millrace.serve.generate.work import Prepare
 from millrace.serve.http.error_bodies import error_body
 from millrace.serve.ollama import embed as ollama_embed
@@ -46,6 +46,8 @@ POST: dict[str, Handler] = {
     **dict.fromkeys(("/v1/embed", "/v2/embed"), cohere_embed.embed),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), rerank.rerank),
     **dict.fromkeys(("/v1/score", "/score"), score.score),
+    "/v1/multi-vector": multi_vector.multi_vector,
+    "/v1/sparse-vector": sparse_vector.sparse_vector,
     **dict.fromkeys(("/v1/classify", "/classify"), classify.classify),
     "/v1/responses": responses.create,
     "/v1/responses/input_tokens": responses.count_tokens,
@@ -119,6 +121,8 @@ BATCH_ENDPOINTS: dict[str, Prepare] = {
     "/v1/embeddings": openai_embeddings.prepare_embeddings,
     "/v1/rerank": rerank.prepare_rerank,
     "/v1/score": score.prepare_score,
+    "/v1/multi-vector": multi_vector.prepare_multi_vector,
+    "/v1/sparse-vector": sparse_vector.prepare_sparse_vector,
     "/v1/classify": classify.prepare_classify,
     "/v1/responses": prepare_response,
 }

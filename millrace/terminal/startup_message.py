@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from millrace.link.messages import EngineReady
 
 _QUESTION = "Why is the sky blue?"
+_ENCODER_PATHS = {"embed": "/v1/embeddings", "sparse": "/v1/sparse-vector", "multi": "/v1/multi-vector"}
 
 
 def memory_table(ready: EngineReady) -> Iterator[str]:
@@ -68,7 +69,7 @@ def curl_line(model: str, url: str, *, is_chat: bool, needs_key: bool = False, t
     if task == "rank":
         path, body = "/v1/rerank", {"query": _QUESTION, "documents": ["Air scatters blue light.", "Cats sleep."]}
     elif task:
-        path = "/v1/embeddings" if task == "embed" else "/v1/classify"
+        path = _ENCODER_PATHS.get(task, "/v1/classify")
         body = {"input": "The sky is blue."}
     elif is_chat:
         path, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": _QUESTION}]}

@@ -39,6 +39,7 @@ pytestmark = [
 CANNOT_RUN = {
     r"^(source .venv/|pip |python -m venv |peers\S*/bin/pip |git |docker |npm |systemctl |cmake )": "sets up a machine",
     r"^(llama-server|vllm|VLLM_\w+=|peers\S*/bin/python)\b": "another engine",
+    r'"model": "(sparse|colbert)"': "further models are tested in tests/serve/test_encoders_served.py",
     r'"model": "(minilm|reranker|classifier)"': "further models are tested in tests/real_models/test_real_encoders.py",
     r"^for turn in|^python (tools/|-m millrace\.bench)": "measures for minutes",
     r"^millrace (bench|faults|train-drafter)\b": "takes minutes, or a GPU",
@@ -56,7 +57,7 @@ CANNOT_RUN = {
     r"^millrace (simulate|capacity) .*--rate": "simulates minutes of requests, as tests/simulate does shortly",
     r"^millrace postmortem .*--since": "asks for an hour that has passed",
     r"/v1/kv/events": "streams until Ctrl-C",
-    r'"model": "(reranker|classifier|\S*MiniLM\S*)"': "a model that the server of these tests does not have",
+    r'"model": "(reranker|classifier|sparse|colbert|\S*MiniLM\S*)"': "a model that these tests do not serve",
     r"^millrace launch(?!.* --print)": "starts a program that npm installs",
     r"^millrace models --check": "asks the hub",
     r"^millrace keys remove": "the hash is made up",
@@ -88,7 +89,7 @@ NEVER_RUN = {
 ENCODERS = "tests/serve/test_encoders_served.py asks encoders"
 NEVER_ASKED = {
     **{f"POST {path}": ENCODERS for path in ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score")},
-    **{f"POST {path}": ENCODERS for path in ("/v1/classify", "/classify")},
+    **{f"POST {path}": ENCODERS for path in ("/v1/classify", "/classify", "/v1/sparse-vector", "/v1/multi-vector")},
     "DELETE /api/delete": "tests/serve/test_manage_models.py deletes a model of its own",
     "GET /v1/kv/events": "tests/faults/test_kv_events_served.py reads its stream",
 }

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.tiny_encoders import make_model, save_encoder, write_modules
+from helpers.tiny_retrieval import save_colbert, save_splade
 from tokenizers import Tokenizer
 
 from millrace import LLM
@@ -83,6 +84,39 @@ def test_a_cross_encoder_and_its_async_twin(tmp_path: Path) -> None:
                 await llm.embed("the sea")
 
     asyncio.run(ask())
+
+
+def test_sparse_weights(tmp_path: Path) -> None:
+    folder = save_splade(tmp_path / "m")
+    logits = make_model("bert", "ForMaskedLM")(encoded(folder, "the sea")[0]).logits[0]
+    expected = torch.log1p(torch.relu(logits)).amax(dim=0).numpy()
+    with opened(folder) as llm:
+        [found] = llm.embed_sparse("the sea")
+        np.testing.assert_allclose(found.values, expected[found.indices], atol=1e-4)
+        [largest] = llm.embed_sparse("the sea", max_weights=2)
+        assert len(largest.values) == 2
+        assert llm.score_pairs("the sea", ["the sea"])[0] == pytest.approx(float((expected**2).sum()), rel=1e-4)
+        with pytest.raises(BadRequest, match="embed_sparse"):
+            llm.embed("the sea")
+        with pytest.raises(BadRequest, match="needs a model with a vector per token"):
+            llm.embed_tokens("the sea")
+
+
+def test_vectors_of_tokens(tmp_path: Path) -> None:
+    expansion = {"strategy": "fixed", "length": 8}
+    with opened(save_colbert(tmp_path / "m", "modernbert", query_expansion=expansion)) as llm:
+        [query] = llm.embed_tokens("the sea", role="query")
+        documents = llm.embed_tokens(["a red fish", "the moon a sun"])
+        assert [one.shape for one in (query, *documents)] == [(8, 16), (4, 16), (5, 16)]  # Without "a".
+        expected = [float((query @ one.T).max(axis=1).sum()) for one in documents]
+        np.testing.assert_allclose(llm.score_pairs("the sea", ["a red fish", "the moon a sun"]), expected, atol=1e-5)
+        ranked = llm.rerank("the sea", ["a red fish", "the moon a sun"])
+        assert ranked[0].index == int(np.argmax(expected))
+        with pytest.raises(ContextOverflow, match="queries of at most 8"):
+            llm.score_pairs("sea " * 9, ["fish"])
+        assert len(llm.score_pairs("sea " * 9, ["fish"], truncate=True)) == 1
+        with pytest.raises(BadRequest, match="embed_tokens"):
+            llm.embed("the sea")
 
 
 def test_tokens_are_classified(tmp_path: Path) -> None:

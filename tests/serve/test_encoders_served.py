@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.served import Served, serving
 from helpers.tiny_encoders import make_model, save_encoder, write_modules
+from helpers.tiny_retrieval import save_colbert, save_splade
 from helpers.tiny_server import tiny_source
 from tokenizers import Tokenizer
 
@@ -27,13 +28,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_encoder(root / "reranker", "bert", "ForSequenceClassification", num_labels=1)
     save_encoder(root / "classifier", "modernbert", "ForSequenceClassification", num_labels=3)
     save_encoder(root / "tagger", "distilbert", "ForTokenClassification", num_labels=3)
+    save_splade(root / "sparse")
+    save_colbert(root / "colbert", is_pylate=True, query_length=8)
     (root / "writer").mkdir()
     return root
 
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[Served]:
-    sources = [str(folder / name) for name in ("embedder", "reranker", "classifier", "tagger")]
+    sources = [str(folder / name) for name in ("embedder", "reranker", "classifier", "tagger", "sparse", "colbert")]
     with serving(*sources, tiny_source(folder / "writer"), "--data-dir", str(folder / "data")) as server:
         yield server
 
@@ -227,3 +230,42 @@ def test_the_openapi_document_has_every_path(served: Served) -> None:
     for path in (*embeds, *ranks, "/v1/score", "/score", "/v1/classify", "/classify"):
         assert "requestBody" in document["paths"][path]["post"], path
         assert document["paths"][path]["post"]["responses"]["200"]
+
+
+def test_sparse_weights_of_tokens(served: Served, folder: Path) -> None:
+    answer = post(served, "/v1/sparse-vector", model="sparse", input=["the sea", "fish"], return_tokens=True)
+    logits = make_model("bert", "ForMaskedLM")(torch.tensor([encoded(folder, "sparse", "the sea").ids])).logits[0]
+    expected = torch.log1p(torch.relu(logits)).amax(dim=0).numpy()
+    first = answer["data"][0]
+    np.testing.assert_allclose(first["values"], expected[first["indices"]], atol=1e-4)
+    assert len(first["tokens"]) == len(first["indices"]) == int((expected > 0).sum())
+    [one] = post(served, "/v1/sparse-vector", model="sparse", input="the sea", max_weights=1)["data"]
+    assert one["indices"] == [int(expected.argmax())]
+    scores = post(served, "/v1/score", model="sparse", text_1="the sea", text_2=["the sea"])["data"]
+    assert scores[0]["score"] == pytest.approx(float((expected**2).sum()), rel=1e-4)
+    message = refused(served, "/v1/embeddings", model="sparse", input="the sea")["message"]
+    assert "SPLADE" in message
+    assert "/v1/sparse-vector" in message
+
+
+def test_vectors_of_tokens_and_their_order_of_documents(served: Served) -> None:
+    def vectors(role: str, *texts: str) -> list[np.ndarray]:
+        answer = post(served, "/v1/multi-vector", model="colbert", input=list(texts), input_type=role)
+        return [np.array(one["embeddings"], np.float32) for one in answer["data"]]
+
+    [query], documents = vectors("query", "the sea"), ["a red fish", "the moon a sun", "blue"]
+    assert query.shape == (8, 16)
+    scores = [float((query @ one.T).max(axis=1).sum()) for one in vectors("document", *documents)]
+    ranked = post(served, "/v1/rerank", model="colbert", query="the sea", documents=documents)["results"]
+    assert [one["index"] for one in ranked] == np.argsort(scores)[::-1].tolist()
+    np.testing.assert_allclose([one["relevance_score"] for one in ranked], sorted(scores, reverse=True), atol=1e-4)
+    packed = post(served, "/v1/multi-vector", model="colbert", input="blue", embedding_type="base64")["data"][0]
+    rows = [np.frombuffer(base64.b64decode(row), "<f4") for row in packed["embeddings"]]
+    np.testing.assert_allclose(rows, vectors("document", "blue")[0], atol=1e-6)
+    assert (
+        "queries of at most 8"
+        in refused(served, "/v1/rerank", model="colbert", query="sea " * 9, documents=["blue"])["message"]
+    )
+    assert "/v1/multi-vector" in refused(served, "/v1/embeddings", model="colbert", input="the sea")["message"]
+    assert "one vector per text" in refused(served, "/v1/multi-vector", model="embedder", input="sea")["message"]
+    assert "writes text" in refused(served, "/v1/sparse-vector", model="random-writer", input="sea")["message"]

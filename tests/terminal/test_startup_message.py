@@ -47,7 +47,12 @@ def test_curl_line_is_one_valid_shell_line(is_chat: bool) -> None:
 
 @pytest.mark.parametrize(
     ("task", "path", "field"),
-    [("embed", "embeddings", "input"), ("rank", "rerank", "query"), ("tag", "classify", "input")],
+    [
+        ("embed", "embeddings", "input"),
+        ("rank", "rerank", "query"),
+        ("tag", "classify", "input"),
+        ("multi", "multi-vector", "input"),
+    ],
 )
 def test_curl_line_shows_what_an_encoder_does(task: str, path: str, field: str) -> None:
     words = shlex.split(curl_line("m", "http://127.0.0.1:1", is_chat=False, task=task))

@@ -71,6 +71,8 @@ class LengthGroup:
     """Index of their first token."""
     num_texts: int
     length: int
+    num_keys: int
+    """Tokens at the beginning of each text that are attended to."""
 
     @property
     def tokens(self) -> slice:
@@ -89,12 +91,15 @@ class PackedTexts:
     """Ascending."""
     pooled_from: tuple[int, ...] = ()
     """Of each text: tokens at its beginning that are not pooled. (): none."""
+    attended: tuple[int, ...] = ()
+    """Of each text: tokens at its beginning that are attended to; 0 for all. (): all of every text."""
 
     @property
     def groups(self) -> list[LengthGroup]:
         groups, first = [], 0
-        for length, same in groupby(self.lengths):
-            group = LengthGroup(first, len(list(same)), length)
+        attended = self.attended or (0,) * len(self.lengths)
+        for (length, num_keys), same in groupby(zip(self.lengths, attended, strict=True)):
+            group = LengthGroup(first, len(list(same)), length, num_keys or length)
             groups.append(group)
             first = group.tokens.stop
         return groups
@@ -109,11 +114,16 @@ class PackedTexts:
 
 
 def pack(
-    texts: Sequence[Sequence[int]], second_from: Sequence[int], pooled_from: Sequence[int], device: torch.device
+    texts: Sequence[Sequence[int]],
+    second_from: Sequence[int],
+    pooled_from: Sequence[int],
+    device: torch.device,
+    attended: Sequence[int] = (),
 ) -> tuple[PackedTexts, list[int]]:
     """The texts in order of length, and for each of them its index among those given. `second_from`: index of the first
-    token of the second of two texts; 0 for one text."""
+    token of the second of two texts; 0 for one text. `attended`: as in `PackedTexts`."""
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+    seen = tuple(attended[index] for index in order) if any(attended) else ()
     ids = torch.tensor([token for index in order for token in texts[index]], dtype=torch.int64)
     types = None
     if any(second_from):
@@ -121,7 +131,7 @@ def pack(
         types = torch.cat(parts).to(device, torch.int64)
     skipped = tuple(pooled_from[index] for index in order) if any(pooled_from) else ()
     lengths = tuple(len(texts[index]) for index in order)
-    return PackedTexts(ids.to(device), types, lengths, skipped), order
+    return PackedTexts(ids.to(device), types, lengths, skipped, seen), order
 
 
 class Encoder:
@@ -203,7 +213,8 @@ class Encoder:
         for group, mask in zip(groups, masks, strict=True):
             own = qkv[group.tokens].view(group.num_texts, group.length, 3, spec.num_heads, spec.head_size)
             query, key, value = own.permute(2, 0, 3, 1, 4).unbind(0)
-            attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+            seen = slice(0, group.num_keys)
+            attended = F.scaled_dot_product_attention(query, key[:, :, seen], value[:, :, seen], attn_mask=mask)
             out[group.tokens].view(group.num_texts, group.length, spec.num_heads, spec.head_size).copy_(
                 attended.transpose(1, 2)
             )
@@ -218,7 +229,10 @@ class Encoder:
 
     def _masks(self, groups: list[LengthGroup], window: int) -> list[Tensor | None]:
         """What attention adds to the scores of each group, or where it may look; None: nothing, everywhere."""
-        return [self._mask(group.length, window) for group in groups]
+        masks = [self._mask(group.length, window) for group in groups]
+        return [
+            None if mask is None else mask[..., : group.num_keys] for group, mask in zip(groups, masks, strict=True)
+        ]
 
     def _mask(self, length: int, window: int) -> Tensor | None:
         bias = self._weights.relative_bias

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from millrace.models.encoders.encoder import Activation, Linear, Norm, PackedTexts
 from millrace.sources.encoders.encoder_files import PoolingMode
+from millrace.sources.encoders.retrieval_files import SparseForm
 
 
 class Head(Protocol):
@@ -19,7 +20,8 @@ class Head(Protocol):
         """Numbers per result."""
 
     def __call__(self, hidden: Tensor, texts: PackedTexts) -> list[Tensor]:
-        """One float32 tensor per text: [width], or [tokens, width] for logits of tokens."""
+        """One float32 tensor per text: [width], [tokens, width] for results of tokens, or packed sparse weights
+        (`link.vectors.sparse_of`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,47 @@ class TokenLogits:
     def __call__(self, hidden: Tensor, texts: PackedTexts) -> list[Tensor]:
         logits = _classify(hidden, self.dense, self.activation, self.norm, self.classifier)
         return list(torch.split(logits, list(texts.lengths)))
+
+
+@dataclass(frozen=True, slots=True)
+class TokenVectors:
+    """A vector per token, for comparison token by token."""
+
+    dense: tuple[tuple[Linear, Activation], ...]
+    normalises: bool
+    width: int
+
+    def __call__(self, hidden: Tensor, texts: PackedTexts) -> list[Tensor]:
+        for linear, activation in self.dense:
+            hidden = activation(linear(hidden))
+        vectors = hidden.float()
+        return list(torch.split(F.normalize(vectors, dim=-1) if self.normalises else vectors, list(texts.lengths)))
+
+
+@dataclass(frozen=True, slots=True)
+class SparseWeights:
+    """SPLADE: from the logits of a masked language model at each token, one weight per token of the vocabulary."""
+
+    dense: Linear
+    activation: Activation
+    norm: Norm
+    vocabulary: Linear
+    form: SparseForm
+    width: int
+
+    def __call__(self, hidden: Tensor, texts: PackedTexts) -> list[Tensor]:
+        states = self.norm(self.activation(self.dense(hidden)))
+        return [self._packed(own) for own in torch.split(states, list(texts.lengths))]
+
+    def _packed(self, states: Tensor) -> Tensor:
+        """One text at a time: logits of all texts of a step would be large."""
+        weights = self.vocabulary(states).float().relu()
+        for _ in range(self.form.num_logs):
+            weights = weights.log1p()
+        pooled = weights.amax(dim=0) if self.form.pooling == "max" else weights.sum(dim=0)
+        (ids,) = pooled.nonzero(as_tuple=True)
+        count = torch.tensor([len(ids)], dtype=torch.int32, device=ids.device)
+        return torch.cat((torch.cat((count, ids.int())).view(torch.float32), pooled[ids]))
 
 
 def _classify(x: Tensor, dense: Linear | None, activation: Activation, norm: Norm | None, classifier: Linear) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from millrace.errors import ModelError
 from millrace.models.encoders.encoder import (
+    Activation,
     Encoder,
     EncoderLayer,
     EncoderWeights,
@@ -17,12 +18,13 @@ from millrace.models.encoders.encoder import (
     Norm,
     activation_of,
 )
-from millrace.models.encoders.heads import Head, PooledVectors, TextLogits, TokenLogits
+from millrace.models.encoders.heads import Head, PooledVectors, SparseWeights, TextLogits, TokenLogits, TokenVectors
 from millrace.models.encoders.spec import EncoderSpec, encoder_spec
 from millrace.models.weights.onnx_weights import OnnxWeights
 from millrace.models.weights.safetensors_weights import SafetensorsWeights
 from millrace.models.weights.source import WeightSource
 from millrace.sources.encoders.encoder_files import DenseModule, EncoderFiles, encoder_files
+from millrace.sources.encoders.retrieval_files import SparseForm
 from millrace.sources.resolve import ModelFiles
 
 
@@ -147,6 +149,11 @@ def _cat_biases(parts: list[Linear]) -> Tensor | None:
 def _head(body: _Body, described: EncoderFiles) -> Head:
     if described.task == "embed":
         return _pooled(body, described)
+    if described.task == "multi":
+        modules, width = _dense_modules(body, described, body.spec.hidden_size)
+        return TokenVectors(modules, described.normalises, width)
+    if described.sparse is not None:
+        return _sparse(body, described.sparse)
     source, spec, num_labels, hidden = body.source, body.spec, len(described.labels), body.spec.hidden_size
     square, classes = (hidden, hidden), (num_labels, hidden)
     is_modern = spec.family == "modernbert"
@@ -180,19 +187,70 @@ _CLASSIFIERS = {
 
 
 def _pooled(body: _Body, described: EncoderFiles) -> PooledVectors:
-    width = body.spec.hidden_size * len(described.pooling)
+    dense, width = _dense_modules(body, described, body.spec.hidden_size * len(described.pooling))
+    return PooledVectors(described.pooling, dense, described.normalises, width)
+
+
+def _dense_modules(
+    body: _Body, described: EncoderFiles, width: int
+) -> tuple[tuple[tuple[Linear, Activation], ...], int]:
+    """The layers and the width of the last one's results; `width`: of what the first one takes."""
     dense = []
     for module in described.dense:
         if module.in_features != width:
             raise ModelError(
                 f"{module.folder} takes {module.in_features} numbers, but the module before gives {width}."
             )
-        dense.append((_read_dense(body, module), activation_of(module.activation)))
-        width = module.out_features
-    return PooledVectors(described.pooling, tuple(dense), described.normalises, width)
+        linear = _read_dense(body, module)
+        dense.append((linear, activation_of(module.activation)))
+        width = linear.weight.shape[0]
+    return tuple(dense), width
+
+
+_LM_HEADS = {
+    "distilbert": ("vocab_transform", ("vocab_layer_norm",), "vocab_projector"),
+    "modernbert": ("head.dense", ("head.norm",), "decoder"),
+    "bert": ("cls.predictions.transform.dense", ("cls.predictions.transform.LayerNorm",), "cls.predictions.decoder"),
+    "nomic_bert": (
+        "cls.predictions.transform.dense",
+        ("cls.predictions.transform.layer_norm", "cls.predictions.transform.LayerNorm"),
+        "cls.predictions.decoder",
+    ),
+}
+"""By family: the hidden layer, names of its norm, and the layer over the vocabulary."""
+_ROBERTA_LM_HEAD = ("lm_head.dense", ("lm_head.layer_norm", "lm_head.norm"), "lm_head.decoder")
+
+
+def _sparse(body: _Body, form: SparseForm) -> SparseWeights:
+    source, spec, hidden = body.source, body.spec, body.spec.hidden_size
+    dense, norms, last = _LM_HEADS.get(spec.family, _ROBERTA_LM_HEAD)
+    if f"{dense}.weight" not in source:
+        raise ModelError(f"A SPLADE model needs the head of a masked language model, but there is no {dense}.weight.")
+    norm = next((name for name in norms if f"{name}.weight" in source), norms[0])
+    # Most files leave out the layer over the vocabulary, which is the embedding of words.
+    tied = f"{body.prefix}{spec.names.words}"
+    stored = last if f"{last}.weight" in source else tied
+    biases = [name for name in (f"{last}.bias", f"{last.rpartition('.')[0]}.bias") if name in source]
+    vocabulary = Linear(
+        source.get(f"{stored}.weight", (spec.vocab_size, hidden)),
+        source.get(biases[0], (spec.vocab_size,)) if biases else None,
+    )
+    activation = {"roberta": "gelu", "xlm-roberta": "gelu", "camembert": "gelu", "mpnet": "gelu"}.get(spec.family)
+    if spec.family == "modernbert":
+        activation = spec.classifier_activation
+    return SparseWeights(
+        source.linear(dense, (hidden, hidden)),
+        activation_of(activation or spec.activation),
+        source.norm(norm, hidden, spec.eps),
+        vocabulary,
+        form,
+        spec.vocab_size,
+    )
 
 
 def _read_dense(body: _Body, module: DenseModule) -> Linear:
+    if module.out_features == 0:
+        return Linear(body.source.get("linear.weight"), None)
     path = module.folder / "model.safetensors"
     source = SafetensorsWeights(module.folder, (path,), {})
     words = body.source.get(f"{body.prefix}{body.spec.names.embedding_norm}.weight")

@@ -14,7 +14,7 @@ from millrace.serve.anthropic import schemas as schemas_anthropic
 from millrace.serve.describe import routes_kv, routes_load, routes_requests
 from millrace.serve.describe.openapi_limits import tighten
 from millrace.serve.describe.openapi_paths import paths
-from millrace.serve.encode import classify, cohere_embed, rerank, score
+from millrace.serve.encode import classify, cohere_embed, multi_vector, rerank, score, sparse_vector
 from millrace.serve.generate.messages import RESERVED
 from millrace.serve.http.error_bodies import ErrorAnswer
 from millrace.serve.ollama import embed
@@ -38,6 +38,8 @@ _TYPES = (
     *(cohere_embed.EmbedRequest, cohere_embed.EmbedAnswer),
     *(rerank.RerankRequest, rerank.RerankAnswer, score.ScoreRequest, score.ScoreAnswer),
     *(classify.ClassifyRequest, classify.ClassifyAnswer),
+    *(multi_vector.MultiVectorRequest, multi_vector.MultiVectorAnswer),
+    *(sparse_vector.SparseVectorRequest, sparse_vector.SparseVectorAnswer),
     *(ErrorAnswer, schemas_anthropic.AnthropicErrorAnswer, schemas_ollama.OllamaErrorAnswer),
     *(schemas_responses.ResponsesRequest, schemas_responses.InputTokensRequest, schemas_responses.ResponseAnswer),
     *(schemas_responses.ResponseEvent, schemas_responses.ResponseDeleted, schemas_responses.InputItemList),

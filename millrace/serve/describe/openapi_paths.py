@@ -192,14 +192,16 @@ def _encode_paths() -> dict[str, Any]:
         ("rerank", "Order documents by their relevance to a query", ranked, ("/v1", "/v2", "")),
         ("score", "Score pairs of texts", pairs, ("/v1", "")),
         ("classify", "Classify texts, or their tokens", classed, ("/v1", "")),
+        ("multi-vector", "A vector for each token of each text", classed, ("/v1",)),
+        ("sparse-vector", "Weights of vocabulary tokens for each text", classed, ("/v1",)),
     )
     embedded = {"model": _NAME, "input": ["The sea is blue", "The sky is blue"]}
     embed = _operation("encode", "createEmbedding", "A vector for each input", "EmbeddingsAnswer", _unstreamed())
     found = {"/v1/embeddings": {"post": {**embed, "requestBody": _body("EmbeddingsRequest", embedded)}}}
     for name, summary, example, before in kinds:
         for prefix in before:
-            operation_id = f"{name}{prefix.removeprefix('/').upper()}"
-            kind = name.capitalize()
+            operation_id = f"{name.replace('-', '_')}{prefix.removeprefix('/').upper()}"
+            kind = "".join(part.capitalize() for part in name.split("-"))
             operation = _operation("encode", operation_id, summary, f"{kind}Answer", _unstreamed())
             body = _body(f"{kind}Request", example)
             found[f"{prefix}/{name}"] = {"post": {**operation, "requestBody": body}}

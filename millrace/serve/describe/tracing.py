@@ -28,7 +28,7 @@ OPERATIONS = {
     **dict.fromkeys(("/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"), "chat"),
     **dict.fromkeys(("/v1/completions", "/api/generate"), "text_completion"),
     **dict.fromkeys(("/v1/embeddings", "/api/embed", "/api/embeddings"), "embeddings"),
-    **dict.fromkeys(("/v1/embed", "/v2/embed"), "embeddings"),
+    **dict.fromkeys(("/v1/embed", "/v2/embed", "/v1/multi-vector", "/v1/sparse-vector"), "embeddings"),
     **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), "rerank"),
     **dict.fromkeys(("/v1/score", "/score"), "score"),
     **dict.fromkeys(("/v1/classify", "/classify"), "classify"),

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType, field
 from millrace.errors import BadRequest
 from millrace.link.vectors import Float32s
 from millrace.serve.encode.fields import EncodeFields, EncodeMeta, meta_of
-from millrace.serve.encode.pairs import known_prompt
+from millrace.serve.encode.token_texts import known_prompt
 from millrace.serve.generate.choices import CollectedChoice
 from millrace.serve.generate.events import Usage
 from millrace.serve.generate.job import Job

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from millrace.errors import BadRequest
 from millrace.link.limits import text_too_long
-from millrace.link.vectors import Float32s
+from millrace.link.vectors import Float32s, sparse_of
 from millrace.params import Pooling
+from millrace.serve.encode.token_texts import TokenTexts, known_prompt, role_inputs
 from millrace.serve.generate.checks import name_fields
 from millrace.serve.generate.generation import Prompt
 from millrace.serve.generate.vectors import check_num_inputs, encode_inputs, encoded_inputs, pooling_of, text_room
 from millrace.serve.state import FrontState
 from millrace.sources.encoders.encoder_files import PairForm, ScoreActivation
+from millrace.sources.encoders.retrieval_files import MultiForm
+from millrace.text.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,28 @@ class Texts:
 
     texts: list[str]
     field: str
+
+
+Encoded = tuple[Float32s, list[int]]
+"""What the engine gave for a text, and the text's tokens."""
+Compare = Callable[[Encoded, Encoded], float]
+
+
+def compare_cosine(query: Encoded, document: Encoded) -> float:
+    return cosine(query[0], document[0])
+
+
+def compare_sparse(query: Encoded, document: Encoded) -> float:
+    return sparse_of(query[0]).dot(sparse_of(document[0]))
+
+
+def compare_tokens(form: MultiForm, tokenizer: Tokenizer) -> Compare:
+    texts = TokenTexts(form, tokenizer)
+
+    def compare(query: Encoded, document: Encoded) -> float:
+        return texts.similarity(texts.kept(*query, "query"), texts.kept(*document, "document"))
+
+    return compare
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +63,13 @@ class PairScores:
     """Of a cross-encoder: index of the class that is the score."""
     pairs: list[tuple[int, int]]
     """Indices of the prompts of each pair of an embedder."""
+    compare: Compare
 
     def scores(self, vectors: Sequence[Float32s]) -> list[float]:
         if self.activation is not None:
             return [float(activated(vector, self.activation)[self.label]) for vector in vectors]
-        return [cosine(vectors[first], vectors[second]) for first, second in self.pairs]
+        sides = [(vector, prompt.token_ids) for vector, prompt in zip(vectors, self.prompts, strict=True)]
+        return [self.compare(sides[first], sides[second]) for first, second in self.pairs]
 
 
 async def score_pairs(
@@ -60,11 +87,11 @@ async def score_pairs(
     encoder = state.encoder
     if encoder is not None and encoder.pair is not None:
         prompts = await _joined_texts(state, encoder.pair, first, second, may_cut=may_cut, max_second=max_second)
-        return PairScores(prompts, "model", encoder.activation, encoder.pair.label, [])
+        return PairScores(prompts, "model", encoder.activation, encoder.pair.label, [], compare_cosine)
     if encoder is not None and encoder.ranks:
         prompts = await _joined(state, first, second, may_cut=may_cut, max_second=max_second)
-        return PairScores(prompts, "model", encoder.activation, 0, [])
-    if encoder is None or encoder.task != "embed":
+        return PairScores(prompts, "model", encoder.activation, 0, [], compare_cosine)
+    if encoder is None or encoder.task in ("classify", "tag"):
         what = "writes text" if encoder is None else f"has {len(encoder.labels)} classes"
         raise BadRequest(
             f"The model {state.model_name!r} {what}; scores of pairs need a cross-encoder (one logit) or a model for"
@@ -76,18 +103,25 @@ async def score_pairs(
         raise BadRequest(
             "'max_tokens_per_doc' needs a cross-encoder; send 'truncate' instead.", param="max_tokens_per_doc"
         )
+    if encoder.multi is not None:
+        form = encoder.multi
+        firsts = await role_inputs(state, form, first.texts, first.field, "query", may_cut=may_cut)
+        seconds = await role_inputs(state, form, second.texts, second.field, "document", may_cut=may_cut)
+        compare = compare_tokens(form, state.tokenizer)
+        return PairScores([*firsts, *seconds], "model", None, 0, _pairs(len(firsts), len(seconds)), compare)
     firsts = await encoded_inputs(
         state, first.texts, first.field, may_cut=may_cut, prompt_name=known_prompt(encoder.prompts.by_name, "query")
     )
     name = known_prompt(encoder.prompts.by_name, "document", "passage", "corpus")
     seconds = await encoded_inputs(state, second.texts, second.field, may_cut=may_cut, prompt_name=name)
-    pairs = [(index if len(firsts) > 1 else 0, len(firsts) + index) for index in range(len(seconds))]
-    return PairScores([*firsts, *seconds], pooling_of(state), None, 0, pairs)
+    compare = compare_sparse if encoder.task == "sparse" else compare_cosine
+    pairs = _pairs(len(firsts), len(seconds))
+    return PairScores([*firsts, *seconds], pooling_of(state), None, 0, pairs, compare)
 
 
-def known_prompt(prompts: object, *names: str) -> str | None:
-    """The first of these names that the model has a prompt for."""
-    return next((name for name in names if isinstance(prompts, dict) and name in prompts), None)
+def _pairs(num_first: int, num_second: int) -> list[tuple[int, int]]:
+    """Indices of both texts of each pair, where all second texts follow all first ones."""
+    return [(index if num_first > 1 else 0, num_first + index) for index in range(num_second)]
 
 
 async def _joined_texts(

@@ -49,7 +49,8 @@ class RerankResult(msgspec.Struct):
     index: int
     """Of the document in the request."""
     relevance_score: float
-    """Of a cross-encoder, as its files say: mostly from 0 to 1. Of a model for embeddings: the cosine."""
+    """Of a cross-encoder, as its files say: mostly from 0 to 1. Of a model for embeddings: the cosine. Of a
+    sparse one: the dot product. Of one with a vector per token: MaxSim."""
     document: TextDocument | UnsetType = UNSET
 
 

@@ -27,8 +27,9 @@ class Prompt:
     closes_reasoning: bool = False
     """The chat template has written an empty reasoning: the answer begins at once."""
     second_from: int = 0
-    """As in `DrawParams`, like `pooled_from`."""
+    """As in `DrawParams`, like `pooled_from` and `attended`."""
     pooled_from: int = 0
+    attended: int = 0
 
 
 @dataclass(frozen=True, slots=True)

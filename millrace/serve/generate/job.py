@@ -111,9 +111,12 @@ class Job:
         for prompt in generation.prompts:
             for number in range(generation.num_sequences):
                 params = _params_of(generation.params, number)
-                if prompt.second_from or prompt.pooled_from:
+                if prompt.second_from or prompt.pooled_from or prompt.attended:
                     params = msgspec.structs.replace(
-                        params, second_from=prompt.second_from, pooled_from=prompt.pooled_from
+                        params,
+                        second_from=prompt.second_from,
+                        pooled_from=prompt.pooled_from,
+                        attended=prompt.attended,
                     )
                 choices.append(self._make_choice(len(choices), prompt, params))
         if self.out is not None:

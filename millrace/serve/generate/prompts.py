@@ -27,6 +27,8 @@ _TAIL_CHARS = 256
 
 _USES = {
     "embed": "It gives embeddings: POST /v1/embeddings.",
+    "sparse": "It gives weights of tokens: POST /v1/sparse-vector, or /v1/rerank and /v1/score for pairs.",
+    "multi": "It gives a vector per token: POST /v1/multi-vector, or /v1/rerank and /v1/score for pairs.",
     "classify": "It scores texts: POST /v1/classify, or /v1/rerank and /v1/score for pairs.",
     "tag": "It classifies the tokens of texts: POST /v1/classify.",
 }

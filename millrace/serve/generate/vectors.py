@@ -18,6 +18,7 @@ from millrace.serve.generate.prompts import encode_texts
 from millrace.serve.generate.writer import TextOnly
 from millrace.serve.http.ids import warnings
 from millrace.serve.state import FrontState
+from millrace.sources.encoders.encoder_files import EncoderTask
 
 MAX_INPUTS = 2048
 """In one request, as in OpenAI's API."""
@@ -104,15 +105,29 @@ def vector_headers(state: FrontState) -> dict[str, str]:
     return warnings([] if is_trained else [NOT_TRAINED])
 
 
+_GIVES: dict[EncoderTask, str] = {
+    "embed": "gives one vector per text: POST /v1/embeddings",
+    "sparse": "is sparse (SPLADE): it gives weights of tokens and no single vector. POST /v1/sparse-vector, or"
+    " /v1/rerank and /v1/score",
+    "multi": "gives a vector per token (ColBERT) and no single one. POST /v1/multi-vector, or /v1/rerank and /v1/score",
+    "classify": "is a classifier and gives no embeddings. POST /v1/classify, or /v1/rerank and /v1/score for pairs",
+    "tag": "is a classifier and gives no embeddings. POST /v1/classify",
+}
+"""What a model gives, and how to ask for it, by task."""
+
+
 def check_embeds(state: FrontState) -> None:
-    """Refuse embeddings of a classifier: its states were trained for its classes."""
-    if state.encoder is not None and state.encoder.task != "embed":
-        uses = "/v1/classify, or /v1/rerank and /v1/score for pairs"
-        raise BadRequest(
-            f"The model {state.model_name!r} is a classifier and gives no embeddings. POST {uses}.",
-            param="model",
-            code="unsupported_model",
-        )
+    """Refuse embeddings of a model that gives something else."""
+    if state.encoder is not None:
+        check_task(state, "embed")
+
+
+def check_task(state: FrontState, task: EncoderTask) -> None:
+    """Refuse a request that the model was not trained for, with what it is and how to ask."""
+    own = None if state.encoder is None else state.encoder.task
+    if own != task:
+        gives = "writes text and gives no such vectors. Serve a model that does" if own is None else _GIVES[own]
+        raise BadRequest(f"The model {state.model_name!r} {gives}.", param="model", code="unsupported_model")
 
 
 def pooling_of(state: FrontState, asked: Pooling | None = None) -> Pooling:

@@ -6,7 +6,6 @@ read as they are; a model without them is what its architecture's name says.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,10 +13,13 @@ from typing import Any, Literal
 
 from millrace.errors import ModelError
 from millrace.sources.encoders.families import is_encoder
+from millrace.sources.encoders.json_files import json_file
+from millrace.sources.encoders.retrieval_files import MultiForm, SparseForm, multi_form, sparse_form
 from millrace.sources.resolve import ModelFiles
 
-EncoderTask = Literal["embed", "classify", "tag"]
-"""`embed`: a vector per text. `classify`: logits per text or pair of texts. `tag`: logits per token."""
+EncoderTask = Literal["embed", "sparse", "multi", "classify", "tag"]
+"""`embed`: a vector per text. `sparse`: weights of vocabulary tokens per text (SPLADE). `multi`: a vector per token
+(ColBERT). `classify`: logits per text or pair of texts. `tag`: logits per token."""
 PoolingMode = Literal["cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 ScoreActivation = Literal["sigmoid", "softmax", "identity"]
 
@@ -46,6 +48,7 @@ class DenseModule:
     folder: Path
     in_features: int
     out_features: int
+    """0: as many as the stored layer has."""
     has_bias: bool
     activation: str
 
@@ -98,6 +101,10 @@ class EncoderFiles:
     """True for a model that also writes text."""
     pair: PairForm | None = None
     """Of a classifier that ranks with one of its classes; None: a cross-encoder with one logit, or no reranker."""
+    sparse: SparseForm | None = None
+    """Of the task `sparse`."""
+    multi: MultiForm | None = None
+    """Of the task `multi`."""
     has_modules: bool = True
     """False if no module files say how states become vectors, so that defaults hold."""
 
@@ -112,7 +119,7 @@ def read_encoder(files: ModelFiles) -> EncoderFiles | None:
     folder = files.path if files.kind in ("safetensors", "onnx") else files.path.parent
     if is_encoder(files.config):
         return encoder_files(folder, files.config)
-    modules = _json(folder / "modules.json", list) if files.kind == "safetensors" else None
+    modules = json_file(folder / "modules.json", list) if files.kind == "safetensors" else None
     return None if modules is None else _embedder(folder, modules, 0, is_decoder=True)
 
 
@@ -123,7 +130,10 @@ def encoder_files(folder: Path, config: Mapping[str, Any]) -> EncoderFiles:
         labels = _labels(config)
         pair = _pair(config, labels) if task == "classify" else None
         return EncoderFiles(task, max_tokens, labels=labels, activation=_activation(config, len(labels)), pair=pair)
-    modules = _json(folder / "modules.json", list)
+    modules = json_file(folder / "modules.json", list)
+    if modules is None and "HF_ColBERT" in (config.get("architectures") or ()):
+        dense = (_stanford_projection(folder, config),)
+        return EncoderFiles("multi", max_tokens, (), dense, multi=multi_form(folder, [], is_stanford=True))
     if modules is None:
         return EncoderFiles(task, max_tokens, has_modules=False)
     return _embedder(folder, modules, max_tokens)
@@ -133,38 +143,51 @@ def _embedder(folder: Path, modules: list[Any], max_tokens: int, *, is_decoder: 
     pooling: tuple[PoolingMode, ...] = ()
     dense: list[DenseModule] = []
     normalises = are_pooled = False
+    kinds: list[tuple[str, Path]] = []
     for module in modules:
         kind, place = str(module.get("type", "")).rpartition(".")[2], folder / str(module.get("path", ""))
+        kinds.append((kind, place))
         if kind == "Pooling":
             pooling, are_pooled = _pooling(place / "config.json")
         elif kind == "Dense":
             dense.append(_dense(place))
         elif kind == "Normalize":
             normalises = True
-        elif kind not in ("Transformer", "Dropout"):
+        elif kind not in ("Transformer", "MLMTransformer", "Dropout", "SpladePooling", "MultiVectorMask"):
             raise ModelError(
                 f"{folder / 'modules.json'} names the module {module.get('type')}, which is not supported."
             )
-    if not pooling:
+    sparse, multi = sparse_form(kinds), multi_form(folder, kinds)
+    task: EncoderTask = "embed" if sparse is None and multi is None else "multi" if sparse is None else "sparse"
+    if task != "embed" and is_decoder:
+        raise ModelError(f"{folder / 'modules.json'}: sparse and multi-vector outputs are supported of encoders only.")
+    if task == "embed" and not pooling:
         raise ModelError(f"{folder / 'modules.json'} names no pooling module, so the model gives no vector per text.")
-    settings = _json(folder / "config_sentence_transformers.json", dict) or {}
+    settings = json_file(folder / "config_sentence_transformers.json", dict) or {}
     by_name = {str(name): str(text) for name, text in (settings.get("prompts") or {}).items()}
-    prompts = Prompts(by_name, str(settings.get("default_prompt_name") or ""), are_pooled)
+    prompts = Prompts(by_name, str(settings.get("default_prompt_name") or ""), are_pooled or task != "embed")
     lower_case = bool(_transformer_settings(folder).get("do_lower_case"))
     return EncoderFiles(
-        "embed",
+        task,
         max_tokens,
         pooling,
         tuple(dense),
-        normalises,
+        normalises or (multi is not None and multi.is_pylate),
         prompts,
         lower_case=lower_case,
         is_decoder=is_decoder,
+        sparse=sparse,
+        multi=multi,
     )
 
 
+def _stanford_projection(folder: Path, config: Mapping[str, Any]) -> DenseModule:
+    """The layer `linear` beside the weights of the encoder."""
+    return DenseModule(folder, int(config["hidden_size"]), 0, False, "identity")
+
+
 def _pooling(path: Path) -> tuple[tuple[PoolingMode, ...], bool]:
-    settings = _json(path, dict)
+    settings = json_file(path, dict)
     if settings is None:
         raise ModelError(f"There is no {path}, which says how token states are pooled. Download the file.")
     stored = settings.get("pooling_mode")
@@ -177,9 +200,11 @@ def _pooling(path: Path) -> tuple[tuple[PoolingMode, ...], bool]:
 
 
 def _dense(folder: Path) -> DenseModule:
-    settings = _json(folder / "config.json", dict)
+    settings = json_file(folder / "config.json", dict)
     if settings is None or not (folder / "model.safetensors").is_file():
         raise ModelError(f"{folder} needs config.json and model.safetensors. Download both.")
+    if settings.get("use_residual"):
+        raise ModelError(f"{folder / 'config.json'} sets use_residual, which is not supported.")
     name = str(settings.get("activation_function", "torch.nn.modules.activation.Tanh")).rpartition(".")[2]
     if name not in _ACTIVATIONS:
         raise ModelError(f"{folder / 'config.json'} sets the activation {name}; known are {', '.join(_ACTIVATIONS)}.")
@@ -240,23 +265,10 @@ def _max_tokens(folder: Path, config: Mapping[str, Any]) -> int:
         table = int(table) - (1 if pad is None else int(pad)) - 1
     stored = _transformer_settings(folder).get("max_seq_length")
     if stored is None:  # Tokenizers without a limit store a very large number.
-        stored = (_json(folder / "tokenizer_config.json", dict) or {}).get("model_max_length")
+        stored = (json_file(folder / "tokenizer_config.json", dict) or {}).get("model_max_length")
     limits = [int(table), *([int(stored)] if isinstance(stored, int | float) and stored > 0 else [])]
     return min(limits)
 
 
 def _transformer_settings(folder: Path) -> dict[str, Any]:
-    return _json(folder / "sentence_bert_config.json", dict) or {}
-
-
-def _json(path: Path, kind: type[Any]) -> Any:
-    """The content of a JSON file; None if there is none."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} is not valid JSON: {error}. Download the file again.") from error
-    if not isinstance(content, kind):
-        raise ModelError(f"{path} does not have the form that sentence-transformers writes. Download the file again.")
-    return content
+    return json_file(folder / "sentence_bert_config.json", dict) or {}

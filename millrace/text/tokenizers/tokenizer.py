@@ -78,7 +78,7 @@ class Tokenizer:
         self._backend = backend
         self._prefix = list(prefix_ids)
         self._suffix = list(suffix_ids)
-        self.suffix_ids, self.pair = suffix_ids, pair
+        self.prefix_ids, self.suffix_ids, self.pair = prefix_ids, suffix_ids, pair
         self.chat_templates: dict[str, str] = dict(chat_templates or {})
         """Jinja sources by name ("default", "tool_use", …)."""
         added = backend.get_added_tokens_decoder()
