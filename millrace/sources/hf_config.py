@@ -8,7 +8,7 @@ from typing import Any
 
 from millrace.errors import ModelError
 
-QUANTISED_BY = ("fp8", "compressed-tensors", "awq", "gptq", "bitsandbytes", "torchao")
+QUANTISED_BY = ("fp8", "compressed-tensors", "awq", "gptq", "bitsandbytes", "torchao", "mxfp4")
 """Methods of quantised checkpoints that can be loaded (models/formats)."""
 _TEXT_TYPES = {"gemma3": "gemma3_text"}
 """Model type of a multimodal model to that of its text model."""

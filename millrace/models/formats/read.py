@@ -12,6 +12,7 @@ from millrace.models.formats.bitsandbytes import BitsAndBytesFormat
 from millrace.models.formats.compressed_tensors import CompressedTensorsFormat
 from millrace.models.formats.fp8 import Fp8Format
 from millrace.models.formats.gptq import GptqFormat
+from millrace.models.formats.mxfp4 import Mxfp4Format
 from millrace.models.formats.torchao import TorchAoFormat
 
 _FORMATS: Final[Mapping[str, Callable[[Settings, StoredTensors], CheckpointFormat]]] = {
@@ -21,6 +22,7 @@ _FORMATS: Final[Mapping[str, Callable[[Settings, StoredTensors], CheckpointForma
     "gptq": GptqFormat,
     "bitsandbytes": BitsAndBytesFormat,
     "torchao": TorchAoFormat,
+    "mxfp4": Mxfp4Format,
 }
 
 

@@ -40,7 +40,9 @@ _PREFIXES = (
 )
 """Prefixes of the text model in multimodal checkpoints."""
 _OTHER_MODALITIES = ("vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.", "visual.")
-_FUSED = re.compile(r"(?P<prefix>model\.layers\.\d+)\.mlp\.experts\.(?P<own>gate_up_proj|down_proj)")
+_FUSED = re.compile(
+    r"(?P<prefix>model\.layers\.\d+)\.mlp\.experts\.(?P<own>gate_up_proj|down_proj)(?P<end>|_bias|_blocks|_scales)"
+)
 _MIXTRAL_ROUTER = re.compile(r"(model\.layers\.\d+)\.mlp\.gate\.weight")
 
 
@@ -53,6 +55,10 @@ class _Piece:
     shape: tuple[int, ...]
     expert: int | None = None
     first_row: int = 0
+    step: int = 1
+    """Distance of its rows among those of the expert."""
+    is_transposed: bool = False
+    """The expert's rows are its columns in the file."""
 
 
 class SafetensorsWeights:
@@ -143,6 +149,10 @@ class SafetensorsWeights:
         if piece.expert is None:
             whole: torch.Tensor = handle.get_tensor(piece.stored)
             return whole
+        if piece.step > 1 or piece.is_transposed:
+            whole = handle.get_slice(piece.stored)[piece.expert : piece.expert + 1][0]
+            whole = whole.t() if piece.is_transposed else whole
+            return whole[piece.first_row :: piece.step].contiguous()
         rows = slice(piece.first_row, piece.first_row + piece.shape[0])
         part: torch.Tensor = handle.get_slice(piece.stored)[piece.expert : piece.expert + 1, rows]
         return part[0].contiguous()
@@ -156,7 +166,10 @@ class SafetensorsWeights:
             return
         shape = tuple(self._handles[path].get_slice(stored).get_shape())
         fused = _FUSED.fullmatch(name)
-        if fused is not None:
+        if fused is not None and config.get("model_type") == "gpt_oss":
+            yield from _split_interleaved_experts(path, stored, shape, fused, config)
+            return
+        if fused is not None and not fused["end"]:
             yield from _split_experts(path, stored, shape, fused, config)
             return
         if config.get("model_type") == "mixtral":
@@ -207,3 +220,32 @@ def _split_experts(
         for index, own in enumerate(owns):
             piece = _Piece(path, stored, (rows, shape[2]), expert, index * rows)
             yield f"{base}.{expert}.{own}.weight", piece
+
+
+_GPT_OSS_ENDS = {"": "weight", "_bias": "bias", "_blocks": "weight_blocks", "_scales": "weight_scales"}
+
+
+def _split_interleaved_experts(
+    path: Path, stored: str, shape: tuple[int, ...], fused: re.Match[str], config: dict[str, Any]
+) -> Iterator[tuple[str, _Piece]]:
+    """Stacked experts of gpt-oss: gate rows alternate with up rows. Plain weights have rows and columns exchanged;
+    MXFP4 has blocks [experts, rows, columns / 32, 16] and scales [experts, rows, columns / 32]."""
+    hidden, inner = config.get("hidden_size", 0), config.get("intermediate_size", 0)
+    owns = ("gate_proj", "up_proj") if fused["own"] == "gate_up_proj" else ("down_proj",)
+    rows, columns = (inner, hidden) if len(owns) == 2 else (hidden, inner)
+    every = len(owns) * rows
+    own_shape, whole = {
+        "": ((rows, columns), (columns, every)),
+        "_bias": ((rows,), (every,)),
+        "_blocks": ((rows, columns // 32, 16), (every, columns // 32, 16)),
+        "_scales": ((rows, columns // 32), (every, columns // 32)),
+    }[fused["end"]]
+    if shape[1:] != whole:
+        raise ModelError(
+            f"{path}: stacked experts {stored} have shape {shape}; the config requires {('experts', *whole)}."
+            " The config and the weights belong to different models; download both again."
+        )
+    for expert in range(shape[0]):
+        for index, own in enumerate(owns):
+            name = f"{fused['prefix']}.mlp.experts.{expert}.{own}.{_GPT_OSS_ENDS[fused['end']]}"
+            yield name, _Piece(path, stored, own_shape, expert, index, len(owns), is_transposed=not fused["end"])
