@@ -453,6 +453,12 @@ class Retain(msgspec.Struct, frozen=True, omit_defaults=True):
     """Quota of all handles of this owner; 0: what the server allows."""
     is_hint: bool = True
     """It may take the place of its owner's older hints."""
+    handle_bytes: int = 0
+    """Quota of this handle alone; 0: none of its own."""
+    is_required: bool = False
+    """The request is refused if its prefix cannot be kept."""
+    covers_answer: bool = False
+    """Keep the answer's blocks too, once the request has ended."""
 
 
 DEFAULT_ROW_PARAMS = RowParams(DrawParams())

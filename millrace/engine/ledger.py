@@ -207,6 +207,7 @@ class Ledger:
             predicted_accepted=predicted_accepted,
             retained_tokens=entry.diagnostics.retained_tokens,
             handle=entry.diagnostics.handle,
+            resident_tokens=entry.diagnostics.resident_tokens,
             refused=entry.diagnostics.refused,
         )
         self.tenants.close(entry.tenant, was_running=entry.is_running)

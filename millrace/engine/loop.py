@@ -347,6 +347,12 @@ class Engine:
             return msgspec.json.encode(self._scheduler.handles(query.tenant, self._clock()))
         if query.kind == "drop_handles":
             return msgspec.json.encode(self._scheduler.drop_handles(query.name, query.tenant))
+        if query.kind == "renew_handle":
+            found = self._scheduler.renew_handle(query.name, query.tenant or "", float(query.value), self._clock())
+            return msgspec.json.encode(found)
+        if query.kind == "copy_handle":
+            found = self._scheduler.copy_handle(query.name, query.tenant or "", query.value, self._clock())
+            return msgspec.json.encode(found)
         entries = self._ledger.named(query.name, query.tenant)
         if not entries:
             return b""

@@ -292,9 +292,9 @@ class EngineClient:
         request_id, self._next_id = self._next_id, self._next_id + 1
         return request_id
 
-    async def query(self, kind: QueryKind, name: str, tenant: str | None) -> bytes:
+    async def query(self, kind: QueryKind, name: str, tenant: str | None, value: str = "") -> bytes:
         """Explain or cancel the request with this name. Returns JSON, or b"" if the engine knows no such request."""
-        return await self._ask(lambda query_id: Query(self.front_index, query_id, kind, name, tenant))
+        return await self._ask(lambda query_id: Query(self.front_index, query_id, kind, name, tenant, value))
 
     async def retire(self, idle_s: float = math.inf) -> Idleness:
         """Stop the engine if it has been idle for `idle_s` seconds. Returns how much it is used."""

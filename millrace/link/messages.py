@@ -90,7 +90,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     front: int
 
 
-QueryKind = Literal["explain", "cancel", "steps", "handles", "drop_handles"]
+QueryKind = Literal["explain", "cancel", "steps", "handles", "drop_handles", "renew_handle", "copy_handle"]
 
 
 class Query(msgspec.Struct, frozen=True, tag="query"):
@@ -103,6 +103,8 @@ class Query(msgspec.Struct, frozen=True, tag="query"):
     """Of the request, or of the handles; with `steps`, how many of the last ones are wanted."""
     tenant: str | None = None
     """Find only requests or handles of this tenant; None = of any."""
+    value: str = ""
+    """Seconds (`renew_handle`), or the name of the copy (`copy_handle`)."""
 
 
 class HandleFigures(msgspec.Struct, frozen=True):
@@ -118,6 +120,8 @@ class HandleFigures(msgspec.Struct, frozen=True):
     ttl_s: float
     expires_in_s: float
     is_hint: bool
+    locations: dict[str, int]
+    """Tokens by the nearest location that has their block."""
 
 
 class HandleList(msgspec.Struct, frozen=True):
@@ -196,6 +200,8 @@ class Finish(msgspec.Struct, frozen=True):
     retained_tokens: int = 0
     """Prompt tokens that a handle keeps cached from now on."""
     handle: str = ""
+    resident_tokens: int = 0
+    """Of a request with a handle: prompt tokens that were on the device when it arrived."""
     refused: str = ""
     """Why no handle keeps its prompt, although that was asked for."""
     vector: bytes = b""

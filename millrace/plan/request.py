@@ -37,6 +37,8 @@ class Diagnostics:
     handle: str = ""
     """Name of the handle that retains its prefix."""
     retained_tokens: int = 0
+    resident_tokens: int = 0
+    """Of a request with a handle: prompt tokens that were on the device when it arrived."""
     refused: str = ""
     """Why its prefix is not retained, although that was asked for."""
     has_cache: bool = True

@@ -191,6 +191,9 @@ class Scheduler:
         request.diagnostics.delays_before = self._admitting.delays.totals()
         if request.retain is not None and self._has_cache:
             self.retention.keep(request, request.retain, request.arrival)
+            if request.retain.is_required and request.diagnostics.refused:
+                self._end(request, "error", request.diagnostics.refused)
+                return
         self.shares.enter(request.tenant)
         self.waiting.add(request)
 
@@ -237,7 +240,16 @@ class Scheduler:
 
     def handles(self, owner: str | None, now: float) -> HandleList:
         """Prefixes that are kept cached, of this owner (None: of all)."""
-        return self.retention.listed(owner, now)
+        below: dict[str, set[bytes]] = {
+            tier: set(blocks.digests()) for tier, blocks in self.watched_blocks.items() if tier != "device"
+        }
+        return self.retention.listed(owner, now, below)
+
+    def renew_handle(self, name: str, owner: str, ttl_s: float, now: float) -> int:
+        return self.retention.renew(name, owner, ttl_s, now)
+
+    def copy_handle(self, name: str, owner: str, new_name: str, now: float) -> int:
+        return self.retention.copy(name, owner, new_name, now)
 
     def drop_handles(self, name: str, owner: str | None) -> int:
         """End the handles with this name. Returns how many there were."""
@@ -574,7 +586,10 @@ class Scheduler:
         of ended requests. Every method that depends on it calls this first."""
         self.prefix.hash_expected()
         for row, event in self._confirming.run_deferred():
-            self._admitting.learn(self._release_row(row, event.reason))
+            request = self._release_row(row, event.reason)
+            if request.retain is not None and request.retain.covers_answer:
+                self.retention.keep_answer(request)
+            self._admitting.learn(request)
 
     def discard_in_flight(self) -> tuple[int, ...]:
         """A launched step failed: discard all steps in flight and announce every row to the runner again.

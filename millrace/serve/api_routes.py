@@ -24,6 +24,7 @@ from millrace.serve.ollama.write import error_body as ollama_error_body
 from millrace.serve.openai import embeddings as openai_embeddings
 from millrace.serve.openai import routes as openai
 from millrace.serve.openai.kept import prefixes
+from millrace.serve.openai.kept import routes_sessions as sessions
 from millrace.serve.openai.kept import routes_stored as stored_chat
 from millrace.serve.openai.translate_chat import prepare_chat
 from millrace.serve.openai.translate_completions import prepare_completion
@@ -56,6 +57,10 @@ POST: dict[str, Handler] = {
     "/v1/conversations/{conversation_id}": conversations.update,
     "/v1/conversations/{conversation_id}/items": conversations.add_items,
     "/v1/cache": prefixes.create,
+    "/v1/sessions": sessions.create,
+    "/v1/sessions/{session_id}/turns": sessions.turn,
+    "/v1/sessions/{session_id}/fork": sessions.fork,
+    "/v1/sessions/{session_id}/renew": sessions.renew,
     "/v1/files": files.upload,
     "/v1/batches": batches.create,
     "/v1/batches/{batch_id}/cancel": batches.cancel,
@@ -84,6 +89,8 @@ GET: dict[str, Handler] = {
     "/v1/conversations/{conversation_id}": conversations.retrieve,
     "/v1/conversations/{conversation_id}/items": conversations.list_items,
     "/v1/conversations/{conversation_id}/items/{item_id}": conversations.retrieve_item,
+    "/v1/sessions": sessions.listing,
+    "/v1/sessions/{session_id}": sessions.describe,
     "/v1/cache": prefixes.listing,
     "/v1/cache/{name}": prefixes.describe,
     "/v1/files": files.listing,
@@ -110,6 +117,7 @@ DELETE: dict[str, Handler] = {
     "/v1/conversations/{conversation_id}": conversations.delete,
     "/v1/conversations/{conversation_id}/items/{item_id}": conversations.delete_item,
     "/v1/cache/{name}": prefixes.delete,
+    "/v1/sessions/{session_id}": sessions.delete,
     "/v1/files/{file_id}": files.delete,
     "/v1/requests/{request_id}": requests.cancel,
     "/api/delete": ollama_library.delete,

@@ -68,6 +68,10 @@ CREATE TABLE IF NOT EXISTS chat_completions (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL,
     created_at INTEGER NOT NULL, metadata BLOB NOT NULL, messages BLOB NOT NULL, body BLOB NOT NULL
 );
+CREATE TABLE IF NOT EXISTS sessions (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL,
+    expires_at REAL NOT NULL, body BLOB NOT NULL
+);
 CREATE INDEX IF NOT EXISTS open_batches ON batches (status);
 CREATE INDEX IF NOT EXISTS open_responses ON responses (status) WHERE background = 1;
 """
@@ -115,6 +119,7 @@ class Store:
             connection.execute(f"DELETE FROM {table} WHERE created_at < ?", (now - RESPONSE_DAYS * 86400,))
         for table in ("response_events", "response_items"):
             connection.execute(f"DELETE FROM {table} WHERE response_id NOT IN (SELECT id FROM responses)")
+        connection.execute("DELETE FROM sessions WHERE expires_at <= ?", (now,))
         for row in connection.execute("SELECT id FROM files WHERE expires_at <= ?", (now,)).fetchall():
             (self.files / row["id"]).unlink(missing_ok=True)
             connection.execute("DELETE FROM files WHERE id = ?", (row["id"],))

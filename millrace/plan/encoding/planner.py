@@ -259,6 +259,12 @@ class EncodePlanner:
     def handles(self, owner: str | None, now: float) -> HandleList:
         return NO_HANDLES
 
+    def renew_handle(self, name: str, owner: str, ttl_s: float, now: float) -> int:
+        return 0
+
+    def copy_handle(self, name: str, owner: str, new_name: str, now: float) -> int:
+        return 0
+
     def drop_handles(self, name: str, owner: str | None) -> int:
         return 0
 

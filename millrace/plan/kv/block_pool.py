@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from millrace.plan.kv.eviction import Eviction, EvictionOrder, EvictionSettings, LeastRecentlyUsed
 from millrace.plan.kv.tier import CacheKey, Tier
@@ -176,6 +176,11 @@ class BlockPool:
         """The group's registered block with this hash, or None. Compares the tokens too."""
         block = self._by_hash[group].get(digest)
         return block if block is not None and self._tokens_of[block] == tokens else None
+
+    @property
+    def names(self) -> Collection[bytes]:
+        """Hashes of the registered blocks of group 0."""
+        return self._by_hash[0]
 
     def digests(self) -> list[bytes]:
         """Hashes of all blocks of group 0 that `find` finds."""

@@ -10,8 +10,11 @@ takes the place of its owner's older hints.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import types
 from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from millrace.params import Retain
@@ -20,6 +23,7 @@ from millrace.plan.kv.prefix import PrefixIndex
 from millrace.plan.planner.protocol import HandleFigures, HandleList
 from millrace.plan.request import Request
 
+NOTHING: Mapping[str, Collection[bytes]] = types.MappingProxyType({})
 MAX_HANDLES = 1024
 """Of one owner."""
 
@@ -76,6 +80,8 @@ class Retention:
         num_tokens = min(wanted.num_tokens or request.num_prompt, request.num_prompt)
         num_columns = num_tokens // size
         if not num_columns:
+            if wanted.is_required:  # Nothing to keep yet: nothing that could be refused.
+                return
             noted.refused = f"The prefix has {num_tokens} tokens, less than one block of {size}."
             return
         self._prefix.hash_of(request, num_columns - 1)
@@ -98,11 +104,60 @@ class Retention:
         self._handles[request.tenant, name] = handle
         self._next_expiry = min(self._next_expiry, handle.expires)
         noted.handle, noted.retained_tokens = name, handle.num_tokens
+        noted.resident_tokens = self._resident_tokens(handle)
+
+    def keep_answer(self, request: Request) -> None:
+        """The request has ended and its blocks are registered: its handle names those of its answer too, unless they
+        find no room."""
+        wanted, size = request.retain, self._prefix.block_size
+        handle = self._handles.get((request.tenant, request.diagnostics.handle))
+        num_columns = min(request.num_computed, len(request.history) // 4) // size
+        if wanted is None or handle is None or num_columns <= len(handle.digests):
+            return
+        self._prefix.hash_of(request, num_columns - 1)
+        digests = request.hashes[:num_columns]
+        if digests[: len(handle.digests)] != handle.digests or self._make_room(
+            request.tenant, handle.name, digests, wanted
+        ):
+            return  # The handle was replaced meanwhile, or is full.
+        longer = dataclasses.replace(handle, digests=digests, num_tokens=num_columns * size)
+        self._count(longer, 1)
+        self._count(handle, -1)
+        self._handles[request.tenant, handle.name] = longer
+
+    def renew(self, name: str, owner: str, ttl_s: float, now: float) -> int:
+        """The handle lives so much longer from now on. Returns how many there are with this name."""
+        self.advance(now)
+        handle = self._handles.get((owner, name))
+        if handle is None:
+            return 0
+        handle.ttl_s, handle.expires = ttl_s, now + ttl_s
+        self._next_expiry = min(self._next_expiry, handle.expires)
+        return 1
+
+    def copy(self, name: str, owner: str, new_name: str, now: float) -> int:
+        """A second handle for the same blocks, which cost no memory. Returns 0 if there is none with this name."""
+        self.advance(now)
+        handle = self._handles.get((owner, name))
+        if handle is None or (owner, new_name) in self._handles or len(self._of(owner)) >= MAX_HANDLES:
+            return 0
+        made = dataclasses.replace(handle, name=new_name, created=now, expires=now + handle.ttl_s)
+        self._count(made, 1)
+        self._handles[owner, new_name] = made
+        self._next_expiry = min(self._next_expiry, made.expires)
+        return 1
 
     def _make_room(self, owner: str, name: str, digests: list[bytes], wanted: Retain) -> str:
         """Why the blocks find no room; empty if they do."""
         own = self._digests.get(owner, Counter())
         limit = self.settings.max_blocks
+        own_limit = wanted.handle_bytes // self.settings.block_bytes // self._num_groups
+        if wanted.handle_bytes and len(digests) > own_limit:
+            size = self._prefix.block_size
+            return (
+                f"{len(digests) * size} tokens do not fit: max_bytes is {wanted.handle_bytes}, which holds"
+                f" {own_limit * size} tokens. Start a new session or fork, or allow more bytes."
+            )
         if wanted.max_bytes:
             limit = min(limit, wanted.max_bytes // self.settings.block_bytes)
         may_make_room = wanted.is_hint and len(digests) * self._num_groups <= limit
@@ -133,8 +188,9 @@ class Retention:
             self._drop(handle)
         return len(found)
 
-    def listed(self, owner: str | None, now: float) -> HandleList:
-        """The handles of this owner (None: of all)."""
+    def listed(self, owner: str | None, now: float, below: Mapping[str, Collection[bytes]] = NOTHING) -> HandleList:
+        """The handles of this owner (None: of all). `below`: the names of blocks at the locations below the device,
+        nearest first."""
         self.advance(now)
         block_bytes = self.settings.block_bytes
         found = [
@@ -148,6 +204,7 @@ class Retention:
                 ttl_s=one.ttl_s,
                 expires_in_s=one.expires - now,
                 is_hint=one.is_hint,
+                locations=self._locations(one, below),
             )
             for one in self._of(owner)
         ]
@@ -158,6 +215,14 @@ class Retention:
         """Tokens of the prefix that need not be computed now."""
         size = self._prefix.block_size
         return self._pool.num_leading(handle.digests) * size
+
+    def _locations(self, handle: Handle, below: Mapping[str, Collection[bytes]]) -> dict[str, int]:
+        """Tokens by the nearest location that has their block; those that none has are missing."""
+        size, places = self._prefix.block_size, {"device": self._pool.names, **below}
+        found = Counter(
+            next((place for place, names in places.items() if digest in names), "") for digest in handle.digests
+        )
+        return {place: found[place] * size for place in places}
 
     def _of(self, owner: str | None) -> list[Handle]:
         return [one for one in self._handles.values() if owner is None or one.owner == owner]

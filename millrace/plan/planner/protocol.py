@@ -127,6 +127,8 @@ class HandleFigures:
     ttl_s: float
     expires_in_s: float
     is_hint: bool
+    locations: dict[str, int]
+    """Tokens by the nearest location that has their block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +230,12 @@ class Planner(Protocol):
 
     def handles(self, owner: str | None, now: float) -> HandleList:
         """Those of this owner; None: of all."""
+
+    def renew_handle(self, name: str, owner: str, ttl_s: float, now: float) -> int:
+        """The owner's handle lives so much longer from now on. Returns 0 if there is none."""
+
+    def copy_handle(self, name: str, owner: str, new_name: str, now: float) -> int:
+        """A second handle for the same blocks. Returns 0 if there is none to copy, or no room for one more."""
 
     def drop_handles(self, name: str, owner: str | None) -> int:
         """End those with this name, of this owner or of any. Returns how many there were."""

@@ -163,6 +163,9 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
     max_tokens: Annotated[int, described("Maximum number of output tokens.", minimum=1)]
     stop_sequences: Annotated[list[str] | None, described("Stop strings: generation ends before them.")] = None
+    session_id: Annotated[
+        str | None, described("Continue this session: the messages are the new ones; its own come before them.")
+    ] = None
     stream: Annotated[bool | None, described("Stream typed events as tokens are generated.")] = None
     temperature: Annotated[
         float | None, described("0 is greedy; default: the model's recommendation, else 1.", minimum=0, maximum=1)

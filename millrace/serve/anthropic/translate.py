@@ -34,6 +34,7 @@ from millrace.serve.generate.sampling import deadline_of, sampling_params
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder
 from millrace.serve.http.ids import new_id, warnings
+from millrace.serve.sessions.turns import continued, keeping_turn, open_session, taking_turn
 from millrace.serve.state import FrontState
 
 _CHOICES: dict[str, Literal["auto", "none", "required"]] = {
@@ -52,13 +53,16 @@ async def prepare_message(state: FrontState, data: bytes, received: float, owner
     _check(body)
     await state.await_engine(body.model)
     try:
+        session = await open_session(state, body.session_id, owner)
         conversation, edits = await _conversation(state, body)
+        conversation = continued(session, conversation)
         hides_thinking = body.thinking is not None and body.thinking.display == "omitted"
         applied = UNSET if edits is None else ContextManagementAnswer(edits)
         writer = partial(MessageWriter, edits=applied, hides_thinking=hides_thinking)
         generation = await _generation(state, body, conversation, received)
         effect = effort_effect(state, _wish(body), generation.params.thinking)
-        return Work(state, generation, writer, headers=warnings([effect]))
+        generation = taking_turn(state, session, owner, conversation, generation)
+        return keeping_turn(Work(state, generation, writer, headers=warnings([effect])))
     except BadRequest as error:
         raise name_fields(error, LIMIT_NAMES) from None
 

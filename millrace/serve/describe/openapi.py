@@ -21,6 +21,7 @@ from millrace.serve.ollama import embed
 from millrace.serve.ollama import schemas as schemas_ollama
 from millrace.serve.openai import answers, embeddings, schemas
 from millrace.serve.openai.kept import prefixes, routes_stored, stored_chat
+from millrace.serve.openai.kept import routes_sessions as sessions
 from millrace.serve.responses import schemas as schemas_responses
 from millrace.serve.responses import schemas_items as response_items
 from millrace.serve.stored.batch_store import BatchAnswer, BatchList
@@ -53,6 +54,8 @@ _TYPES = (
     *(stored_chat.StoredList, stored_chat.StoredDeleted, routes_stored.ChatUpdate),
     *(prefixes.CacheRequest, prefixes.CreatedHandle, prefixes.CacheHandle),
     *(prefixes.CacheHandles, prefixes.DeletedHandle),
+    *(sessions.SessionRequest, sessions.SessionChange, sessions.SessionAnswer),
+    *(sessions.SessionList, sessions.SessionDeleted),
     *(FileAnswer, FileList, FileDeleted, BatchRequest, BatchAnswer, BatchList),
     *(routes_requests.RunningRequest, routes_requests.RunningRequests, routes_requests.RequestOutcome),
     *(routes_requests.CancelledRequest, routes_load.Load, routes_kv.KvEvent),
@@ -86,6 +89,7 @@ _TAGS = {
     "responses": "Stored responses.",
     "conversations": "Stored conversations.",
     "cache": "Prompts that are kept cached.",
+    "sessions": "Conversations that the server keeps, with their keys and values.",
     "files": "Stored files.",
     "batches": "Files of requests, run at batch priority.",
     "models": "The served model.",

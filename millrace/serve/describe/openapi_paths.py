@@ -168,6 +168,7 @@ def _all_paths() -> dict[str, Any]:
         **_conversation_paths(),
         **_stored_chat_paths(),
         **_cache_paths(),
+        **_session_paths(),
         **_file_paths(),
         **_batch_paths(),
         **_anthropic_paths(),
@@ -386,6 +387,37 @@ def _cache_paths() -> dict[str, Any]:
             ),
         },
     }
+
+
+def _session_paths() -> dict[str, Any]:
+    one, missing = [_in_path("session_id")], ("400", "404", "500", "503")
+    make = _operation("sessions", "createSession", "Begin a session", "SessionAnswer", (*BODY_ERRORS, "429"))
+    turn = _operation("sessions", "createTurn", "Continue a session", "ChatAnswer", ERRORS, parameters=one)
+    example = {"system": "Answer in one sentence.", "ttl_s": 3600}
+    hello = {"messages": [{"role": "user", "content": "Why do boats float?"}], "max_tokens": 64}
+    change = {"requestBody": {**_body("SessionChange", {"ttl_s": 3600}), "required": False}, "parameters": one}
+    paths: dict[str, Any] = {
+        "/v1/sessions": {
+            "post": {**make, "requestBody": _body("SessionRequest", example)},
+            "get": _operation(
+                *("sessions", "listSessions", "List sessions", "SessionList", ("400", "404", "500")),
+                parameters=_page(1000, "limit", "order", "after"),
+            ),
+        },
+        "/v1/sessions/{session_id}": {
+            "get": _operation(
+                *("sessions", "retrieveSession", "Describe a session", "SessionAnswer", missing), parameters=one
+            ),
+            "delete": _operation(
+                *("sessions", "deleteSession", "End a session", "SessionDeleted", missing), parameters=one
+            ),
+        },
+        "/v1/sessions/{session_id}/turns": {"post": {**turn, "requestBody": _body("ChatRequest", hello)}},
+    }
+    for action, what in (("renew", "Begin its time to live again"), ("fork", "A second session with the same past")):
+        post = _operation("sessions", f"{action}Session", what, "SessionAnswer", (*BODY_ERRORS, "429"))
+        paths[f"/v1/sessions/{{session_id}}/{action}"] = {"post": {**post, **change}}
+    return paths
 
 
 def _batch_paths() -> dict[str, Any]:

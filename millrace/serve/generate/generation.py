@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from millrace.link.client import ANONYMOUS, Caller
 from millrace.params import BeamParams, Retain, SamplingParams
 from millrace.serve.generate.choosing.beam_fields import SelfConsistency
+from millrace.serve.generate.fields.session import Turn
 from millrace.serve.generate.resuming.request import NOTHING, Received, Resumable
 from millrace.serve.http.ids import new_id
 from millrace.text.answer_parser import AnswerForm
@@ -26,6 +27,8 @@ class Prompt:
     """The chat template has opened the model's reasoning."""
     closes_reasoning: bool = False
     """The chat template has written an empty reasoning: the answer begins at once."""
+    rendered: str = ""
+    """The text of the token ids, where a session needs it."""
     second_from: int = 0
     """As in `DrawParams`, like `pooled_from` and `attended`."""
     pooled_from: int = 0
@@ -54,6 +57,8 @@ class Generation:
     priority: int = 1
     """Set at the gate, like `caller`."""
     cache_salt: str = ""
+    turn: Turn | None = None
+    """Of a session, which the answer is added to."""
     retain: Retain | None = None
     """Keep the prompt cached for a time. Its quota is set at the gate."""
     stream: bool = False

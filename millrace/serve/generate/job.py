@@ -11,6 +11,7 @@ import msgspec
 
 from millrace.errors import (
     BadRequest,
+    CacheFull,
     DeadlineExceeded,
     EngineUnavailable,
     MillraceError,
@@ -29,8 +30,9 @@ from millrace.serve.generate.choices import (
     PlainChoice,
 )
 from millrace.serve.generate.events import Usage
+from millrace.serve.generate.fields.session import TurnSink
 from millrace.serve.generate.generation import Generation, Prompt
-from millrace.serve.generate.resuming.marks import FrameSink, MarkedFrames, MarkedSink, replay
+from millrace.serve.generate.resuming.marks import FrameSink, MarkedFrames, MarkedSink, TokenSink, replay
 from millrace.serve.generate.writer import Writer
 from millrace.serve.http.event_stream import EventStream
 from millrace.serve.state import FrontState, JobSummary
@@ -39,6 +41,9 @@ from millrace.text.text_stream import TextStream
 
 DEADLINE_SLACK_S = 2.0
 """The engine ends a request at its deadline; the front waits this much longer for the engine to report it."""
+
+CACHE_RETRY_S = 60.0
+"""What others keep cached may have expired by then."""
 
 log = logging.getLogger("millrace.serve")
 
@@ -81,10 +86,11 @@ class Job:
                 marked = self._marked.get(choice.index)
                 if marked is not None and self._replay(choice, marked):
                     continue
+                sink: TokenSink = choice if marked is None else MarkedSink(choice, marked)
                 choice.request_id = client.submit(
                     choice.prompt.token_ids,
                     choice.params,
-                    choice if marked is None else MarkedSink(choice, marked),
+                    sink if generation.turn is None else TurnSink(generation.turn, sink),
                     end_token_ids=self.state.tokenizer.end_token_ids,
                     priority=generation.priority,
                     deadline=generation.deadline,
@@ -232,6 +238,9 @@ class Job:
             return BadRequest(finish.message, param=self.generation.format_field, code="invalid_schema")
         if finish.reason == "cancelled":
             return RequestCancelled(finish.message or "The request was cancelled.")
+        retain = self.generation.retain
+        if finish.refused and retain is not None and retain.is_required and finish.reason == "error":
+            return CacheFull(finish.refused, retry_after_s=CACHE_RETRY_S)
         if finish.reason == "abort":
             return EngineUnavailable(finish.message or "The request was cancelled by the server; send it again.")
         if self.state.client.failure is not None and finish.reason != "crash":

@@ -63,6 +63,15 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
+class KnownText:
+    """The beginning of a conversation as it was computed before: the tokens that the model drew may be others than its
+    text is encoded as."""
+
+    text: str
+    token_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Conversation:
     """Messages and how the template renders them."""
 
@@ -73,6 +82,8 @@ class Conversation:
     """Whether the template opens the answer; None: unless the last message is continued."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     tools: tuple[Function, ...] = ()
+    known: KnownText | None = None
+    """Of a session: what the prompt's text is likely to begin with."""
 
     @property
     def opens_answer(self) -> bool:

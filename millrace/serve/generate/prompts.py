@@ -9,11 +9,12 @@ from typing import Any, TypeVar
 
 from millrace.errors import BadRequest, ContextOverflow
 from millrace.serve.generate.generation import Prompt
-from millrace.serve.generate.messages import Conversation, Message
+from millrace.serve.generate.messages import Conversation, KnownText, Message
 from millrace.serve.state import FrontState
 from millrace.text.answer_formats import ChatText
 from millrace.text.fill_in_middle import fill_in_tokens
 from millrace.text.reasoning.formats import is_opened_by
+from millrace.text.tokenizers.tokenizer import Tokenizer
 from millrace.text.tools.prompt import plain_messages, shorten_ids
 
 LONG_TEXT_CHARS = 4096
@@ -33,6 +34,9 @@ _USES = {
     "tag": "It classifies the tokens of texts: POST /v1/classify.",
 }
 """What models that write no text are for, by task."""
+
+_JOINT_TOKENS = 8
+"""Tokens before a joint that are decoded with those behind it, to see that it adds no space."""
 
 _T = TypeVar("_T")
 
@@ -85,7 +89,7 @@ async def encode_chat(state: FrontState, conversation: Conversation, *, may_cut:
 
 
 async def _encode_chat(state: FrontState, conversation: Conversation, may_cut: bool) -> tuple[list[int], str]:
-    """The token ids, and the end of the rendered text."""
+    """The token ids, and the rendered text."""
     check_writes(state)
     conversation.check()
     num_chars = (len(conversation.messages) + len(conversation.tools)) * _MESSAGE_CHARS
@@ -104,7 +108,7 @@ async def _encode_chat(state: FrontState, conversation: Conversation, may_cut: b
             tools=tools,
             **conversation.template_kwargs,
         )
-        return state.tokenizer.encode(text, add_special=False), text[-_TAIL_CHARS:]
+        return _encode_after(state.tokenizer, conversation.known, text), text
 
     return await off_loop(state, num_chars, work)
 
@@ -113,9 +117,24 @@ async def chat_prompt(
     state: FrontState, conversation: Conversation, *, max_tokens: int | None, keep: int | None = None
 ) -> Prompt:
     """`keep`: cut the prompt to its last tokens, as in `cut_prompt`."""
-    token_ids, tail = await _encode_chat(state, conversation, keep is not None)
+    token_ids, text = await _encode_chat(state, conversation, keep is not None)
     prompt = Prompt(token_ids, None) if keep is None else cut_prompt(state, token_ids, None, keep, max_tokens)
-    return with_reasoning(state, prompt, tail)
+    if conversation.known is not None:
+        prompt = dataclasses.replace(prompt, rendered=text)
+    return with_reasoning(state, prompt, text)
+
+
+def _encode_after(tokenizer: Tokenizer, known: KnownText | None, text: str) -> list[int]:
+    """Token ids of a text. Where it begins with a known text, its ids are kept, if those of the rest mean the same
+    behind them."""
+    if known is None or not known.token_ids or not text.startswith(known.text):
+        return tokenizer.encode(text, add_special=False)
+    rest = text[len(known.text) :]
+    further, last = tokenizer.encode(rest, add_special=False), known.token_ids[-_JOINT_TOKENS:]
+    before = tokenizer.decode(last, skip_special=False)
+    if tokenizer.decode([*last, *further], skip_special=False) == before + rest:
+        return [*known.token_ids, *further]
+    return tokenizer.encode(text, add_special=False)
 
 
 def with_reasoning(state: ChatText, prompt: Prompt, text: str) -> Prompt:

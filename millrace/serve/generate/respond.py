@@ -9,6 +9,7 @@ from aiohttp import web
 
 from millrace.errors import MillraceError, RequestFailed
 from millrace.serve.generate.choosing.beam_job import make_job
+from millrace.serve.generate.fields.session import with_session
 from millrace.serve.generate.gate import enter
 from millrace.serve.generate.grammars import check_grammar
 from millrace.serve.generate.heartbeat import FLUSH_GRACE_S, Heartbeat, StreamForm
@@ -30,7 +31,7 @@ request_log = logging.getLogger("millrace.requests")
 async def respond(request: web.Request, prepare: Prepare, form: StreamForm | None) -> web.StreamResponse:
     """Read the body, translate it and answer it. `form`: None if answers are never streamed."""
     received = time.monotonic()
-    data = await read_body(request, request.app[STATE].body_limit_bytes)
+    data = with_session(request, await read_body(request, request.app[STATE].body_limit_bytes))
     return await respond_to(request, data, prepare, received, form)
 
 
@@ -67,8 +68,8 @@ async def _answer(request: web.Request, work: Work, received: float, heartbeat: 
         if heartbeat is not None and out is not None:
             heartbeat.write_error = job.writer.error_frames
             return await _stream(work, job, out)
+        body = await whole_answer(work, job)  # It may add headers.
         headers = {REQUEST_ID_HEADER: request[REQUEST_ID], "Server": "millrace", **work.headers}
-        body = await whole_answer(work, job)
         return web.Response(body=body, headers=headers, content_type="application/json")
     finally:
         is_started = job is not None and job.is_started

@@ -15,6 +15,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from millrace.errors import BadRequest, EngineUnavailable
+from millrace.serve.generate.fields.session import with_session
 from millrace.serve.generate.gate import header_deadline
 from millrace.serve.generate.generation import Generation
 from millrace.serve.generate.heartbeat import StreamForm
@@ -48,7 +49,9 @@ from millrace.serve.ollama.translate import (
 from millrace.serve.ollama.translate_generate import text_generation
 from millrace.serve.ollama.write import OllamaWriter, empty_line, error_line, now
 from millrace.serve.served_models import ServedModel
+from millrace.serve.sessions.turns import keeping_turn
 from millrace.serve.state import STATE, FrontState
+from millrace.serve.tenancy.owner import owner_of
 from millrace.version import __version__
 
 PATHS = "/api/"
@@ -67,13 +70,14 @@ _show_body = BodyDecoder(OllamaShowRequest)
 # ── generate ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 async def chat(request: web.Request) -> web.StreamResponse:
     state, received = request.app[STATE], time.monotonic()
-    data = await read_body(request, state.body_limit_bytes)
+    data = with_session(request, await read_body(request, state.body_limit_bytes))
     body = _chat_body.decode(data)
     state = await state_of_model(body.model, state)
     check_body(body)
     if not body.messages:
         return await _load(request, state, body, OllamaAnswerMessage("assistant", ""), UNSET)
-    return await _respond(request, data, state, body, partial(chat_generation, state, body, received), received)
+    translate = partial(chat_generation, state, body, received, owner_of(request))
+    return await _respond(request, data, state, body, translate, received)
 
 
 async def generate(request: web.Request) -> web.StreamResponse:
@@ -105,7 +109,7 @@ async def _respond(
         nonlocal is_valid
         await state.await_engine(body.model)
         names = CHAT_NAMES if is_chat else GENERATE_NAMES
-        work = Work(state, await translate(), partial(OllamaWriter, limit_names=names, is_chat=is_chat))
+        work = keeping_turn(Work(state, await translate(), partial(OllamaWriter, limit_names=names, is_chat=is_chat)))
         is_valid = True
         return work
 

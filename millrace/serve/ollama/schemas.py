@@ -146,6 +146,9 @@ class OllamaChatRequest(OllamaCommon, kw_only=True):
         list[OllamaMessage] | None, described("The conversation; without messages the request only loads the model.")
     ] = None
     tools: Annotated[list[OllamaTool] | None, described("Functions that the model may call.")] = None
+    session_id: Annotated[
+        str | None, described("Continue this session: the messages are the new ones; its own come before them.")
+    ] = None
     truncate: Annotated[
         bool | None,
         described("Drop the oldest messages of a conversation that is too long; `truncated_messages` says how many."),

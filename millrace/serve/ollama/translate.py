@@ -36,6 +36,7 @@ from millrace.serve.ollama.schemas import (
     OllamaMessage,
     OllamaOptions,
 )
+from millrace.serve.sessions.turns import continued, open_session, taking_turn
 from millrace.serve.state import FrontState
 
 OLLAMA_DEFAULTS = SamplingDefaults(temperature=0.8, top_k=40, top_p=0.9, source="Ollama")
@@ -97,10 +98,14 @@ def _check_supported(options: OllamaOptions) -> None:
     check_integers(options, "options.")
 
 
-async def chat_generation(state: FrontState, body: OllamaChatRequest, received: float) -> Generation:
+async def chat_generation(state: FrontState, body: OllamaChatRequest, received: float, owner: str) -> Generation:
     try:
+        session = await open_session(state, body.session_id, owner)
         messages = _messages(body.messages or [])
-        return await _chat(state, body, messages, received, _tools(body), may_drop=bool(body.truncate))
+        said = Conversation(messages, continue_final_message=messages[-1].role == "assistant")
+        conversation = continued(session, said)
+        generation = await _chat(state, body, conversation, received, _tools(body), may_drop=bool(body.truncate))
+        return taking_turn(state, session, owner, conversation, generation)
     except BadRequest as error:
         raise name_fields(error, CHAT_NAMES) from None
 
@@ -108,14 +113,14 @@ async def chat_generation(state: FrontState, body: OllamaChatRequest, received: 
 async def _chat(
     state: FrontState,
     body: OllamaCommon,
-    messages: list[Message],
+    conversation: Conversation,
     received: float,
     use: ToolUse = NO_TOOLS,
     *,
     may_drop: bool = False,
 ) -> Generation:
     """`may_drop`: the oldest messages of a conversation that is too long."""
-    conversation = Conversation(messages, continue_final_message=messages[-1].role == "assistant")
+    messages = conversation.messages
     params = ollama_params(state, body)
     if may_drop:
         shown = dataclasses.replace(conversation, tools=use.shown)

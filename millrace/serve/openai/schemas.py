@@ -257,6 +257,9 @@ class ChatRequest(Sampled, kw_only=True):
     ] = None
     safety_identifier: Annotated[str | None, described("A label; no effect on generation.")] = None
     prompt_cache_key: Annotated[str | None, described("Names the handle of `prompt_cache_retention`.")] = None
+    session_id: Annotated[
+        str | None, described("Continue this session: the messages are the new ones; its own come before them.")
+    ] = None
 
     add_generation_prompt: Annotated[bool | None, described("Let the template begin the answer; default true.")] = None
     continue_final_message: Annotated[bool | None, described("Continue the last message instead of answering it.")] = (

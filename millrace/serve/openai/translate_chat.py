@@ -16,6 +16,7 @@ from millrace.serve.generate.choosing.beam_fields import beam_params
 from millrace.serve.generate.fields.priority import priority_of
 from millrace.serve.generate.fields.retaining import retention_of
 from millrace.serve.generate.generation import Generation
+from millrace.serve.generate.messages import Conversation
 from millrace.serve.generate.prompts import check_truncation, encode_texts
 from millrace.serve.generate.sampling import complete, deadline_of, salt_of, sampling_params
 from millrace.serve.generate.work import Work
@@ -28,6 +29,7 @@ from millrace.serve.openai.translate_messages import conversation_of
 from millrace.serve.openai.translate_shared import check_fields, sequences_of, shared_sampling, usage_options
 from millrace.serve.openai.translate_tools import tools_of, uses_functions
 from millrace.serve.openai.write_chat import ChatWriter
+from millrace.serve.sessions.turns import continued, keeping_turn, open_session, taking_turn
 from millrace.serve.state import FrontState
 
 _decoder = BodyDecoder(ChatRequest)
@@ -37,14 +39,19 @@ async def prepare_chat(state: FrontState, body: bytes, received: float, owner: s
     request = _decoder.decode(body)
     state = await state.for_model(request.model)
     await state.await_engine(request.model)
-    generation = await _generation(state, request, received)
+    session = await open_session(state, request.session_id, owner)
+    conversation = continued(session, _conversation(state, request))
+    generation = await _generation(state, request, conversation, received)
+    generation = taking_turn(state, session, owner, conversation, generation)
     limit_names = {"prompt": "messages", "max_tokens": _max_tokens(request)[1]}
     kind = StoringWriter if request.store else ChatWriter
     work = Work(state, generation, partial(kind, limit_names=limit_names, uses_functions=uses_functions(request)))
-    return storing(state, request, work, owner) if request.store else work
+    return keeping_turn(storing(state, request, work, owner) if request.store else work)
 
 
-async def _generation(state: FrontState, request: ChatRequest, received: float) -> Generation:
+async def _generation(
+    state: FrontState, request: ChatRequest, conversation: Conversation, received: float
+) -> Generation:
     check_fields(request)
     check_truncation(request.truncate_prompt_tokens)
     max_tokens, limit_name = _max_tokens(request)
@@ -68,7 +75,7 @@ async def _generation(state: FrontState, request: ChatRequest, received: float) 
         raise name_fields(error, {"max_tokens": limit_name}) from None
     check_num_sequences(1, per_prompt)
     include_usage, continuous_usage = usage_options(request)
-    chat = await _chat(state, request, params, wanted.field if wanted is not None else "")
+    chat = await _chat(state, request, conversation, params, wanted.field if wanted is not None else "")
     return Generation(
         prompts=[chat.prompt],
         params=await complete(state, await _predicted(state, request, chat.params)),
@@ -95,13 +102,18 @@ async def _generation(state: FrontState, request: ChatRequest, received: float) 
     )
 
 
-async def _chat(state: FrontState, request: ChatRequest, params: SamplingParams, grammar_field: str) -> Chat:
-    conversation = conversation_of(
+def _conversation(state: FrontState, request: ChatRequest) -> Conversation:
+    return conversation_of(
         request.messages,
         request.add_generation_prompt,
         request.continue_final_message,
         verbosity_kwargs(state, request.verbosity, "verbosity") | (request.chat_template_kwargs or {}),
     )
+
+
+async def _chat(
+    state: FrontState, request: ChatRequest, conversation: Conversation, params: SamplingParams, grammar_field: str
+) -> Chat:
     use, keep = tools_of(request), request.truncate_prompt_tokens
     budget = request.thinking_token_budget
     field = "reasoning_effort" if budget is None else "thinking_token_budget"

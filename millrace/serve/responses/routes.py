@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 
 from millrace.errors import BadRequest, MillraceError
+from millrace.serve.generate.fields.session import with_session
 from millrace.serve.generate.heartbeat import StreamForm
 from millrace.serve.generate.respond import respond_to
 from millrace.serve.generate.resuming.request import resumable_of
@@ -44,7 +45,7 @@ from millrace.serve.tenancy.owner import owner_of
 
 async def create(request: web.Request) -> web.StreamResponse:
     state, received, owner = request.app[STATE], time.monotonic(), owner_of(request)
-    data = await read_body(request, state.body_limit_bytes)
+    data = with_session(request, await read_body(request, state.body_limit_bytes))
     body = decode_response(data)
     if body.client_metadata:
         request[LABELS] = body.client_metadata

@@ -187,6 +187,9 @@ class ResponsesRequest(_ResponseInput, kw_only=True):
     user: Annotated[str | None, described("A label; no effect on generation.")] = None
     safety_identifier: Annotated[str | None, described("A label; no effect on generation.")] = None
     prompt_cache_key: Annotated[str | None, described("Names the handle of `prompt_cache_retention`.")] = None
+    session_id: Annotated[
+        str | None, described("Continue this session: the input is what is new; its own messages come before them.")
+    ] = None
     prompt_cache_retention: Annotated[
         Literal["in_memory", "in-memory", "24h"] | None,
         described("Keep the prompt cached for ten minutes, or 24 hours, as far as the quota allows."),

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from millrace.errors import BadRequest
+from millrace.params import Retain
 from millrace.serve.generate.chat.open_chat import open_chat
 from millrace.serve.generate.chat.reasoning import ReasoningWish, check_wish
 from millrace.serve.generate.chat.tools import ToolUse
@@ -24,7 +25,7 @@ from millrace.serve.generate.checks import (
 )
 from millrace.serve.generate.choosing.sampler_fields import sampler_options
 from millrace.serve.generate.fields.priority import ServiceTier, priority_of
-from millrace.serve.generate.fields.retaining import retention_of
+from millrace.serve.generate.fields.retaining import IN_MEMORY_S, retention_of
 from millrace.serve.generate.generation import Generation
 from millrace.serve.generate.grammars import Format, format_of, schema_format
 from millrace.serve.generate.job import Job
@@ -72,6 +73,8 @@ from millrace.serve.responses.schemas_items import (
 from millrace.serve.responses.store import add_response, conversation, end_response
 from millrace.serve.responses.translate_tools import tools_of
 from millrace.serve.responses.write import ResponseWriter
+from millrace.serve.sessions.store import Session
+from millrace.serve.sessions.turns import continued, keeping_turn, open_session, taking_turn
 from millrace.serve.state import FrontState
 
 LIMIT_NAMES = {"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"}
@@ -230,21 +233,38 @@ async def prepare_response(
     tools = tools_of(body)
     opening = queued or opening_answer(state, body, response_id or new_id("resp_"))
     try:
+        session = await _session(state, body, owner)
         messages = await _conversation(state, body, items, owner)
-        generation = await _generation(state, body, messages, tools.use, num_top, opening.id, received)
+        conversation = continued(session, _rendered(state, body, messages))
+        generation = await _generation(state, body, conversation, tools.use, num_top, opening.id, received)
+        generation = taking_turn(state, session, owner, conversation, generation)
     except BadRequest as error:
         raise name_fields(error, LIMIT_NAMES) from None
     if body.truncation == "auto":
         opening = msgspec.structs.replace(opening, truncated_input_items=generation.prompts[0].num_dropped)
     make_writer = partial(ResponseWriter, opening=opening, limit_names=LIMIT_NAMES, places=tools.places)
     kept = _Kept(items, owner, queued is not None, conversation_id(body))
-    return Work(state, generation, make_writer, partial(_conclude, state, kept), warnings([tools.warning]))
+    return keeping_turn(
+        Work(state, generation, make_writer, partial(_conclude, state, kept), warnings([tools.warning]))
+    )
+
+
+async def _session(state: FrontState, body: ResponsesRequest, owner: str) -> Session | None:
+    for name in ("conversation", "previous_response_id"):
+        if body.session_id is not None and getattr(body, name) is not None:
+            raise BadRequest(f"'session_id' and '{name}' are both set; send one of them.", param="session_id")
+    return await open_session(state, body.session_id, owner)
+
+
+def _rendered(state: FrontState, body: ResponsesRequest, messages: list[Message]) -> Conversation:
+    kwargs = verbosity_kwargs(state, body.text.verbosity if body.text is not None else None, "text.verbosity")
+    return Conversation(messages, template_kwargs=kwargs | (body.chat_template_kwargs or {}))
 
 
 async def _generation(
     state: FrontState,
     body: ResponsesRequest,
-    messages: list[Message],
+    conversation: Conversation,
     use: ToolUse,
     num_top: int | None,
     response_id: str,
@@ -262,8 +282,6 @@ async def _generation(
         logprobs=num_top,
         grammar=wanted.grammar if wanted is not None else None,
     )
-    kwargs = verbosity_kwargs(state, body.text.verbosity if body.text is not None else None, "text.verbosity")
-    conversation = Conversation(messages, template_kwargs=kwargs | (body.chat_template_kwargs or {}))
     num_dropped = 0
     if body.truncation == "auto":
         shown = dataclasses.replace(conversation, tools=use.shown)
@@ -279,13 +297,21 @@ async def _generation(
         deadline=deadline_of(body.timeout, state.config, received),
         asked_priority=priority_of(body.priority, body.service_tier),
         cache_salt=salt_of(body.cache_salt),
-        retain=retention_of(body.prompt_cache_key, body.prompt_cache_retention),
+        retain=retention_of(body.prompt_cache_key, body.prompt_cache_retention) or _turns_kept(body),
         stream=bool(body.stream),
         logprobs=num_top,
         writes_details=True,
         holds_end=True,
         format_field=chat.grammar_field,
     )
+
+
+def _turns_kept(body: ResponsesRequest) -> Retain | None:
+    """What a stored conversation has computed is likely to be continued."""
+    name = conversation_id(body)
+    if not name and body.previous_response_id is None:
+        return None
+    return Retain(IN_MEMORY_S, f"conversation:{name}" if name else "", covers_answer=True)
 
 
 def _format(body: ResponsesRequest) -> Format | None:

@@ -18,7 +18,7 @@ from millrace.params import Retain
 from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice
 from millrace.serve.generate.events import TextDelta, Usage
 from millrace.serve.generate.fields.retaining import MAX_TTL_S
-from millrace.serve.generate.job import Job
+from millrace.serve.generate.job import CACHE_RETRY_S, Job
 from millrace.serve.generate.respond import respond
 from millrace.serve.generate.work import Work
 from millrace.serve.generate.writer import TextOnly
@@ -33,7 +33,6 @@ from millrace.serve.state import STATE, FrontState
 from millrace.serve.tenancy.owner import is_operator, owner_of
 
 _NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-FULL_RETRY_S = 60.0
 
 
 class CacheRequest(Strict, kw_only=True):
@@ -63,6 +62,8 @@ class CacheHandle(msgspec.Struct, kw_only=True):
     resident_tokens: int
     """Those of them, from the first on, that need not be computed now. Fewer where memory was short: they are computed
     by the next request, and kept again."""
+    locations: dict[str, int]
+    """Tokens by the nearest location that has their block: `device`, and the tiers below it."""
     bytes: int
     age_s: float
     ttl_s: float
@@ -155,7 +156,7 @@ class CacheWriter(TextOnly):
             why = finish.refused if finish is not None and finish.refused else "The model's prompts are not cached."
             if not self._job.state.config.memory.kv_retained:
                 why = "This server keeps nothing cached on request; its operator can set --kv-retained."
-            raise CacheFull(why, retry_after_s=FULL_RETRY_S)
+            raise CacheFull(why, retry_after_s=CACHE_RETRY_S)
         return encode(
             CreatedHandle(
                 id=finish.handle,
@@ -246,6 +247,7 @@ def _shown(model: str, one: HandleFigures) -> CacheHandle:
         tenant=one.owner,
         tokens=one.tokens,
         resident_tokens=one.resident_tokens,
+        locations=one.locations,
         bytes=one.bytes,
         age_s=round(one.age_s, 3),
         ttl_s=one.ttl_s,
