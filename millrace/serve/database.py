@@ -69,8 +69,8 @@ CREATE TABLE IF NOT EXISTS chat_completions (
     created_at INTEGER NOT NULL, metadata BLOB NOT NULL, messages BLOB NOT NULL, body BLOB NOT NULL
 );
 CREATE TABLE IF NOT EXISTS sessions (
-    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL,
-    expires_at REAL NOT NULL, body BLOB NOT NULL
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, owner TEXT NOT NULL,
+    expires_at REAL NOT NULL, body BLOB NOT NULL, UNIQUE (owner, id)
 );
 CREATE INDEX IF NOT EXISTS open_batches ON batches (status);
 CREATE INDEX IF NOT EXISTS open_responses ON responses (status) WHERE background = 1;

@@ -127,8 +127,10 @@ def test_every_way_to_name_a_session_continues_it(server: RealServer) -> None:
 def test_a_fork_shares_the_past_and_goes_its_own_way(server: RealServer) -> None:
     session = begin(server, system="A long past. " * 30)
     say(server, session, "Left or right?")
-    made = ask(server, "acme", "POST", f"{SESSIONS}/{session}/fork", {"ttl_s": 60}).json
-    assert made["id"] != session
+    made = ask(server, "acme", "POST", f"{SESSIONS}/{session}/fork", {"ttl_s": 60, "id": "other"}).json
+    assert made["id"] == "other"
+    assert ask(server, "acme", "POST", f"{SESSIONS}/{session}/fork", {"id": "other"}).status == 409
+    assert begin(server, "small", id="other") == "other"  # Ids are a tenant's own.
     assert made["kv"]["tokens"] == seen(server, session)["kv"]["tokens"]
     assert ask(server, "acme", "DELETE", f"{SESSIONS}/{session}").json["deleted"] is True
     turn = say(server, made["id"], "Left.")
@@ -164,7 +166,7 @@ def test_no_tenant_finds_the_session_of_another(server: RealServer) -> None:
     ):
         for who in ("small", "boss"):
             assert ask(server, who, method, path, body).status == 404, (who, method, path)
-    assert ask(server, "small", "GET", SESSIONS).json["data"] == []
+    assert session not in [one["id"] for one in ask(server, "small", "GET", SESSIONS).json["data"]]
     assert seen(server, session)["turns"] == 1
 
 

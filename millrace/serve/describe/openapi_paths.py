@@ -392,7 +392,7 @@ def _cache_paths() -> dict[str, Any]:
 def _session_paths() -> dict[str, Any]:
     one, missing = [_in_path("session_id")], ("400", "404", "500", "503")
     make = _operation("sessions", "createSession", "Begin a session", "SessionAnswer", (*BODY_ERRORS, "429"))
-    turn = _operation("sessions", "createTurn", "Continue a session", "ChatAnswer", ERRORS, parameters=one)
+    turn = _operation("sessions", "createTurn", "Continue a session", "ChatAnswer", tuple(ERRORS), parameters=one)
     example = {"system": "Answer in one sentence.", "ttl_s": 3600}
     hello = {"messages": [{"role": "user", "content": "Why do boats float?"}], "max_tokens": 64}
     change = {"requestBody": {**_body("SessionChange", {"ttl_s": 3600}), "required": False}, "parameters": one}

@@ -66,8 +66,8 @@ def handle_of(session_id: str) -> str:
     return f"session:{session_id}"
 
 
-def new_session(**fields: object) -> Session:
-    session = Session(id=new_id("sess_"), created_at=time.time(), used_at=0.0, expires_at=0.0, **fields)  # type: ignore[arg-type]
+def new_session(name: str | None, **fields: object) -> Session:
+    session = Session(id=name or new_id("sess_"), created_at=time.time(), used_at=0.0, expires_at=0.0, **fields)  # type: ignore[arg-type]
     session.use()
     return session
 
@@ -76,13 +76,19 @@ _decoder = msgspec.msgpack.Decoder(Session)
 
 
 def add(database: sqlite3.Connection, session: Session, owner: str) -> None:
+    now = time.time()
     [held] = database.execute(
-        "SELECT COUNT(*) FROM sessions WHERE owner = ? AND expires_at > ?", (owner, time.time())
+        "SELECT COUNT(*) FROM sessions WHERE owner = ? AND expires_at > ?", (owner, now)
     ).fetchone()
     if held >= MAX_SESSIONS:
         raise CacheFull(
             f"This tenant has {held} sessions, as many as are allowed. Delete one, or wait until one expires.",
             retry_after_s=FULL_RETRY_S,
+        )
+    database.execute("DELETE FROM sessions WHERE owner = ? AND id = ? AND expires_at <= ?", (owner, session.id, now))
+    if database.execute("SELECT 1 FROM sessions WHERE owner = ? AND id = ?", (owner, session.id)).fetchone():
+        raise Conflict(
+            f"There is a session {session.id!r} already. Continue it, delete it, or choose another id.", param="id"
         )
     database.execute(
         "INSERT INTO sessions (id, owner, expires_at, body) VALUES (?, ?, ?, ?)",
@@ -142,9 +148,11 @@ def end_turn(
     put(database, session, owner)
 
 
-def fork(database: sqlite3.Connection, session_id: str, owner: str, ttl_s: float | None) -> Session:
+def fork(
+    database: sqlite3.Connection, session_id: str, owner: str, ttl_s: float | None, new_name: str | None
+) -> Session:
     session = get(database, session_id, owner)
-    made = msgspec.structs.replace(session, id=new_id("sess_"), created_at=time.time())
+    made = msgspec.structs.replace(session, id=new_name or new_id("sess_"), created_at=time.time())
     made.use(ttl_s)
     add(database, made, owner)
     return made
@@ -162,8 +170,8 @@ def listing(database: sqlite3.Connection, owner: str, page: Page) -> tuple[list[
     bound, values = "", [owner, time.time()]
     if page.after is not None:
         get(database, page.after, owner)
-        bound = f" AND number {beyond} (SELECT number FROM sessions WHERE id = ?)"
-        values.append(page.after)
+        bound = f" AND number {beyond} (SELECT number FROM sessions WHERE id = ? AND owner = ?)"
+        values += [page.after, owner]
     rows = database.execute(
         f"SELECT body FROM sessions WHERE owner = ? AND expires_at > ?{bound} ORDER BY number {order} LIMIT ?",
         (*values, page.limit + 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from functools import partial
 from typing import Annotated, Literal
@@ -34,6 +35,7 @@ from millrace.serve.state import STATE, FrontState
 from millrace.serve.tenancy.owner import owner_of
 
 DEFAULT_TTL_S = 3600.0
+_NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _TTL = described("Seconds for which it lives after its last turn.", minimum=1, maximum=MAX_TTL_S)
 
 
@@ -41,6 +43,9 @@ class SessionRequest(Strict, kw_only=True):
     """The body of POST /v1/sessions."""
 
     model: Annotated[str | None, described("Name of the served model; default: the first model.")] = None
+    id: Annotated[
+        str | None, described("Its name: 1 to 128 letters, digits and the characters . _ : -. Default: a new one.")
+    ] = None
     system: Annotated[str | None, described("A system prompt; short for `messages` with one.")] = None
     messages: Annotated[list[Message] | None, described("Messages that the conversation begins with.")] = None
     ttl_s: Annotated[float, _TTL] = DEFAULT_TTL_S
@@ -55,6 +60,7 @@ class SessionChange(Strict, kw_only=True):
     """The body of POST /v1/sessions/{session_id}/renew and /fork; it may be empty."""
 
     ttl_s: Annotated[float | None, _TTL] = None
+    id: Annotated[str | None, described("Of the fork; only for /fork. Default: a new one.")] = None
 
 
 class SessionKv(msgspec.Struct):
@@ -127,6 +133,7 @@ async def create(request: web.Request) -> web.Response:
     if body.max_bytes < 0:
         raise BadRequest(f"max_bytes is {body.max_bytes}; send 0 or more.", param="max_bytes")
     session = store.new_session(
+        checked_name(body.id),
         model=state.model_name,
         ttl_s=checked_ttl(body.ttl_s),
         priority=priority_of(body.priority),
@@ -137,6 +144,12 @@ async def create(request: web.Request) -> web.Response:
     await state.store.run(state.store.forget_expired)
     await state.store.run(store.add, session, owner_of(request))
     return json_answer(request, _shown(session, None))
+
+
+def checked_name(name: str | None) -> str | None:
+    if name is not None and not _NAME.fullmatch(name):
+        raise BadRequest(f"id is {name[:80]!r}; use 1 to 128 letters, digits and the characters . _ : -", param="id")
+    return name
 
 
 def checked_ttl(ttl_s: float) -> float:
@@ -190,17 +203,19 @@ async def describe(request: web.Request) -> web.Response:
 
 
 async def renew(request: web.Request) -> web.Response:
-    state, owner, ttl_s = request.app[STATE], owner_of(request), await _asked_ttl(request)
-    session = await state.store.run(store.renew, request.match_info["session_id"], owner, ttl_s)
+    state, owner, asked = request.app[STATE], owner_of(request), await _asked(request)
+    if asked.id is not None:
+        raise BadRequest("'id' is for forks; remove it.", param="id")
+    session = await state.store.run(store.renew, request.match_info["session_id"], owner, asked.ttl_s)
     await ask_engine(state, session, "renew_handle", owner, str(session.ttl_s))
     return json_answer(request, _shown(session, (await _kept(state, owner)).get((session.model, session.handle))))
 
 
 async def fork(request: web.Request) -> web.Response:
     """A second session with the same past, which shares its blocks."""
-    state, owner, ttl_s = request.app[STATE], owner_of(request), await _asked_ttl(request)
+    state, owner, asked = request.app[STATE], owner_of(request), await _asked(request)
     name = request.match_info["session_id"]
-    session = await state.store.run(store.fork, name, owner, ttl_s)
+    session = await state.store.run(store.fork, name, owner, asked.ttl_s, checked_name(asked.id))
     await ask_engine(state, session, "copy_handle", owner, session.handle, of=handle_of(name))
     await ask_engine(state, session, "renew_handle", owner, str(session.ttl_s))
     return json_answer(request, _shown(session, (await _kept(state, owner)).get((session.model, session.handle))))
@@ -213,10 +228,12 @@ async def delete(request: web.Request) -> web.Response:
     return json_answer(request, SessionDeleted(session.id))
 
 
-async def _asked_ttl(request: web.Request) -> float | None:
+async def _asked(request: web.Request) -> SessionChange:
     data = await read_body(request, request.app[STATE].body_limit_bytes)
-    ttl_s = _change.decode(data).ttl_s if data.strip() else None
-    return None if ttl_s is None else checked_ttl(ttl_s)
+    asked = _change.decode(data) if data.strip() else SessionChange()
+    if asked.ttl_s is not None:
+        checked_ttl(asked.ttl_s)
+    return asked
 
 
 async def ask_engine(
