@@ -130,10 +130,10 @@ async def search(
     return beams.finished
 
 
-def step_params(params: BeamParams, num_ends: int, logprobs: int | None) -> SamplingParams:
+def step_params(params: BeamParams, num_ends: int, logprobs: int | None, adapter: str = "") -> SamplingParams:
     """What asks the engine for the tokens that may follow a beam. `logprobs`: as many as the client wants to see."""
     num_top = max(params.num_beams + num_ends, logprobs or 0)
-    return SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_top, ignore_eos=True)
+    return SamplingParams(max_tokens=1, temperature=0.0, logprobs=num_top, ignore_eos=True, adapter=adapter)
 
 
 def check_beams(params: BeamParams, sampling: SamplingParams, num_ends: int) -> None:

@@ -35,6 +35,14 @@ class ModelError(MillraceError):
     type = "model_error"
 
 
+class AdapterError(MillraceError):
+    """An adapter cannot be read or does not fit the model. The message names the file and what to do."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "adapter_invalid"
+
+
 class MemoryPlanError(MillraceError):
     """Weights, activations and a usable KV pool do not fit into memory. The message names the setting to change."""
 

@@ -209,6 +209,8 @@ class SamplingParams(DrawParams, frozen=True, omit_defaults=True):
     bad_words: tuple[str, ...] = ()
     """Strings that the answer must not contain."""
     thinking: ThinkingLimit | None = None
+    adapter: str = ""
+    """Name of the adapter that answers; empty for the base model."""
 
     @property
     def is_constrained(self) -> bool:

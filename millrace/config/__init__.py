@@ -25,6 +25,7 @@ from millrace.config.loading import (
 from millrace.config.sections import (
     DEFAULT_MAX_RUNNING,
     DEFAULT_MODEL,
+    AdapterConfig,
     Batching,
     Config,
     DeviceKind,
@@ -55,6 +56,7 @@ __all__ = [
     "DEFAULT_MAX_RUNNING",
     "DEFAULT_MODEL",
     "ENVIRONMENT_PREFIX",
+    "AdapterConfig",
     "Batching",
     "Config",
     "DeviceKind",

@@ -236,6 +236,33 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    adapters: str = setting("", "LoRA adapters as NAME=PATH, several with commas; a path is a directory saved by PEFT")
+    adapter_dir: str = setting(
+        "", "directory that is watched: each directory in it with an adapter_config.json is an adapter of that name"
+    )
+    max_adapters: int = setting(
+        0,
+        "adapters that are on the device at once, the others wait in host memory; 0 = 64 if there may be any"
+        " (--adapters, --adapter-dir, --allow-adapters), else none",
+        minimum=0,
+        maximum=4096,
+    )
+    max_lora_rank: int = setting(64, "largest rank of an adapter", minimum=1, maximum=256)
+    adapter_memory: float = setting(2.0, "host memory in GiB for adapters that have been read", minimum=0.01)
+    allow_adapters: bool = setting(
+        False, "let operators add adapters while the server runs (POST /v1/adapters), from directories of its machine"
+    )
+
+    @property
+    def num_slots(self) -> int:
+        """0: the model takes no adapters."""
+        if self.max_adapters:
+            return self.max_adapters
+        return 64 if self.adapters or self.adapter_dir or self.allow_adapters else 0
+
+
+@dataclass(frozen=True, slots=True)
 class RunConfig:
     device: DeviceKind = setting("auto", "device that runs the model; auto = a GPU if there is one")
     threads: int = setting(
@@ -283,6 +310,7 @@ class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
     run: RunConfig = field(default_factory=RunConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from millrace.config import Config, allowed_processors
+from millrace.engine.adapters.build import check_adapters, make_adapters
+from millrace.engine.adapters.store import parse_adapters
 from millrace.engine.build_encoder import build_encoder_engine
 from millrace.engine.constrained import ConstrainedRequests
 from millrace.engine.drafting.find import DrafterSource, find_drafter
@@ -100,8 +102,10 @@ def build_engine(
     files = resolve_model(config.model.source, progress=on_loading)
     if is_encoder(files.config):
         check_encoder_ranks(config)
+        check_adapters(config, on_cpu=True, is_encoder=True)
         return build_encoder_engine(config, files, channel, on_loading)
     decided = _decide(config, files, on_loading)
+    check_adapters(config, on_cpu=decided.device.kind == "cpu")
     mirror = Mirror(config) if config.plan.mirror else None
     ranks = RankGroup(config) if config.run.tensor_parallel > 1 else None
     try:
@@ -148,6 +152,11 @@ def _build_decoding(
         drafter=decided.drafter_kind or text,
         mirror=mirror,
         ranks=ranks,
+        adapters=lambda shares: (
+            make_adapters(config.adapters, decided.spec, decided.precision.dtype, made.fill_slot, shares)
+            if isinstance(made, Runner)
+            else None
+        ),
     )
 
 
@@ -227,6 +236,7 @@ def _runner_settings(config: Config, plan: MemoryPlan, host_tier: HostTierSettin
         host_slots=host_tier.num_slots,
         max_copied=host_tier.max_blocks,
         graphs=config.run.graphs,
+        adapter_slots=config.adapters.num_slots,
     )
 
 
@@ -372,4 +382,5 @@ def _ready(config: Config, decided: Decided) -> EngineReady:
         drafters=offered_drafters(config.plan.speculate, device.defaults.pads_drafts, decided.drafter_kind),
         device_bytes_per_s=measured.bytes_per_s,
         device_flops=measured.flops,
+        adapters=tuple(sorted(parse_adapters(config.adapters.adapters))) if config.adapters.num_slots else None,
     )

@@ -48,6 +48,13 @@ def _sequence(entry: Entry, now: float) -> dict[str, Any]:
             "waited_for_s": {cause: round(seconds, 6) for cause, seconds in diagnostics.waited_for.items()},
             "why": _why_it_waited(entry, now),
         },
+        "adapter": {
+            "name": diagnostics.adapter,
+            "waited_s": round(diagnostics.adapter_wait_s, 6),
+            "why": _how_it_got_its_adapter(diagnostics),
+        }
+        if diagnostics.adapter
+        else None,
         "cache": {
             "cached_tokens": finish.cached_tokens if finish is not None else None,
             "diverged_at_token": diagnostics.diverged_at if diagnostics.diverged_at >= 0 else None,
@@ -108,6 +115,13 @@ def _why_it_waited(entry: Entry, now: float) -> str:
         return f"It waited {waited:.3f} s for the running step to end or for its grammar to be compiled."
     parts = [f"{_CAUSES[cause]} ({seconds:.3f} s)" for cause, seconds in causes]
     return f"It waited {waited:.3f} s: " + "; ".join(parts) + "."
+
+
+def _how_it_got_its_adapter(diagnostics: Diagnostics) -> str:
+    waited = diagnostics.adapter_wait_s
+    if waited < 0.001:
+        return "The adapter was on the device."
+    return f"It waited {waited:.3f} s for its adapter: to be read, or for a slot on the device."
 
 
 def _how_it_went_on(resumed: Resumption, taken: float) -> str:

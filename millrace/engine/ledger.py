@@ -34,6 +34,7 @@ class Entry:
     owes_prompt_logprobs: bool = False
     names: tuple[str, ...] = ()
     tenant: str = ""
+    adapter: str = ""
     request_id: int = 0
     priority: int = 1
     num_prompt: int = 0
@@ -69,6 +70,8 @@ class Ledger:
         """Ended requests by finish reason."""
         self.histograms = histograms or Histograms()
         self.tenants = Shares()
+        self.adapters = Shares()
+        """Of requests with an adapter, by its name."""
         self.take_drafts: Callable[[int], DraftCounts] = lambda _: {}
         """Drafts of a request that are counted elsewhere and not noted here yet."""
 
@@ -87,6 +90,7 @@ class Ledger:
             owes_prompt_logprobs=message.params.prompt_logprobs is not None,
             names=message.names,
             tenant=message.tenant,
+            adapter=message.params.adapter,
             request_id=message.id,
             priority=request.priority,
             num_prompt=request.num_prompt,
@@ -97,6 +101,8 @@ class Ledger:
             entry.first_token, entry.last_token = message.resumed.first_token, message.resumed.lost
         self._entries[message.id] = entry
         self.tenants.open(message.tenant)
+        if entry.adapter:
+            self.adapters.open(entry.adapter)
         if message.search is None:
             self._name(entry)
             return
@@ -151,6 +157,8 @@ class Ledger:
                 entry.search.admitted = now
         entry.is_running = True
         self.tenants.start(entry.tenant)
+        if entry.adapter:
+            self.adapters.start(entry.adapter)
         return entry.last_token
 
     def on_preempted(self, request_id: int, last_token: float) -> None:
@@ -159,6 +167,8 @@ class Ledger:
         if entry is not None and entry.is_running:
             entry.is_running, entry.last_token = False, last_token
             self.tenants.pause(entry.tenant)
+            if entry.adapter:
+                self.adapters.pause(entry.adapter)
 
     def on_drafts(self, request_id: int, counts: DraftCounts) -> None:
         """Steps verified drafts of the request."""
@@ -211,6 +221,8 @@ class Ledger:
             refused=entry.diagnostics.refused,
         )
         self.tenants.close(entry.tenant, was_running=entry.is_running)
+        if entry.adapter:
+            self.adapters.close(entry.adapter, was_running=entry.is_running)
         if entry.search is None:
             self._count(entry, entry.finish)
         return entry.finish
@@ -229,6 +241,8 @@ class Ledger:
         self.cached_tokens += finish.cached_tokens
         self.finished[finish.reason] += 1
         self.tenants.count(entry.tenant, finish)
+        if entry.adapter:
+            self.adapters.count(entry.adapter, finish)
         self.histograms.observe_finish(finish, entry.priority, entry.arrival - entry.received)
 
     def _remember(self, entry: Entry) -> None:

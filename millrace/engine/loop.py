@@ -13,11 +13,13 @@ from dataclasses import asdict
 
 import msgspec
 
+from millrace.engine.adapters.service import SCAN_EVERY_S, EngineAdapters
 from millrace.engine.constrained import ConstrainedRequests
 from millrace.engine.cycle import Confirmed, Cycle
 from millrace.engine.explain import explain
 from millrace.engine.figures.draft_figures import DraftFigures
 from millrace.engine.figures.row_drafts import RowDraftCounts, step_drafts
+from millrace.engine.figures.shares import Shares
 from millrace.engine.figures.step_figures import ModelWork, StepFigures
 from millrace.engine.figures.uncounted import UncountedSteps, UncountedTimes
 from millrace.engine.fronts.kv_events import KvEventFeed
@@ -33,6 +35,7 @@ from millrace.link.channel import EngineChannel
 from millrace.link.messages import (
     Abort,
     AbortFront,
+    AdapterNames,
     EndSearch,
     EngineReady,
     EngineRetired,
@@ -66,6 +69,7 @@ BLOCKED_WAIT_S = 0.05
 """Wait for messages when there is work but no step can be planned."""
 RANK_CHECK_S = 1.0
 """An idle engine looks so often whether other ranks are there."""
+ADAPTER_QUERIES = ("adapters", "add_adapter", "drop_adapter")
 CANCELLED = "The request was cancelled."
 COMPILING_WAIT_S = 0.002
 """Wait for messages while a grammar is being compiled and there is no other work."""
@@ -87,16 +91,19 @@ class Engine:
         drafter: str = "ngram",
         mirror: Mirror | None = None,
         ranks: RankGroup | None = None,
+        adapters: Callable[[Shares], EngineAdapters | None] = lambda _: None,
     ) -> None:
         """`facts`: the runner's. `constrained`: None if the model's tokenizer cannot be used with grammars. `work`:
         bytes and FLOPs of the model's steps; None if unknown. `has_figures`: False counts no more than reports need.
-        `drafter`: who proposes drafts where the runner does not say. `mirror`, `ranks`: closed with the engine."""
+        `drafter`: who proposes drafts where the runner does not say. `mirror`, `ranks`: closed with the engine.
+        `adapters`: makes them, given the figures by adapter."""
         self._scheduler, self._facts = scheduler, facts
         self._constrained, self._mirror, self._ranks = constrained, mirror, ranks
         self._device = device
         self._channel = channel
         self._clock = clock
         self._ledger = Ledger(None if has_figures else UncountedTimes())
+        self.adapters = adapters(self._ledger.adapters)
         self._rates = MeasuredRates()
         self._outbox = Outbox(channel, self._ledger)
         self._kv_events = KvEventFeed(channel, scheduler.watched_blocks)
@@ -139,6 +146,8 @@ class Engine:
             self._device.close()
             if self._constrained is not None:
                 self._constrained.shut_down()
+            if self.adapters is not None:
+                self.adapters.shut_down()
             if self._mirror is not None:
                 self._mirror.close()
 
@@ -155,6 +164,8 @@ class Engine:
                 self._ranks.check()
             if self._stopping:
                 return
+            if self.adapters is not None:
+                self._take_loaded(self.adapters)
             if self._constrained is not None:
                 self._take_compiled(self._constrained)
             began, waited_before = self._clock(), self._cycle.times.waited_s
@@ -190,6 +201,20 @@ class Engine:
         for failure in constrained.take_failed():
             self._abort(failure.request_id, failure.reason, failure.message)
 
+    def _take_loaded(self, adapters: EngineAdapters) -> None:
+        """Schedule requests whose adapter is on the device; end those whose adapter cannot be used."""
+        now = self._clock()
+        for front, reply in adapters.advance(now):
+            self._channel.send(front, reply)
+        for request, params in adapters.take_ready():
+            self._submit_ready(request, params)
+        for failure, is_late in adapters.take_failed(now):
+            self._abort(failure.request_id, "deadline" if is_late else "error", failure.message)
+        if (names := adapters.changed_names()) is not None:
+            if self.ready is not None:
+                self.ready = msgspec.structs.replace(self.ready, adapters=names)
+            self._channel.send_all(AdapterNames(names))
+
     # -- told by the cycle -----------------------------------------------------------------------------------------
 
     def on_launched(self, plan: StepPlan, now: float) -> None:
@@ -212,8 +237,7 @@ class Engine:
             self._used_at = done.at
             if finish.output_tokens:
                 self._rates.on_ended(finish.total_s - finish.queued_s)
-            if self._constrained is not None:
-                self._constrained.close(finish.id)
+            self._close(finish.id)
 
     def on_step_done(self, done: Confirmed) -> None:
         self._rates.on_step(done.plan.num_tokens, done.device_s)
@@ -229,9 +253,14 @@ class Engine:
         self._outbox.send_ended(self._step_no, ended, now)
         if ended:
             self._used_at = now
+        for event in ended:
+            self._close(event.request_id)
+
+    def _close(self, request_id: int) -> None:
         if self._constrained is not None:
-            for event in ended:
-                self._constrained.close(event.request_id)
+            self._constrained.close(request_id)
+        if self.adapters is not None:
+            self.adapters.close(request_id)
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 
@@ -242,6 +271,8 @@ class Engine:
         if self._scheduler.has_work:
             return BLOCKED_WAIT_S
         if self._constrained is not None and self._constrained.is_compiling:
+            return COMPILING_WAIT_S
+        if self.adapters is not None and self.adapters.is_loading:
             return COMPILING_WAIT_S
         if self._cycle.warm_next():
             return 0.0
@@ -269,8 +300,10 @@ class Engine:
         return self._idle_wait(None)
 
     def _idle_wait(self, wanted: float | None) -> float | None:
-        """Other ranks may be lost while nothing runs."""
-        return wanted if self._ranks is None else RANK_CHECK_S
+        """Other ranks may be lost while nothing runs, and adapters may be put into a watched directory."""
+        if self._ranks is not None:
+            return RANK_CHECK_S
+        return SCAN_EVERY_S if self.adapters is not None and self.adapters.is_watching else wanted
 
     # -- messages --------------------------------------------------------------------------------------------------
 
@@ -293,6 +326,16 @@ class Engine:
             self._handle_rare(message)
 
     def _submit(self, request: Request, params: SamplingParams) -> None:
+        if not params.adapter:
+            self._submit_ready(request, params)
+        elif self.adapters is None:
+            message = f"There is no adapter {params.adapter[:200]!r}: this model takes none."
+            self.on_ended((end_of(request, "error", request.num_output, message=message),), self._clock())
+        elif not self.adapters.hold(request, params):
+            self._submit_ready(request, params)
+
+    def _submit_ready(self, request: Request, params: SamplingParams) -> None:
+        """Nothing but a grammar is missing."""
         if not request.constrained:
             self._scheduler.submit(request)
         elif self._constrained is not None:
@@ -305,6 +348,8 @@ class Engine:
     def _abort(self, request_id: int, reason: FinishReason, message: str = "") -> None:
         """End a request, whether it is held back, waiting or running. Unknown ids are ignored."""
         held = self._constrained.drop(request_id) if self._constrained is not None else None
+        if held is None and self.adapters is not None:
+            held = self.adapters.drop(request_id)
         if held is not None:
             self.on_ended((end_of(held, reason, held.num_output, message=message),), self._clock())
         else:
@@ -326,6 +371,10 @@ class Engine:
             self._retire(message)
         elif isinstance(message, WatchKv):
             self._kv_events.watch(message.front, is_on=message.is_on)
+        elif message.kind in ADAPTER_QUERIES:
+            reply = Reply(message.query_id) if self.adapters is None else self.adapters.answer(message)
+            if reply is not None:
+                self._channel.send(message.front, reply)
         else:
             self._channel.send(message.front, Reply(message.query_id, self._answer(message)))
 
@@ -412,6 +461,7 @@ class Engine:
             finished=dict(ledger.finished),
             forced_tokens=self._cycle.num_jumped,
             mirror=None if self._mirror is None else self._mirror.stats,
+            adapters=None if self.adapters is None else self.adapters.stats,
             **asdict(planned),
         )
 

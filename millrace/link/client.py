@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from millrace.errors import EngineUnavailable, Overloaded
+from millrace.errors import EngineUnavailable, ModelNotFound, Overloaded
 from millrace.link.channel import FrontChannel, NoEngine
 from millrace.link.kv_listeners import KvListeners
 from millrace.link.limits import check_allowed_ends, check_named_ids, checked_ids, overflow, text_too_long
@@ -28,6 +28,7 @@ from millrace.link.messages import (
     FRONT_SHIFT,
     Abort,
     AbortFront,
+    AdapterNames,
     EndSearch,
     EngineFailed,
     EngineLoading,
@@ -62,6 +63,8 @@ log = logging.getLogger(__name__)
 STALL_S = 30.0
 """An engine with open requests that sends nothing for this long is not ready."""
 QUERY_TIMEOUT_S = 10.0
+MAX_NAMES_SHOWN = 20
+"""Of adapters, in messages."""
 INCARNATION_SHIFT = 32
 """Position of the front's restart count in request ids."""
 
@@ -103,6 +106,8 @@ class EngineClient:
         """The last progress of an engine that is starting."""
         self.limits: EngineReady | None = None
         """`ready`, or while the model is unloaded that of its last engine."""
+        self.adapters: tuple[str, ...] | None = None
+        """Names of the adapters that requests may ask for; None if the model takes none or was never loaded."""
         self.is_unloaded = channel is None
         """True if there is no engine and none is starting."""
         self.is_wanted = False
@@ -241,6 +246,7 @@ class EngineClient:
         `abort`."""
         # A search whose engine died goes on with the next one, as its open steps do.
         ready = self._limits_or_raise(may_wait=search is not None and self.requests.is_waiting)
+        self._check_adapter(params.adapter)
         if search is None:
             self.check_room()
         token_ids = checked_ids(prompt, ready.vocab_size)
@@ -276,6 +282,14 @@ class EngineClient:
         self.num_unreported += 1
         self.want()
         return request_id
+
+    def _check_adapter(self, name: str) -> None:
+        if not name or name in (self.adapters or ()):
+            return
+        known = ", ".join(map(repr, (self.adapters or ())[:MAX_NAMES_SHOWN]))
+        if self.adapters is None:
+            known = "none: start it with --adapters NAME=PATH"
+        raise ModelNotFound(f"There is no adapter {name[:200]!r}; this model has {known or 'none'}.", param="adapter")
 
     def begin_search(self) -> int:
         """Id of a new beam search, until `end_search`."""
@@ -417,7 +431,11 @@ class EngineClient:
         if isinstance(message, KvEvents):
             self.kv.on_events(message)
             return
+        if isinstance(message, AdapterNames):
+            self.adapters = message.names
+            return
         if isinstance(message, EngineReady):
+            self.adapters = message.adapters
             if self.ready is None:
                 self.num_engine_starts += 1
                 self.kv.on_new_engine()

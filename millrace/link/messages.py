@@ -90,7 +90,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     front: int
 
 
-QueryKind = Literal["explain", "cancel", "steps", "handles", "drop_handles", "renew_handle", "copy_handle"]
+HandleQuery = Literal["handles", "drop_handles", "renew_handle", "copy_handle"]
+AdapterQuery = Literal["adapters", "add_adapter", "drop_adapter"]
+QueryKind = Literal["explain", "cancel", "steps"] | HandleQuery | AdapterQuery
 
 
 class Query(msgspec.Struct, frozen=True, tag="query"):
@@ -100,7 +102,8 @@ class Query(msgspec.Struct, frozen=True, tag="query"):
     query_id: int
     kind: QueryKind
     name: str
-    """Of the request, or of the handles; with `steps`, how many of the last ones are wanted."""
+    """Of the request, of the handles or of the adapter; with `steps`, how many of the last ones are wanted; with
+    `add_adapter`, an `AddAdapter` as JSON."""
     tenant: str | None = None
     """Find only requests or handles of this tenant; None = of any."""
     value: str = ""
@@ -131,6 +134,54 @@ class HandleList(msgspec.Struct, frozen=True):
     used_bytes: int
     max_bytes: int
     """That all tenants' handles may keep together."""
+
+
+class AddAdapter(msgspec.Struct, frozen=True):
+    """The adapter in this directory is to be known by this name. Answered when it was read and checked."""
+
+    name: str
+    path: str
+    is_new: bool = False
+    """Refuse a name that is known."""
+
+
+class AdapterFigures(msgspec.Struct, frozen=True):
+    """One adapter of a model."""
+
+    name: str
+    path: str
+    state: Literal["known", "loading", "memory", "resident", "failed"]
+    """known: not read yet, or no longer in memory; resident: it has a slot on the device."""
+    max_rank: int = 0
+    bytes: int = 0
+    base_model: str = ""
+    """As the adapter's own files name it."""
+    open_requests: int = 0
+    loads: int = 0
+    """Times that its files were read."""
+    failure: str = ""
+    is_added: bool = False
+    """Added while the server ran."""
+    requests: int = 0
+    """Sequences that ended."""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+
+class AdapterAnswer(msgspec.Struct, frozen=True):
+    """The answer to a `Query` about adapters."""
+
+    adapters: list[AdapterFigures] = []
+    error: str = ""
+    """Why nothing was changed."""
+    is_unknown: bool = False
+    """There is none with this name."""
+
+
+class AdapterNames(msgspec.Struct, frozen=True, tag="adapter_names"):
+    """The adapters of the engine's model that requests may name, sent to all fronts when they change."""
+
+    names: tuple[str, ...]
 
 
 class Retire(msgspec.Struct, frozen=True, tag="retire"):
@@ -253,6 +304,26 @@ class MirrorStats(msgspec.Struct, frozen=True):
     differences: int
 
 
+class AdapterStats(msgspec.Struct, frozen=True):
+    """Totals since the start, and what is there now."""
+
+    slots: int
+    resident: int
+    """Adapters in slots."""
+    known: int
+    held_requests: int
+    """Requests that wait for their adapter."""
+    host_bytes: int
+    loads: int = 0
+    """Adapters read from their files."""
+    fills: int = 0
+    """Slots filled."""
+    slot_evictions: int = 0
+    host_evictions: int = 0
+    each: tuple[TenantFigures, ...] = ()
+    """Figures of the first adapters to appear; later ones are counted together."""
+
+
 class EngineStats(msgspec.Struct, frozen=True):
     """Counters and gauges, sent a few times per second at most. Fronts export them as metrics."""
 
@@ -362,6 +433,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     forced_tokens: int = 0
     """Output tokens that were not drawn, because a grammar allowed no others."""
     mirror: MirrorStats | None = None
+    adapters: AdapterStats | None = None
+    """None: the model takes none."""
 
 
 class StepTokens(msgspec.Struct, frozen=True, tag="tokens"):
@@ -421,6 +494,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     """What a request may name as `speculate`, beside "auto"."""
     notes: tuple[str, ...] = ()
     """What the memory plan chose, and the settings that change it."""
+    adapters: tuple[str, ...] | None = None
+    """Names of its adapters; None if it takes none (no slots)."""
 
 
 class EngineLoading(msgspec.Struct, frozen=True, tag="loading"):
@@ -444,7 +519,7 @@ class EngineRetired(msgspec.Struct, frozen=True, tag="retired"):
     next engine."""
 
 
-ToFront = StepTokens | Reply | KvEvents | EngineReady | EngineLoading | EngineFailed | EngineRetired
+ToFront = StepTokens | Reply | KvEvents | AdapterNames | EngineReady | EngineLoading | EngineFailed | EngineRetired
 
 _TOKEN: np.dtype[np.int32] = np.dtype("<i4")
 _ID: np.dtype[np.int64] = np.dtype("<i8")

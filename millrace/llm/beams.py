@@ -23,7 +23,7 @@ async def search_one(
     own = () if params.ignore_eos else tokenizer.end_token_ids
     ends = tuple(dict.fromkeys((*own, *params.stop_token_ids)))
     check_beams(beams, params, len(ends))
-    asked = step_params(beams, len(ends), params.logprobs)
+    asked = step_params(beams, len(ends), params.logprobs, params.adapter)
     max_tokens = client.output_limit(len(token_ids), params)
     client.check_room()
     steps = SearchSteps(client, token_ids, _error_of)

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from millrace.models.adapters.slots import StepAdapters
 from millrace.ops.attention import AttentionRows
 
 
@@ -66,5 +67,7 @@ class ForwardBatch:
     """Per rope float32 [T, rotary_dim]: the positions' angles, if already looked up."""
     taps: Taps | None = None
     """States to write beside the result; None for none."""
+    adapters: StepAdapters | None = None
+    """What adapters add; None if no token of the batch has one."""
     decodes: npt.NDArray[np.bool_] | None = None
     """[T], contiguous, CPU only: True for tokens after their request's prompt; None if there are none."""

@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from millrace.models.adapters.slots import LayerAdapters
+from millrace.models.adapters.targets import DOWN, GATE_UP
+from millrace.models.decode_spans import Span, apply_by_span
 from millrace.models.mixers.base import Mixer
 from millrace.ops.base.unsummed import Unsummed
 from millrace.ops.head.embedding import Embedding
@@ -35,6 +38,10 @@ class Mlp(Protocol):
 
     def add_to(self, x: Any, total: Tensor) -> None: ...
 
+    def adapted(self, x: Tensor, spans: tuple[Span, ...], adapters: LayerAdapters) -> Tensor | Unsummed:
+        """`apply_by_span` with what adapters add to its linears."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class DenseMlp:
@@ -61,6 +68,14 @@ class DenseMlp:
     def add_to(self, x: Any, total: Tensor) -> None:
         self.down.add_to(self.gate_up(x), total)
 
+    def adapted(self, x: Tensor, spans: tuple[Span, ...], adapters: LayerAdapters) -> Tensor:
+        gate_up: Tensor = apply_by_span(self.gate_up.linear, x, spans)
+        adapters.add(GATE_UP, x, gate_up)
+        inner = self.gate_up.gated(gate_up)
+        result: Tensor = apply_by_span(self.down, inner, spans)
+        adapters.add(DOWN, inner, result)
+        return result
+
 
 @dataclass(frozen=True, slots=True)
 class MoeMlp:
@@ -81,6 +96,10 @@ class MoeMlp:
 
     def add_to(self, x: Tensor, total: Tensor) -> None:
         raise NotImplementedError
+
+    def adapted(self, x: Tensor, spans: tuple[Span, ...], adapters: LayerAdapters) -> Tensor | Unsummed:
+        result: Tensor | Unsummed = apply_by_span(self, x, spans)  # Adapters of experts are refused.
+        return result
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from millrace.models.adapters.slots import LayerAdapters
+from millrace.models.adapters.targets import OUT
 from millrace.models.angles import Angles
 from millrace.models.batch import ForwardBatch, LastTokens, Taps
 from millrace.models.decode_spans import Span, apply_by_span, spans_of
 from millrace.models.layers import DecoderLayer, Mlp
-from millrace.models.mixers import MixerStep
+from millrace.models.mixers import Mixer, MixerStep
 from millrace.ops.attention import Attention
 from millrace.ops.base.unsummed import Unsummed
 from millrace.ops.elementwise.norm import add_rms_norm_of
@@ -49,6 +51,17 @@ class Branch:
     module: Linear | Mlp
     norm: Tensor | None
     spans: tuple[Span, ...]
+    adapters: LayerAdapters | None = None
+
+    def __call__(self, x: Any) -> Any:
+        module, adapters = self.module, self.adapters
+        if adapters is None:
+            return apply_by_span(module, x, self.spans)
+        if not isinstance(module, Linear):
+            return module.adapted(x, self.spans, adapters)
+        result = apply_by_span(module, x, self.spans)
+        adapters.add(OUT, x, result)
+        return result
 
 
 class OpProgram:
@@ -68,26 +81,30 @@ class OpProgram:
 
     def __call__(self, residual: Tensor, batch: ForwardBatch, kv: Sequence[Tensor]) -> Tensor:
         """Decoder.forward for embedded tokens, which may be overwritten."""
-        layers, last, spans = self.layers, batch.last, self._spans(batch)
+        layers, last, spans, adapters = self.layers, batch.last, self._spans(batch), batch.adapters
         step = MixerStep(batch, kv, self.ops.attention, self._angles_of(batch), spans)
         step.prepare([layer.mixer for layer in layers])
-        hidden = self.ops.rms_norm(residual, layers[0].input_norm, self._eps, quantise=layers[0].mixer.takes_fp8)
+        takes_fp8 = _takes_fp8(layers[0].mixer, batch)
+        hidden = self.ops.rms_norm(residual, layers[0].input_norm, self._eps, quantise=takes_fp8)
         for index, layer in enumerate(layers):
             _tap(batch.taps, index, residual)
+            step.adapters = addends = None if adapters is None else adapters.of_layer(index)
             if last is None or index + 1 < len(layers):
                 hidden = layer.mixer.mix(hidden, step)
             elif len(last.index):
                 hidden = layer.mixer.mix_last(hidden, step, last)
                 residual, spans = residual.index_select(0, last.index), self._spans(batch, last)
+                addends = None if addends is None else addends.of_tokens(last.index)
             else:
                 layer.mixer.write(hidden, step)
                 return residual[:0]
-            out = Branch(layer.mixer.out, layer.mixer_out_norm, spans)
-            mlp = Branch(layer.mlp, layer.mlp_out_norm, spans)
-            hidden, residual = self._add(out, hidden, residual, layer.mlp_norm, layer.mlp.takes_fp8)
+            out = Branch(layer.mixer.out, layer.mixer_out_norm, spans, addends)
+            mlp = Branch(layer.mlp, layer.mlp_out_norm, spans, addends)
+            hidden, residual = self._add(out, hidden, residual, layer.mlp_norm, _takes_fp8(layer.mlp, batch))
             if index + 1 < len(layers):
                 following = layers[index + 1]
-                hidden, residual = self._add(mlp, hidden, residual, following.input_norm, following.mixer.takes_fp8)
+                takes_fp8 = _takes_fp8(following.mixer, batch)
+                hidden, residual = self._add(mlp, hidden, residual, following.input_norm, takes_fp8)
         return self._final(self._result(mlp, hidden), residual, batch)
 
     def _angles_of(self, batch: ForwardBatch) -> Sequence[Tensor]:
@@ -98,13 +115,13 @@ class OpProgram:
         return spans_of(decodes if decodes is None or last is None else decodes[last.index.numpy()])
 
     def _result(self, branch: Branch, x: Any) -> Any:
-        result = apply_by_span(branch.module, x, branch.spans)
+        result = branch(x)
         return result if branch.norm is None else self.ops.rms_norm(result, branch.norm, self._eps)
 
     def _add(self, branch: Branch, x: Any, residual: Tensor, norm: Tensor, quantise: bool) -> tuple[Any, Tensor]:
         """Add the branch's output for x to the residual, which may be overwritten: (norm of the sum, sum)."""
         ops, module = self.ops, branch.module
-        if branch.norm is None and module.adds(residual.shape[0]):
+        if branch.norm is None and branch.adapters is None and module.adds(residual.shape[0]):
             module.add_to(x, residual)
             return ops.rms_norm(residual, norm, self._eps, quantise=quantise), residual
         return ops.add_rms_norm(self._result(branch, x), residual, norm, self._eps, quantise=quantise)
@@ -115,6 +132,11 @@ class OpProgram:
             return add_rms_norm_of(self.ops.add_rms_norm, hidden, residual, norm, eps, drawn.index, drawn.out)
         final: Tensor = self.ops.add_rms_norm(hidden, residual, norm, eps)[0]
         return final
+
+
+def _takes_fp8(part: Mixer | Mlp, batch: ForwardBatch) -> bool:
+    """What adapters add is computed from inputs that are not quantised."""
+    return part.takes_fp8 and batch.adapters is None
 
 
 def _tap(taps: Taps | None, index: int, residual: Tensor) -> None:

@@ -15,6 +15,7 @@ from millrace.ops.base.version import Choice, Version, dtype_name
 from millrace.ops.elementwise import activation, norm, softcap
 from millrace.ops.head import embedding
 from millrace.ops.linear import dense, fp8, gated, grouped, packed_codes, stored
+from millrace.ops.lora import add
 from millrace.ops.moe import experts, router, stored_experts
 from millrace.ops.recurrent import conv, recurrence
 
@@ -37,6 +38,7 @@ OPS: Mapping[str, tuple[Version, ...]] = types.MappingProxyType(
         "causal_conv": conv.VERSIONS,
         "recurrence": recurrence.VERSIONS,
         "softcap": softcap.VERSIONS,
+        "add_lora": add.VERSIONS,
     }
 )
 

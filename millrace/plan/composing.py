@@ -63,6 +63,7 @@ class Composer:
                 drafts=drafts,
                 all_draw=(not chosen.chunks and not has_silent) or bool(samples.all()),
                 scores_prompts=scored is not None or has_silent,
+                adapters=rows.num_adapted > 0 and bool(rows.adapter[table_rows].any()),
             )
         )
         self._epoch += 1

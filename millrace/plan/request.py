@@ -43,6 +43,10 @@ class Diagnostics:
     """Why its prefix is not retained, although that was asked for."""
     has_cache: bool = True
     """False if the model computes every text whole."""
+    adapter: str = ""
+    """Name of its adapter."""
+    adapter_wait_s: float = 0.0
+    """How long it waited for its adapter to be on the device."""
     preempted_for: list[str] = field(default_factory=list)
     """One sentence per preemption, for the first few."""
 
@@ -63,6 +67,8 @@ class Request:
     deadline: float = math.inf
     salt: bytes = b""
     """Part of the first block's hash: requests share blocks only if their salts are equal."""
+    adapter: int = 0
+    """Slot of its adapter on the device; 0 for the base model."""
     read_cache: bool = True
     """False if every prompt token must be computed, as for prompt log-probabilities."""
     constrained: bool = False

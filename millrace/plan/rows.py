@@ -109,6 +109,10 @@ class Rows:
         """True for rows that draw nothing: `Request.draws` is False."""
         self.num_silent = 0
         """Active rows that draw nothing."""
+        self.adapter = np.zeros(self.capacity, np.int32)
+        """`Request.adapter`."""
+        self.num_adapted = 0
+        """Active rows with an adapter."""
 
     def _add_flow_columns(self) -> None:
         self.classes: set[int] = set()
@@ -172,7 +176,7 @@ class Rows:
     def admit(self, request: Request, blocks: list[list[int]]) -> int:
         """Give a free row to a request whose first blocks, by group, were found in the prefix cache."""
         row = self._free.pop()
-        num_known, num_prompt, params = len(request.history) // 4, request.num_prompt, request.row_params.params
+        num_known, num_prompt = len(request.history) // 4, request.num_prompt
         num_columns = len(blocks[0])
         num_cached = num_columns * self.block_size
         self.request_ids[row] = request.id
@@ -195,15 +199,7 @@ class Rows:
         self.constrained[row] = request.constrained
         self.num_constrained += request.constrained
         self.can_draft[row] = request.can_draft
-        if params.prompt_logprobs is not None:
-            self.scored[row] = True
-            self.num_scored += 1
-        if params.pooling:
-            self.pooled[row] = True
-            self.num_pooled += 1
-        if not request.draws:
-            self.silent[row] = True
-            self.num_silent += 1
+        self._set_results(row, request)
         self.num_yields[row] = request.yields
         self.num_known_at_admission[row] = num_known
         if request.end_token_ids:
@@ -218,6 +214,20 @@ class Rows:
         self.epoch += 1
         return row
 
+    def _set_results(self, row: int, request: Request) -> None:
+        if request.scores_prompt:
+            self.scored[row] = True
+            self.num_scored += 1
+        if request.pools:
+            self.pooled[row] = True
+            self.num_pooled += 1
+        if request.adapter:
+            self.adapter[row] = request.adapter
+            self.num_adapted += 1
+        if not request.draws:
+            self.silent[row] = True
+            self.num_silent += 1
+
     def release(self, row: int, fence: int | None) -> tuple[Request, list[list[int]]]:
         """Empty a row. Returns its request, with the full history, and the blocks to release, by group."""
         request = self.request(row)
@@ -231,6 +241,9 @@ class Rows:
         if self.num_pooled:
             self.num_pooled -= request.pools
             self.pooled[row] = False
+        if self.num_adapted:
+            self.num_adapted -= request.adapter > 0
+            self.adapter[row] = 0
         if self.num_silent:
             self.num_silent -= not request.draws
             self.silent[row] = False

@@ -207,6 +207,7 @@ class Seating:
                     row_params=request.row_params,
                     limit=request.limit,
                     num_computed=int(self.rows.confirmed[row]),
+                    adapter=request.adapter,
                 )
             )
         return tuple(admissions)

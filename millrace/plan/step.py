@@ -56,6 +56,8 @@ class StepShape:
     the host knows where."""
     is_exact: bool = False
     """The step's own size, without padding: it runs uncaptured."""
+    adapters: bool = False
+    """Some row has an adapter: linears add what it adds."""
 
     def __hash__(self) -> int:
         """Of the sizes in which most shapes differ: every step looks its shape up several times."""
@@ -67,11 +69,13 @@ class StepShape:
         return max(1, self.places)
 
 
-def exact_shape(counts: Int32s, num_drafts: int = 0) -> StepShape:
-    """The shape of a step that runs at its own size. `num_drafts`: most drafts that it verifies."""
+def exact_shape(counts: Int32s, num_drafts: int = 0, adapters: bool = False) -> StepShape:
+    """The shape of a step that runs at its own size. `num_drafts`: most drafts that it verifies. `adapters`: see
+    `StepShape`."""
     num_rows = len(counts)
     num_tokens = sum(counts.tolist()) if num_rows < FEW else int(counts.sum())
-    return StepShape(num_tokens + num_drafts, num_rows, 0, is_decode=num_tokens == num_rows, is_exact=True)
+    is_decode = num_tokens == num_rows
+    return StepShape(num_tokens + num_drafts, num_rows, 0, is_decode=is_decode, is_exact=True, adapters=adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,8 @@ class Admission:
     """Maximum number of tokens, prompt included. A step with drafts never goes beyond it."""
     num_computed: int = 0
     """Tokens whose keys and values are in the cache already."""
+    adapter: int = 0
+    """Slot of the adapter that computes it; 0 for the base model."""
 
 
 @dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.

@@ -14,6 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.models.adapters.read import Adapter
+from millrace.models.adapters.slots import AdapterSlots
+from millrace.models.adapters.targets import targets_of
 from millrace.models.batch import Taps
 from millrace.models.decoder import Decoder
 from millrace.plan.shapes.table import ShapeFacts
@@ -167,6 +170,13 @@ class AnyRunner(Protocol):
         """Heads that ran in a larger graph than theirs since the last call."""
 
 
+def make_slots(decoder: Decoder, settings: RunnerSettings) -> AdapterSlots | None:
+    """None: steps have no adapters."""
+    if not settings.adapter_slots:
+        return None
+    return AdapterSlots(targets_of(decoder.spec), settings.adapter_slots, decoder.device, decoder.dtype)
+
+
 class Runner:
     """Runs every step at its own size; needs no warm-up."""
 
@@ -195,6 +205,7 @@ class Runner:
         self._table = RequestTable(device, max_rows=max_rows, max_blocks=settings.context_blocks, num_groups=num_groups)
         self._sampler = Sampler(device, self._table, max_rows=max_rows, vocab_size=spec.vocab_size)
 
+        self._slots = make_slots(decoder, settings)
         self._native: NativeStep | None = None
         stack = decoder.native_stack
         if stack is not None and stack.can_run_whole_steps:
@@ -259,6 +270,13 @@ class Runner:
             raise AssertionError("there is no host memory for KV blocks")
         return self._copier.copy(copies)
 
+    def fill_slot(self, slot: int, adapter: Adapter) -> None:
+        """Queue that the slot holds this adapter, after the steps launched so far and before all later ones."""
+        slots = self._slots
+        if slots is None:
+            raise AssertionError("there are no slots for adapters")
+        self._device.queue(lambda: slots.put(slot, adapter.to(slots.device)))
+
     def build_next(self) -> None:
         pass
 
@@ -307,7 +325,14 @@ class Runner:
         )
 
     def _is_one_call(self, plan: StepPlan) -> bool:
-        return self._native is not None and bool(len(plan.rows)) and self._native.can_run(plan)
+        if self._native is None or not len(plan.rows) or self._slots_of(plan) is not None:
+            return False
+        return self._native.can_run(plan)
+
+    def _slots_of(self, step: StepRows) -> AdapterSlots | None:
+        """The slots if some row of the step has an adapter."""
+        slots = self._slots
+        return slots if slots is not None and bool(self._table.adapters[step.rows].any()) else None
 
     def _whole_step(self, batch: StepRows) -> Tensor:
         assert self._native is not None
@@ -358,16 +383,16 @@ class Runner:
         return DrawStates(computed.hidden, rows, positions, computed.prompt_logprobs, verified, computed.pooled)
 
     def _compute(self, step: StepRows, draws: Int32s) -> Computed:
-        scores_prompts = step.scored is not None
+        scores_prompts, slots = step.scored is not None, self._slots_of(step)
         taps, drafter_needs_all = self._taps(step)
         needs_all = drafter_needs_all or step.pooled is not None
         query_starts = np.zeros(len(step.rows) + 1, np.int32)
         np.cumsum(step.counts, out=query_starts[1:])
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-        if self._native is not None and not scores_prompts:
+        if self._native is not None and not scores_prompts and slots is None:
             hidden = self._native.forward(step, step.counts if needs_all else draws, taps)
         else:
-            batch = gather_inputs(step, self._table, self._device, self._block_size)
+            batch = gather_inputs(step, self._table, self._device, self._block_size, slots)
             batch.taps = taps
             if draws.sum() < step.num_tokens and not needs_all and not scores_prompts and int(draws.max()) <= 1:
                 batch.last = last_tokens(batch, step.samples.nonzero()[0], self._device)

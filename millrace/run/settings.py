@@ -22,6 +22,8 @@ class RunnerSettings:
     """KV blocks that host memory holds beside the pool."""
     max_copied: int = 1
     """KV blocks copied to or from host memory in one batch."""
+    adapter_slots: int = 0
+    """Adapters on the device at once; 0: steps have none."""
     graphs: bool = True
     """False: nothing is captured, also on a GPU."""
 

@@ -126,6 +126,8 @@ class ServedModels(Generic[State]):
 
     def find(self, name: str) -> ServedModel[State]:
         found = self._named.get(name)
+        if found is None and (adapted := self._adapter_of(name)) is not None:
+            found = adapted[0]
         if found is None:
             raise ModelNotFound(
                 f"The model {name[:200]!r} is not served here; this server serves {self._listed()}.", param="model"
@@ -133,9 +135,28 @@ class ServedModels(Generic[State]):
         return found
 
     def knows(self, name: str) -> bool:
-        return name in self._named
+        return name in self._named or self._adapter_of(name) is not None
+
+    def with_adapter(self, name: str) -> tuple[ServedModel[State], str]:
+        """The model, and the adapter that the name asks for; empty for the model itself. Names of adapters may stand
+        alone, or behind their model's name and a colon."""
+        return self._adapter_of(name) or (self.find(name), "")
+
+    def _adapter_of(self, name: str) -> tuple[ServedModel[State], str] | None:
+        if name in self._named:
+            return None
+        base, colon, adapter = name.partition(":")
+        while colon:
+            model = self._named.get(base)
+            if model is not None and adapter in (model.client.adapters or ()):
+                return model, adapter
+            more, colon, adapter = adapter.partition(":")
+            base = f"{base}:{more}"
+        return next(((model, name) for model in self._models if name in (model.client.adapters or ())), None)
 
     def _listed(self) -> str:
-        names = [repr(model.name) for model in self._models[:MAX_NAMES_SHOWN]]
-        further = len(self._models) - len(names)
+        own = [model.name for model in self._models]
+        own += [f"{model.name}:{adapter}" for model in self._models for adapter in model.client.adapters or ()]
+        names = [repr(name) for name in own[:MAX_NAMES_SHOWN]]
+        further = len(own) - len(names)
         return ", ".join(names) + (f" and {further} more" if further else "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import dataclasses
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -125,6 +126,8 @@ class FrontState:
     metrics: FrontMetrics
     sampling_defaults: SamplingDefaults = NEUTRAL_DEFAULTS
     """Sampling of requests that set none."""
+    adapter: str = ""
+    """The adapter of the model that answers; empty for the model itself."""
     is_embedder: bool = False
     """True if the model was trained to give embeddings."""
     encoder: EncoderFiles | None = None
@@ -185,6 +188,11 @@ class FrontState:
         self.cors_origins = frozenset(origin for origin in origins if origin)
 
     @property
+    def answers_as(self) -> str:
+        """What answers give as their model."""
+        return f"{self.model_name}:{self.adapter}" if self.adapter else self.model_name
+
+    @property
     def figures(self) -> ModelFigures:
         """Of this model."""
         return self.metrics.models[self.model_name]
@@ -211,7 +219,17 @@ class FrontState:
     async def for_model(self, name: str | None) -> FrontState:
         """The state of the model with this name or alias; without a name, of the first model. Reads its tokenizer if
         it is the first to ask. Raises `ModelNotFound`."""
-        return self if name is None or name == self.model_name else await self.models.find(name).when_read()
+        if name is None or name == self.model_name:
+            return self
+        model, adapter = self.models.with_adapter(name)
+        state = await model.when_read()
+        return state.with_adapter(adapter) if adapter else state
+
+    def with_adapter(self, name: str) -> FrontState:
+        """The same with one of the model's adapters. It shares everything else, and lives as long as one request."""
+        state = copy.copy(self)
+        state.adapter = name
+        return state
 
     def of_model(self, config: Config, name: str, client: EngineClient, text: ModelText) -> FrontState:
         """The state of a further model of the same server."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from millrace.models.adapters.targets import QKV
 from millrace.models.batch import LastTokens
 from millrace.models.decode_spans import apply_by_span
 from millrace.models.mixers.base import MixerBuilder, MixerSite, MixerStep
@@ -68,6 +69,8 @@ class AttentionMixer:
         """The queries, after keys and values have been written."""
         batch, rope = step.batch, self.rope
         qkv = apply_by_span(self.qkv, hidden, step.spans)
+        if step.adapters is not None:
+            step.adapters.add(QKV, hidden, qkv)
         angles = None if rope is None else step.angles[rope]
         return self.prepare_qkv(qkv, angles, step.kv[self.kv_index], batch.block_ids[self.kv_group], batch.offsets)
 

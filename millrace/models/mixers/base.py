@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from millrace.models.adapters.slots import LayerAdapters
 from millrace.models.batch import ForwardBatch, LastTokens
 from millrace.models.decode_spans import Span
 from millrace.models.spec.layout import Matrix, MixerLayout, TensorSpec
@@ -30,6 +31,8 @@ class MixerStep:
     """Per rope float32 [T, rotary_dim]: the angles of the tokens' positions."""
     spans: tuple[Span, ...] = ()
     """Tokens that take the same kernels; empty if all do (`apply_by_span`)."""
+    adapters: LayerAdapters | None = None
+    """What adapters add to the linears of the layer that computes; None if no token has one."""
     prepared: dict[Hashable, Any] = field(default_factory=dict)
     """By `Mixer.shares`."""
 

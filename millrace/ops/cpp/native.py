@@ -94,6 +94,10 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "causal_conv": (None, (c_int, *[c_void_p] * 8, *[c_int64] * 4)),
     "recurrence": (None, (*[c_void_p] * 10, *[c_int64] * 6)),
     "tiles_saved": (c_int64, (*[c_void_p] * 3, *[c_int64] * 3)),
+    "add_lora": (
+        None,
+        (c_int, c_void_p, c_int64, c_void_p, c_int64, c_int64, *[c_void_p] * 6, c_int64, c_int64),
+    ),
     "draw": (None, (c_void_p, c_int64, c_int64, *[c_void_p] * 6)),
     "mask": (None, (c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
     "stack_new": (c_void_p, (c_void_p, c_void_p, c_void_p)),

@@ -31,7 +31,7 @@ class GatedLinear(ABC):
     """Base of all versions: the two ops that a version may fuse."""
 
     def __init__(self, linear: Linear, gated: Gated) -> None:
-        self.linear, self._gated = linear, gated
+        self.linear, self.gated = linear, gated
         self.num_bytes, self.takes_fp8 = linear.num_bytes, linear.takes_fp8
         self.has_decode_kernel = linear.has_decode_kernel
 
@@ -43,7 +43,7 @@ class GatedLinear(ABC):
 
     def decode(self, x: Tensor) -> Any:
         """The same for decode rows."""
-        return self._gated(self.linear.decode(x)) if self.has_decode_kernel else self(x)
+        return self.gated(self.linear.decode(x)) if self.has_decode_kernel else self(x)
 
 
 class ComposedGatedLinear(GatedLinear):
@@ -55,7 +55,7 @@ class ComposedGatedLinear(GatedLinear):
         super().__init__(linear(weight, bias), gated)
 
     def __call__(self, x: Any, quantise: bool = False) -> Any:
-        return self._gated(self.linear(x), quantise=quantise)
+        return self.gated(self.linear(x), quantise=quantise)
 
 
 class TunedGatedLinear(GatedLinear):
@@ -82,14 +82,14 @@ class TunedGatedLinear(GatedLinear):
 
     def __call__(self, x: Any, quantise: bool = False) -> Any:
         if quantise:
-            return self._gated(self.linear(x), quantise=True)
+            return self.gated(self.linear(x), quantise=True)
         tiles = self._tiles.of(x.shape[0])
         if tiles is not None:
             return self._multiply(
                 x, self._weight, tiles, bias=self._bias, activation=self._activation, counters=self._counters
             )
         many = self._many_tiles.of(x.shape[0])
-        return self._gated(self.linear(x)) if many is None else self._gated_many(x, many)
+        return self.gated(self.linear(x)) if many is None else self._gated_many(x, many)
 
     def _gated_many(self, x: Tensor, tile: tuple[int, int]) -> Tensor:
         from millrace.ops.triton.gemm.gated_many import gated_many  # slow to import
@@ -123,7 +123,7 @@ class TunedFp8GatedLinear(GatedLinear):
     def __call__(self, x: Any, quantise: bool = False) -> Any:
         tiles = None if isinstance(x, Tensor) else self._tiles.of(x.shape[0])
         if tiles is None:
-            return self._gated(self.linear(x), quantise=quantise)
+            return self.gated(self.linear(x), quantise=quantise)
         return self._multiply(
             x.values,
             self._weight.values,

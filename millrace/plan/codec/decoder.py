@@ -203,10 +203,10 @@ def _plan(reader: _Reader) -> StepPlan:
 
 
 def _admission(reader: _Reader) -> Admission:
-    request_id, row, num_prompt, limit, num_computed, num_tokens, num_bytes = reader.fields(ADMISSION)
+    request_id, row, num_prompt, limit, num_computed, adapter, num_tokens, num_bytes = reader.fields(ADMISSION)
     tokens = reader.column(INT32, num_tokens)
     params = RowParams.from_bytes(reader.bytes(num_bytes))
-    return Admission(row, request_id, tokens, num_prompt, params, limit, num_computed)
+    return Admission(row, request_id, tokens, num_prompt, params, limit, num_computed, adapter)
 
 
 def _release(reader: _Reader) -> Release:

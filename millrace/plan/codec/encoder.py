@@ -188,7 +188,7 @@ def _admission(admission: Admission) -> tuple[bytes, bytes, bytes]:
     params = admission.row_params.to_bytes()
     head = ADMISSION.pack(
         *(admission.request_id, admission.row, admission.num_prompt, admission.limit, admission.num_computed),
-        *(len(admission.tokens), len(params)),
+        *(admission.adapter, len(admission.tokens), len(params)),
     )
     return head, _column(admission.tokens, INT32), params
 

@@ -59,8 +59,8 @@ COPIES_HEAD = Struct(f"{_HEAD}qi4x")
 """Number of the copies, number of blocks."""
 CAPTURE_HEAD = Struct(f"{_HEAD}ii{_SHAPE}4x")
 """States and variant of a head, or a shape."""
-ADMISSION = Struct("<qiiiiii")
-"""Request, row, prompt tokens, limit, computed tokens; number of tokens and bytes of parameters."""
+ADMISSION = Struct("<qiiiiiii4x")
+"""Request, row, prompt tokens, limit, computed tokens, adapter; number of tokens and bytes of parameters."""
 RELEASE = Struct("<qii")
 """Request, row, reason."""
 APPENDED = Struct("<iii4x")
@@ -80,15 +80,15 @@ class StepBytesError(ValueError):
 
 
 _SIZE_NAMES = ("tokens", "rows", "tiles", "long_from", "context", "parts", "places")
-_FLAG_NAMES = ("is_decode", "shares_prefix", "has_decode_rows", "last_only", "is_exact")
+_FLAG_NAMES = ("is_decode", "shares_prefix", "has_decode_rows", "last_only", "is_exact", "adapters")
 sizes_of_shape = attrgetter(*_SIZE_NAMES)
 _flags_of_shape = attrgetter(*_FLAG_NAMES)
 
 
 def shape_flags(shape: StepShape) -> int:
-    flags: tuple[bool, bool, bool, bool, bool] = _flags_of_shape(shape)
-    decodes, shares, has_decode_rows, last_only, is_exact = flags
-    return decodes | shares << 1 | has_decode_rows << 2 | last_only << 3 | is_exact << 4
+    flags: tuple[bool, bool, bool, bool, bool, bool] = _flags_of_shape(shape)
+    decodes, shares, has_decode_rows, last_only, is_exact, adapters = flags
+    return decodes | shares << 1 | has_decode_rows << 2 | last_only << 3 | is_exact << 4 | adapters << 5
 
 
 def shape_from(sizes: tuple[int, ...], flags: int, last: StepShape | None = None) -> StepShape:

@@ -35,6 +35,8 @@ class StepSizes:
     all_draw: bool = True
     scores_prompts: bool = False
     """Every hidden state of some row is needed."""
+    adapters: bool = False
+    """Some row has an adapter."""
 
 
 class ShapeChoice(Protocol):
@@ -57,7 +59,8 @@ class ExactShapes:
         self.captures = Captures((), (), enabled=False)
 
     def choose(self, sizes: StepSizes) -> tuple[StepShape, bool]:
-        return exact_shape(sizes.counts, 0 if sizes.drafts is None else int(sizes.drafts.sum())), False
+        num_drafts = 0 if sizes.drafts is None else int(sizes.drafts.sum())
+        return exact_shape(sizes.counts, num_drafts, sizes.adapters), False
 
     def repeat(self, last: StepShape, num_rows: int, shared_blocks: int) -> tuple[StepShape, bool]:
         return last, False

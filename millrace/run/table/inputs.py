@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.models.adapters.slots import AdapterSlots
 from millrace.models.batch import ForwardBatch, LastTokens
 from millrace.ops.attention.rows import PlainRows, plain_rows
 from millrace.plan.step import Int32s, Int64s
@@ -17,9 +18,19 @@ from millrace.run.table.batch import StepRows
 from millrace.run.table.request_table import ON_DEVICE, RequestTable
 
 
-def gather_inputs(step: StepRows, table: RequestTable, device: Device, block_size: int) -> ForwardBatch:
-    if device.kind == "cpu":
-        return _gather_on_host(step, table, block_size)
+def gather_inputs(
+    step: StepRows, table: RequestTable, device: Device, block_size: int, slots: AdapterSlots | None = None
+) -> ForwardBatch:
+    """`slots`: of the adapters that some of the rows have."""
+    batch = (
+        _gather_on_host(step, table, block_size) if device.kind == "cpu" else _gather(step, table, device, block_size)
+    )
+    if slots is not None:
+        batch.adapters = slots.step(device.upload(np.repeat(table.adapters[step.rows], step.counts)))
+    return batch
+
+
+def _gather(step: StepRows, table: RequestTable, device: Device, block_size: int) -> ForwardBatch:
     seq_lens = step.starts + step.counts
     query_starts = np.zeros(len(step.rows) + 1, np.int32)
     np.cumsum(step.counts, out=query_starts[1:])

@@ -40,6 +40,8 @@ class RequestTable:
         """A step reads the tokens before this position from the host and later ones from `last_tokens`."""
         self.num_prompt = np.zeros(max_rows, np.int32)
         self.request_ids = np.zeros(max_rows, np.int64)
+        self.adapters = np.zeros(max_rows, np.int32)
+        """`Admission.adapter`."""
         self.params: list[RowParams] = [DEFAULT_ROW_PARAMS] * max_rows
         self._has_text = np.zeros(max_rows, np.bool_)
         self._device_texts: dict[int, Tensor] | None = None if device.kind == "cpu" else {}
@@ -71,6 +73,7 @@ class RequestTable:
         self.computed[row], self.limit[row] = admission.num_computed, admission.limit
         self.num_prompt[row] = admission.num_prompt
         self.request_ids[row] = admission.request_id
+        self.adapters[row] = admission.adapter
         self.params[row] = admission.row_params
         self._drop_text(row)
 
@@ -93,6 +96,7 @@ class RequestTable:
     def release(self, row: int) -> None:
         self.tokens[row] = _NO_TOKENS
         self.known[row] = self.computed[row] = self.limit[row] = 0
+        self.adapters[row] = 0
         self._drop_text(row)
 
     def known_tokens(self, row: int) -> Int32s:

@@ -151,7 +151,7 @@ class MessageWriter:
         self, content: list[OutputBlock], ended: CollectedChoice | None, usage: AnthropicUsage
     ) -> MessageAnswer:
         reason, sequence = _stop_reason(ended) if ended is not None else (None, None)
-        answer_id, model = self._job.generation.answer_id, self._job.state.model_name
+        answer_id, model = self._job.generation.answer_id, self._job.state.answers_as
         edits = self._edits if ended is not None else UNSET
         return MessageAnswer(answer_id, "message", "assistant", model, content, reason, sequence, usage, edits)
 

@@ -117,6 +117,8 @@ class Job:
         for prompt in generation.prompts:
             for number in range(generation.num_sequences):
                 params = _params_of(generation.params, number)
+                if self.state.adapter:
+                    params = msgspec.structs.replace(params, adapter=self.state.adapter)
                 if prompt.second_from or prompt.pooled_from or prompt.attended:
                     params = msgspec.structs.replace(
                         params,

@@ -72,7 +72,7 @@ class OllamaWriter:
         **fields: Any,
     ) -> OllamaAnswer:
         shape = said(text, is_chat=self._is_chat, thinking=thinking, calls=calls)
-        return OllamaAnswer(self._job.state.model_name, now(), **shape, **fields)
+        return OllamaAnswer(self._job.state.answers_as, now(), **shape, **fields)
 
     def _logprobs(self, entries: list[TokenLogprobs]) -> list[TokenLogprob] | UnsetType:
         num_top = self._job.generation.logprobs

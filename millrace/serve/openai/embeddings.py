@@ -134,7 +134,7 @@ async def _prompts(state: FrontState, request: EmbeddingsRequest) -> list[Prompt
 class EmbeddingsWriter(VectorWriter):
     def __init__(self, job: Job, dimensions: int | None, encoding_format: EncodingFormat | None) -> None:
         super().__init__("input", dimensions)
-        self._model = job.state.model_name
+        self._model = job.state.answers_as
         self._is_base64 = encoding_format == "base64"
 
     def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:

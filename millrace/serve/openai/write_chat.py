@@ -43,7 +43,7 @@ class ChatWriter:
         self._common: dict[str, Any] = {
             "id": job.generation.answer_id,
             "created": job.generation.created,
-            "model": job.state.model_name,
+            "model": job.state.answers_as,
             "system_fingerprint": ready.fingerprint if ready is not None else "",
         }
 

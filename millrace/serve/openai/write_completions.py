@@ -41,7 +41,7 @@ class CompletionWriter(TextOnly):
             "id": job.generation.answer_id,
             "object": "text_completion",
             "created": job.generation.created,
-            "model": job.state.model_name,
+            "model": job.state.answers_as,
             "system_fingerprint": ready.fingerprint if ready is not None else "",
         }
 

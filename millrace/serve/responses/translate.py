@@ -366,7 +366,7 @@ def opening_answer(state: FrontState, body: ResponsesRequest, response_id: str) 
         max_output_tokens=body.max_output_tokens,
         max_tool_calls=body.max_tool_calls,
         service_tier=_tier(body.service_tier),
-        model=state.model_name,
+        model=state.answers_as,
         previous_response_id=body.previous_response_id,
         prompt_cache_key=body.prompt_cache_key,
         reasoning=UsedReasoning(body.reasoning.effort, body.reasoning.summary)

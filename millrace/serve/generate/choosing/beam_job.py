@@ -114,7 +114,7 @@ class BeamJob(Job):
     async def _beams_of(self, number: int, beams: BeamParams, ends: tuple[int, ...]) -> list[Beam]:
         """The beams of this prompt that are returned, best first."""
         params, steps, max_tokens = self.generation.params, self._searches[number], self._limits[number]
-        asked = step_params(beams, len(ends), params.logprobs)
+        asked = step_params(beams, len(ends), params.logprobs, self.state.adapter)
         best: list[Beam] = []
 
         async def expand(live: list[list[int]]) -> list[TokenLogprobs]:

@@ -1,0 +1,67 @@
+"""Makes an engine's adapters from its settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from millrace.config import AdapterConfig, Config
+from millrace.engine.adapters.requests import AdaptedRequests, Fill
+from millrace.engine.adapters.service import EngineAdapters
+from millrace.engine.adapters.store import AdapterStore, Read, parse_adapters
+from millrace.engine.figures.shares import Shares
+from millrace.errors import AdapterError, ConfigError
+from millrace.models.adapters.config import read_config
+from millrace.models.adapters.read import Adapter, read_adapter
+from millrace.models.adapters.targets import targets_of
+from millrace.models.spec.model_spec import ModelSpec
+
+GIB = 1 << 30
+
+
+def check_adapters(config: Config, *, on_cpu: bool, is_encoder: bool = False) -> None:
+    """Raise ConfigError for settings that cannot go with adapters, before anything is loaded."""
+    if not config.adapters.num_slots:
+        return
+    conflicts = (
+        (is_encoder, "the model is an encoder, whose adapters are not supported", "leave --adapters out"),
+        (config.run.tensor_parallel > 1, "--tensor-parallel splits the model", "leave one of them out"),
+        (config.plan.mirror, "--mirror repeats steps without adapters", "leave one of them out"),
+        (bool(config.plan.step_log), "--step-log does not hold adapters", "leave one of them out"),
+        (not on_cpu, "the model would run on a GPU, where adapters are not supported yet", "use --device cpu"),
+    )
+    for is_there, why, remedy in conflicts:
+        if is_there:
+            raise ConfigError(f"Adapters are switched on, but {why}: {remedy}.", param="adapters")
+    folder = config.adapters.adapter_dir
+    if folder and not Path(folder).expanduser().is_dir():
+        raise ConfigError(f"--adapter-dir {folder}: there is no such directory.", param="adapter_dir")
+    for name, path in parse_adapters(config.adapters.adapters).items():
+        try:
+            read_config(path)
+        except AdapterError as error:
+            raise ConfigError(f"The adapter {name!r} cannot be served: {error.message}", param="adapters") from error
+
+
+def make_adapters(
+    config: AdapterConfig, spec: ModelSpec, dtype: torch.dtype, fill: Fill, shares: Shares
+) -> EngineAdapters | None:
+    """None: the model takes no adapters."""
+    if not config.num_slots:
+        return None
+    store = AdapterStore(_reader(config, spec, dtype), int(config.adapter_memory * GIB))
+    for name, path in parse_adapters(config.adapters).items():
+        store.declare(name, path)
+    requests = AdaptedRequests(store, config.num_slots, fill)
+    folder = Path(config.adapter_dir).expanduser() if config.adapter_dir else None
+    return EngineAdapters(requests, lambda: shares, folder, allows_adding=config.allow_adapters)
+
+
+def _reader(config: AdapterConfig, spec: ModelSpec, dtype: torch.dtype) -> Read:
+    targets, max_bytes = targets_of(spec), int(config.adapter_memory * GIB)
+
+    def read(folder: Path) -> Adapter:
+        return read_adapter(folder, targets, dtype, max_rank=config.max_lora_rank, max_bytes=max_bytes)
+
+    return read

@@ -1,0 +1,204 @@
+"""Requests with an adapter: held back until it has a slot on the device. A held request takes no row.
+
+A slot belongs to one version of one adapter. Requests pin it from the moment it is theirs to their end, so it is filled
+anew only when none of them is open. Slots are filled between steps, in launch order: steps in flight read the old
+matrices, later ones the new.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from millrace.engine.adapters.store import AdapterStore, Known
+from millrace.models.adapters.read import Adapter
+from millrace.params import SamplingParams
+from millrace.plan.request import Request
+
+Fill = Callable[[int, Adapter], None]
+"""(slot, matrices): queued behind the steps launched so far."""
+MAX_PASSED_S = 2.0
+"""When a request has waited this long for a slot, no new request is given the slot used longest ago: it becomes free as
+its open requests end."""
+
+
+@dataclass(slots=True)
+class Slot:
+    number: int
+    name: str
+    digest: str
+    users: set[int] = field(default_factory=set)
+    """Open requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    request_id: int
+    message: str
+
+
+@dataclass(slots=True)
+class _Held:
+    request: Request
+    params: SamplingParams
+    known: Known
+    since: float
+    needs_files: bool = False
+    """Its adapter's files are being read."""
+
+
+class AdaptedRequests:
+    def __init__(
+        self, store: AdapterStore, num_slots: int, fill: Fill, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.store, self._fill, self._clock = store, fill, clock
+        self.num_slots = num_slots
+        self._free = list(range(num_slots, 0, -1))
+        self._slots: OrderedDict[str, Slot] = OrderedDict()
+        """By digest, the least recently used first."""
+        self._slot_of: dict[int, Slot] = {}
+        """By open request."""
+        self._held: OrderedDict[int, _Held] = OrderedDict()
+        self._failed: list[Failed] = []
+        self.expected: dict[str, Known] = {}
+        """By name: adapters that are being added."""
+        self.num_fills = 0
+        """Times that a slot was filled."""
+        self.num_slot_evictions = 0
+        """Those of them that replaced another adapter."""
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def is_loading(self) -> bool:
+        return self.store.is_loading
+
+    @property
+    def resident(self) -> dict[str, int]:
+        """Open requests by name of the adapters in slots."""
+        found: dict[str, int] = {}
+        for slot in self._slots.values():
+            found[slot.name] = found.get(slot.name, 0) + len(slot.users)
+        return found
+
+    @property
+    def digests(self) -> frozenset[str]:
+        """Versions in slots."""
+        return frozenset(self._slots)
+
+    def hold(self, request: Request, params: SamplingParams) -> bool:
+        """False if the request has its slot and can be scheduled. Else it waits for `take_ready`, or `take_failed` says
+        why it must end."""
+        known = self.store.get(params.adapter) or self.expected.get(params.adapter)
+        if known is None:
+            self._failed.append(Failed(request.id, unknown_adapter(params.adapter, self.store.names())))
+            return True
+        held = _Held(request, params, known, self._clock())
+        if self._seat(held):
+            return False
+        self._held[request.id] = held
+        return True
+
+    def take_ready(self) -> list[tuple[Request, SamplingParams]]:
+        """Requests that have a slot now, in the order in which they came."""
+        ready = []
+        for held in list(self._held.values()):
+            if self._seat(held):
+                del self._held[held.request.id]
+                ready.append((held.request, held.params))
+        return ready
+
+    def take_failed(self) -> list[Failed]:
+        failed, self._failed = self._failed, []
+        return failed
+
+    def drop(self, request_id: int) -> Request | None:
+        """The request ends while it is held: return it, or None if it is not held."""
+        held = self._held.pop(request_id, None)
+        return None if held is None else held.request
+
+    def expired(self, now: float) -> list[int]:
+        return [one for one, held in self._held.items() if held.request.deadline < now]
+
+    def close(self, request_id: int) -> None:
+        """The request has ended. Ids without an adapter are ignored."""
+        slot = self._slot_of.pop(request_id, None)
+        if slot is not None:
+            slot.users.discard(request_id)
+
+    def note_loaded(self, loaded: list[Known]) -> None:
+        """The files of these were read."""
+        for known in loaded:
+            for held in list(self._held.values()):
+                if held.known is not known:
+                    continue
+                held.needs_files = False
+                if known.failure:
+                    del self._held[held.request.id]
+                    message = f"The adapter {known.name!r} cannot be used: {known.failure}"
+                    self._failed.append(Failed(held.request.id, message))
+
+    def _seat(self, held: _Held) -> bool:
+        known = held.known
+        slot = self._slots.get(known.digest) if known.digest else None
+        if slot is not None:
+            return not self._must_yield(slot, held) and self._take(held, slot)
+        adapter = self.store.adapter(known)
+        if adapter is None:
+            if not held.needs_files:
+                held.needs_files = True
+                self.store.load(known)
+            return False
+        number = self._free_slot()
+        if number is None:
+            return False
+        slot = self._slots[known.digest] = Slot(number, known.name, known.digest)
+        self.store.pin(known.digest)
+        self._fill(number, adapter)
+        self.num_fills += 1
+        return self._take(held, slot)
+
+    def _take(self, held: _Held, slot: Slot) -> bool:
+        request = held.request
+        self._slots.move_to_end(slot.digest)
+        slot.users.add(request.id)
+        self._slot_of[request.id] = slot
+        request.adapter, request.salt = slot.number, adapter_salt(slot.digest, request.salt)
+        request.diagnostics.adapter = slot.name
+        request.diagnostics.adapter_wait_s = self._clock() - held.since
+        return True
+
+    def _must_yield(self, slot: Slot, held: _Held) -> bool:
+        """True if a request has waited long for a slot, and this is the one to become free for it."""
+        if self._free or next(iter(self._slots.values())) is not slot:
+            return False
+        now = self._clock()
+        others = (one for one in self._held.values() if one.known.digest != slot.digest and not one.needs_files)
+        oldest = next(others, None)
+        return oldest is not None and oldest.since < held.since and now - oldest.since > MAX_PASSED_S
+
+    def _free_slot(self) -> int | None:
+        """A slot that nobody uses; the one used longest ago, if all are filled."""
+        if self._free:
+            return self._free.pop()
+        for digest, slot in self._slots.items():
+            if not slot.users:
+                del self._slots[digest]
+                self.store.unpin(digest)
+                self.num_slot_evictions += 1
+                return slot.number
+        return None
+
+
+def adapter_salt(digest: str, salt: bytes) -> bytes:
+    """Requests of one adapter share blocks with each other only."""
+    return b"adapter\0" + bytes.fromhex(digest) + salt
+
+
+def unknown_adapter(name: str, names: list[str]) -> str:
+    some = ", ".join(map(repr, names[:20])) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+    return f"There is no adapter {name[:200]!r}; " + (f"this model has {some}." if names else "this model has none.")

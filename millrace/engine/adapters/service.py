@@ -1,0 +1,236 @@
+"""The adapters of an engine as its loop sees them: requests held and released, questions answered, files watched."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from millrace.engine.adapters.requests import AdaptedRequests, Failed, unknown_adapter
+from millrace.engine.adapters.store import Known, check_name
+from millrace.engine.adapters.watch import Found, Signature, scan
+from millrace.engine.figures.shares import Shares
+from millrace.errors import AdapterError
+from millrace.link.messages import (
+    AdapterAnswer,
+    AdapterFigures,
+    AdapterStats,
+    AddAdapter,
+    Query,
+    Reply,
+    TenantFigures,
+)
+from millrace.params import SamplingParams
+from millrace.plan.request import Request
+
+log = logging.getLogger(__name__)
+
+SCAN_EVERY_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Adding:
+    """An answer that waits until the adapter was read."""
+
+    query: Query
+    known: Known
+
+
+class EngineAdapters:
+    def __init__(
+        self,
+        requests: AdaptedRequests,
+        shares: Callable[[], Shares],
+        folder: Path | None = None,
+        *,
+        allows_adding: bool = True,
+    ) -> None:
+        """`shares`: figures by adapter. `folder`: watched. `allows_adding`: while the engine runs."""
+        self._requests, self._store, self._shares, self._folder = requests, requests.store, shares, folder
+        self._allows_adding = allows_adding
+        self._adding: list[_Adding] = []
+        self._scanned: dict[str, Signature] = {}
+        self._skipped: set[str] = set()
+        self._scan: Future[Found] | None = None
+        self._scan_at = 0.0
+        self._told = self.names()
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_loading(self) -> bool:
+        return self._requests.is_loading
+
+    @property
+    def is_watching(self) -> bool:
+        return self._folder is not None
+
+    def hold(self, request: Request, params: SamplingParams) -> bool:
+        return self._requests.hold(request, params)
+
+    def take_ready(self) -> list[tuple[Request, SamplingParams]]:
+        return self._requests.take_ready() if self._requests.num_held else []
+
+    def take_failed(self, now: float) -> list[tuple[Failed, bool]]:
+        """(request, whether its deadline passed)"""
+        late = [Failed(one, "The deadline passed while its adapter was loaded.") for one in self._requests.expired(now)]
+        return [(one, False) for one in self._requests.take_failed()] + [(one, True) for one in late]
+
+    def drop(self, request_id: int) -> Request | None:
+        return self._requests.drop(request_id)
+
+    def close(self, request_id: int) -> None:
+        self._requests.close(request_id)
+
+    def shut_down(self) -> None:
+        self._store.close()
+
+    # -- files -----------------------------------------------------------------------------------------------------
+
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._store.names())
+
+    def changed_names(self) -> tuple[str, ...] | None:
+        """All names, if they changed since the last call."""
+        names = self.names()
+        if names == self._told:
+            return None
+        self._told = names
+        return names
+
+    def advance(self, now: float) -> list[tuple[int, Reply]]:
+        """Take over what the thread has read. Returns answers that are due, with their fronts."""
+        self._watch(now)
+        loaded = self._store.take_done()
+        replies = [self._added(adding) for adding in self._adding if adding.known in loaded]
+        self._adding = [adding for adding in self._adding if adding.known not in loaded]
+        if loaded:
+            self._requests.note_loaded(loaded)
+        return replies
+
+    def _watch(self, now: float) -> None:
+        folder = self._folder
+        if folder is None:
+            return
+        if self._scan is None:
+            if now >= self._scan_at:
+                self._scan = self._store.run(lambda: scan(folder))
+            return
+        if not self._scan.done():
+            return
+        found, self._scan, self._scan_at = self._scan.result(), None, now + SCAN_EVERY_S
+        for sentence in set(found.skipped) - self._skipped:
+            log.warning("%s", sentence)
+        self._skipped = set(found.skipped)
+        for name, signature in found.adapters.items():
+            if self._scanned.get(name) == signature:
+                continue
+            known = self._store.declare(name, folder / name)
+            if name in self._scanned:
+                self._store.load(known)
+        for name in self._scanned.keys() - found.adapters.keys():
+            self._store.forget(name)
+        self._scanned = found.adapters
+
+    # -- questions -------------------------------------------------------------------------------------------------
+
+    def answer(self, query: Query) -> Reply | None:
+        """None: the answer comes from `advance`."""
+        if query.kind == "add_adapter":
+            return self._add(query)
+        if query.kind == "drop_adapter":
+            return _reply(query, self._drop(query.name))
+        return _reply(query, AdapterAnswer(self.figures()))
+
+    def _add(self, query: Query) -> Reply | None:
+        asked = msgspec.json.decode(query.name, type=AddAdapter)
+        if not self._allows_adding:
+            return _reply(query, AdapterAnswer(error="Adapters are not added while this server runs."))
+        try:
+            check_name(asked.name)
+        except AdapterError as error:
+            return _reply(query, AdapterAnswer(error=error.message))
+        if asked.is_new and asked.name in self._store:
+            message = f"There is an adapter {asked.name!r}. Remove it first, or give this one another name."
+            return _reply(query, AdapterAnswer(error=message))
+        known = Known(asked.name, Path(asked.path).expanduser(), is_added=True)
+        self._requests.expected[asked.name] = known
+        self._adding.append(_Adding(query, known))
+        self._store.load(known)
+        return None
+
+    def _added(self, adding: _Adding) -> tuple[int, Reply]:
+        known = adding.known
+        if self._requests.expected.get(known.name) is known:
+            del self._requests.expected[known.name]
+        if known.failure:
+            return adding.query.front, _reply(adding.query, AdapterAnswer(error=known.failure))
+        self._store.register(known)
+        return adding.query.front, _reply(adding.query, AdapterAnswer([self._figures(known)]))
+
+    def _drop(self, name: str) -> AdapterAnswer:
+        known = self._store.get(name)
+        if known is None:
+            return AdapterAnswer(error=unknown_adapter(name, self._store.names()), is_unknown=True)
+        figures = self._figures(known)
+        self._store.forget(name)
+        return AdapterAnswer([figures])
+
+    # -- figures ---------------------------------------------------------------------------------------------------
+
+    def figures(self) -> list[AdapterFigures]:
+        return [self._figures(known) for known in self._store.all()]
+
+    def _figures(self, known: Known) -> AdapterFigures:
+        resident = self._requests.resident
+        share = next((one for one in self._shares().figures() if one.name == known.name), TenantFigures(known.name))
+        if known.digest in self._requests.digests:
+            state = "resident"
+        elif self._store.loads(known):
+            state = "loading"
+        elif known.failure:
+            state = "failed"
+        else:
+            state = "memory" if self._store.adapter(known) is not None else "known"
+        return msgspec.convert(
+            {
+                "name": known.name,
+                "path": str(known.path),
+                "state": state,
+                "max_rank": known.max_rank,
+                "bytes": known.num_bytes,
+                "base_model": known.base_model,
+                "open_requests": resident.get(known.name, 0),
+                "loads": known.loads,
+                "failure": known.failure,
+                "is_added": known.is_added,
+                "requests": share.requests,
+                "prompt_tokens": share.prompt_tokens,
+                "output_tokens": share.output_tokens,
+            },
+            AdapterFigures,
+        )
+
+    @property
+    def stats(self) -> AdapterStats:
+        requests, store = self._requests, self._store
+        return AdapterStats(
+            slots=requests.num_slots,
+            resident=len(requests.digests),
+            known=len(store),
+            held_requests=requests.num_held,
+            host_bytes=store.held_bytes,
+            loads=store.num_loads,
+            fills=requests.num_fills,
+            slot_evictions=requests.num_slot_evictions,
+            host_evictions=store.num_evictions,
+            each=self._shares().figures(),
+        )
+
+
+def _reply(query: Query, answer: AdapterAnswer) -> Reply:
+    return Reply(query.query_id, msgspec.json.encode(answer))

@@ -1,0 +1,160 @@
+"""Reads an adapter's matrices into host memory. Everything about it is checked here, before a device sees it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from millrace.errors import AdapterError
+from millrace.models.adapters.config import WEIGHTS_FILE, AdapterConfig, read_config
+from millrace.models.adapters.targets import AdapterTargets
+from millrace.ops.lora.weights import LinearLora, LoraPart, pack
+
+_KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
+_OTHERS = (
+    ("lora_magnitude_vector", "DoRA's magnitudes"),
+    ("lora_embedding", "LoRA matrices of an embedding"),
+    ("modules_to_save", "whole modules (modules_to_save)"),
+    ("embed_tokens", "an embedding"),
+    ("lm_head", "an LM head"),
+    (".experts", "LoRA matrices of experts"),
+    ("bias", "biases"),
+)
+"""What a tensor that is no LoRA matrix of a linear may be: (part of its name, what it is)."""
+_FLOATS = ("F16", "BF16", "F32", "F64")
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """Validated matrices in host memory, in the model's dtype."""
+
+    linears: dict[int, LinearLora]
+    """By index of the linear, see `AdapterTargets`."""
+    max_rank: int
+    num_bytes: int
+    digest: str
+    """Of the files: names the adapter's content."""
+    base_model: str
+
+    def to(self, device: torch.device) -> Adapter:
+        return replace(self, linears={index: linear.to(device) for index, linear in self.linears.items()})
+
+
+def read_adapter(
+    folder: Path,
+    targets: AdapterTargets,
+    dtype: torch.dtype,
+    *,
+    max_rank: int,
+    max_bytes: int,
+) -> Adapter:
+    """Raises AdapterError with the file, the tensor and the remedy. Nothing of the adapter is kept then."""
+    config = read_config(folder)
+    path = folder / WEIGHTS_FILE
+    size = path.stat().st_size
+    if size > max_bytes:
+        raise AdapterError(f"{path} has {size:,} bytes; at most {max_bytes:,} are read. Raise --adapter-memory.")
+    digest = hashlib.sha256((folder / "adapter_config.json").read_bytes())
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 20):
+                digest.update(chunk)
+        with safe_open(path, "pt") as tensors:
+            linears = _Reading(path, tensors, config, targets, dtype, max_rank).linears()
+    except (SafetensorError, OSError) as error:
+        raise AdapterError(f"{path} cannot be read as safetensors: {error}") from error
+    num_bytes = sum(linear.num_bytes for linear in linears.values())
+    rank = max(max(linear.ranks) for linear in linears.values())
+    return Adapter(linears, rank, num_bytes, digest.hexdigest(), config.base_model)
+
+
+class _Reading:
+    def __init__(
+        self,
+        path: Path,
+        tensors: Any,
+        config: AdapterConfig,
+        targets: AdapterTargets,
+        dtype: torch.dtype,
+        max_rank: int,
+    ) -> None:
+        self._path, self._tensors, self._config, self._targets = path, tensors, config, targets
+        self._dtype, self._max_rank = dtype, max_rank
+
+    def linears(self) -> dict[int, LinearLora]:
+        found: dict[int, list[LoraPart | None]] = {}
+        places = self._targets.places()
+        for module, keys in self._modules().items():
+            if module not in places:
+                raise AdapterError(
+                    f"{self._path}: {next(iter(keys.values()))} is for a module that this model does not have or whose"
+                    f" adapters are not supported: {module}. The adapter belongs to another model"
+                    + (f" ({self._config.base_model})." if self._config.base_model else ".")
+                )
+            index, part = places[module]
+            linear = self._targets.linears[index]
+            assert linear is not None
+            parts = found.setdefault(index, [None] * len(linear.modules))
+            parts[part] = self._part(module, keys, linear.in_features, linear.out_sizes[part])
+        if not found:
+            raise AdapterError(f"{self._path} has no LoRA matrices.")
+        return {index: pack(parts) for index, parts in sorted(found.items())}
+
+    def _modules(self) -> dict[str, dict[str, str]]:
+        """Module -> {"A": key, "B": key}."""
+        modules: dict[str, dict[str, str]] = {}
+        for key in self._tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+            match = _KEY.fullmatch(key)
+            what = next((what for part, what in _OTHERS if part in key), None)
+            if match is None or what is not None:
+                raise AdapterError(
+                    f"{self._path}: tensor {key} is not supported: "
+                    + (f"the adapter has {what}." if what else "it is no LoRA matrix of a linear layer.")
+                )
+            keys = modules.setdefault(match["module"], {})
+            if match["which"] in keys:
+                raise AdapterError(f"{self._path}: {match['module']} has two matrices lora_{match['which']}.")
+            keys[match["which"]] = key
+        for module, keys in modules.items():
+            if len(keys) < 2:
+                missing = "B" if "A" in keys else "A"
+                raise AdapterError(f"{self._path}: {module} has no lora_{missing}.weight.")
+        return modules
+
+    def _part(self, module: str, keys: dict[str, str], inputs: int, outputs: int) -> LoraPart:
+        rank = self._config.rank_of(module)
+        shape = self._shape(keys["A"])
+        if len(shape) == 2 and shape[0] > self._max_rank:
+            raise AdapterError(
+                f"{self._path}: {keys['A']} has rank {shape[0]}; adapters of this server may have at most"
+                f" {self._max_rank}. Raise --max-lora-rank (at most 256)."
+            )
+        a = self._tensor(keys["A"], (rank, inputs))
+        b = self._tensor(keys["B"], (outputs, rank))
+        return LoraPart(a, b.t().contiguous(), self._config.scale_of(module))
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._tensors.get_slice(key).get_shape())
+
+    def _tensor(self, key: str, shape: tuple[int, int]) -> Tensor:
+        found = self._tensors.get_slice(key)
+        if tuple(found.get_shape()) != shape:
+            raise AdapterError(
+                f"{self._path}: {key} has shape {tuple(found.get_shape())}; this model and the adapter's ranks require"
+                f" {shape}. The adapter belongs to another model"
+                + (f" ({self._config.base_model})." if self._config.base_model else ".")
+            )
+        if found.get_dtype() not in _FLOATS:
+            raise AdapterError(f"{self._path}: {key} has the type {found.get_dtype()}; it must be a float type.")
+        tensor: Tensor = self._tensors.get_tensor(key)
+        converted = tensor.to(self._dtype)
+        if not bool(torch.isfinite(converted).all()):
+            raise AdapterError(f"{self._path}: {key} has values that are NaN or infinite. The file is damaged.")
+        return converted.contiguous()

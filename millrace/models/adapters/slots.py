@@ -1,0 +1,84 @@
+"""Slots on the device: the matrices of the adapters that a step's tokens may name, and the addends of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from millrace.models.adapters.read import Adapter
+from millrace.models.adapters.targets import NUM_KINDS, AdapterTargets
+from millrace.ops.lora.add import AddLora
+from millrace.ops.lora.weights import LoraColumns, LoraTable
+from millrace.ops.registry import choose
+
+BASE = 0
+"""The slot of tokens without an adapter."""
+
+
+class AdapterSlots:
+    """Slots 1 to `num_slots`. Whoever fills one orders that with the steps: no step in flight may read it."""
+
+    def __init__(
+        self,
+        targets: AdapterTargets,
+        num_slots: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        deterministic: bool = False,
+    ) -> None:
+        self.targets, self.num_slots = targets, num_slots
+        self.device, self.dtype = device, dtype
+        self._columns = columns = LoraColumns(len(targets.linears), num_slots + 1, device)
+        self._tables = tuple(
+            None if linear is None else LoraTable(columns, index, linear.out_sizes, linear.in_features)
+            for index, linear in enumerate(targets.linears)
+        )
+        self._add: AddLora = choose("add_lora", device, dtype, deterministic).make()
+
+    def put(self, slot: int, adapter: Adapter | None) -> None:
+        """Fill the slot with matrices that are on the device, or empty it. Takes well under a millisecond."""
+        if not 1 <= slot <= self.num_slots:
+            raise AssertionError(f"slot {slot} is outside 1 to {self.num_slots}")
+        self._columns.put(slot, {} if adapter is None else adapter.linears)
+
+    def step(self, slots: Tensor) -> StepAdapters:
+        """The addends of a step whose tokens have these slots, int32 [T] on the device."""
+        return StepAdapters(slots, self._tables, self._add)
+
+
+@dataclass(frozen=True, slots=True)
+class StepAdapters:
+    """Adds to the outputs of linears what the adapters of the step's tokens add."""
+
+    slots: Tensor
+    """int32 [T]"""
+    tables: tuple[LoraTable | None, ...]
+    op: AddLora
+
+    def of_layer(self, index: int) -> LayerAdapters:
+        return LayerAdapters(self, index)
+
+    def of_tokens(self, index: Tensor) -> StepAdapters:
+        """Of some of the step's tokens."""
+        return StepAdapters(self.slots.index_select(0, index), self.tables, self.op)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAdapters:
+    """The addends of one layer's linears, see `targets.py`."""
+
+    step: StepAdapters
+    layer: int
+
+    def of_tokens(self, index: Tensor) -> LayerAdapters:
+        """Of some of the step's tokens."""
+        return LayerAdapters(self.step.of_tokens(index), self.layer)
+
+    def add(self, kind: int, x: Tensor, out: Tensor) -> None:
+        """out [T, N] += the addend for x [T, K]."""
+        step = self.step
+        table = step.tables[self.layer * NUM_KINDS + kind]
+        if table is not None:
+            step.op(x, step.slots, table, out)

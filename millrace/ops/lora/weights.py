@@ -1,0 +1,110 @@
+"""The low-rank matrices of one linear: of one adapter, and of the adapters in all slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX_PARTS = 3
+"""Parts of a linear's outputs: queries, keys and values."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPart:
+    """Of one part of a linear's outputs: y += scale · (x Aᵀ) B."""
+
+    a: Tensor
+    """[rank, in_features]"""
+    b: Tensor
+    """[rank, outputs]: transposed, so that outputs are contiguous."""
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class LinearLora:
+    """Of all parts of a linear, packed as the kernels read them."""
+
+    a: Tensor
+    """Flat: the A of each part that the adapter changes, one after the other."""
+    b: Tensor
+    ranks: tuple[int, ...]
+    """By part, MAX_PARTS of them; 0 for a part that the adapter leaves as it is."""
+    scales: tuple[float, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.a.nbytes + self.b.nbytes
+
+    def to(self, device: torch.device) -> LinearLora:
+        return LinearLora(self.a.to(device), self.b.to(device), self.ranks, self.scales)
+
+
+def pack(parts: Sequence[LoraPart | None]) -> LinearLora:
+    own = [part for part in parts if part is not None]
+    missing = [None] * (MAX_PARTS - len(parts))
+    return LinearLora(
+        torch.cat([part.a.flatten() for part in own]),
+        torch.cat([part.b.flatten() for part in own]),
+        tuple(0 if part is None else part.a.shape[0] for part in (*parts, *missing)),
+        tuple(0.0 if part is None else part.scale for part in (*parts, *missing)),
+    )
+
+
+class LoraColumns:
+    """What kernels read of all linears' matrices, by linear and slot. Slot 0 is the base model and has none. The memory
+    never moves; whoever changes it orders that with the steps."""
+
+    def __init__(self, num_linears: int, num_slots: int, device: torch.device) -> None:
+        shape = (num_linears, num_slots)
+        self.a = torch.zeros(shape, dtype=torch.int64, device=device)
+        """Address of `LinearLora.a`."""
+        self.b = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.ranks = torch.zeros((*shape, MAX_PARTS), dtype=torch.int32, device=device)
+        self.scales = torch.zeros((*shape, MAX_PARTS), dtype=torch.float32, device=device)
+        self.held: list[dict[int, LinearLora]] = [{} for _ in range(num_slots)]
+        """By slot and linear: what the addresses point to."""
+
+    def put(self, slot: int, linears: dict[int, LinearLora]) -> None:
+        """Replace what the slot holds; the matrices are on the device."""
+        count, device = len(self.a), self.a.device
+        none = (0,) * MAX_PARTS
+        found = [linears.get(index) for index in range(count)]
+        ranks = [none if one is None else one.ranks for one in found]
+        scales = [none if one is None else one.scales for one in found]
+        addresses = [(0, 0) if one is None else (one.a.data_ptr(), one.b.data_ptr()) for one in found]
+        columns = torch.tensor(addresses, dtype=torch.int64).to(device)
+        self.a[:, slot], self.b[:, slot] = columns[:, 0], columns[:, 1]
+        self.ranks[:, slot] = torch.tensor(ranks, dtype=torch.int32).to(device)
+        self.scales[:, slot] = torch.tensor(scales, dtype=torch.float32).to(device)
+        self.held[slot] = linears
+
+
+class LoraTable:
+    """One linear's matrices by slot."""
+
+    def __init__(self, columns: LoraColumns, index: int, out_sizes: tuple[int, ...], in_features: int) -> None:
+        self.in_features = in_features
+        self.out_sizes = (*out_sizes, *(0,) * (MAX_PARTS - len(out_sizes)))
+        self.a, self.b = columns.a[index], columns.b[index]
+        self.ranks, self.scales = columns.ranks[index], columns.scales[index]
+        self.sizes = torch.tensor(self.out_sizes, dtype=torch.int64)
+        """`out_sizes`, on the host."""
+        self._columns, self._index = columns, index
+
+    def parts(self, slot: int) -> list[tuple[int, int, Tensor, Tensor, float]]:
+        """(first output, end, A, B, scale) of each part that the slot's adapter changes."""
+        lora = self._columns.held[slot].get(self._index)
+        if lora is None:
+            return []
+        found, first, at_a, at_b = [], 0, 0, 0
+        for size, rank, scale in zip(self.out_sizes, lora.ranks, lora.scales, strict=True):
+            if rank:
+                a = lora.a[at_a : at_a + rank * self.in_features].view(rank, self.in_features)
+                b = lora.b[at_b : at_b + rank * size].view(rank, size)
+                found.append((first, first + size, a, b, scale))
+                at_a, at_b = at_a + a.numel(), at_b + b.numel()
+            first += size
+        return found

@@ -1,0 +1,161 @@
+"""Many adapters in one batch: each answer is that of a model with this adapter merged into its weights."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.adapter_files import ATTENTION, MLP, greedy, merged, write_adapter
+
+from millrace import LLM, SamplingParams
+from millrace.errors import ModelNotFound
+from millrace.models.weights.random_weights import RandomWeights
+from millrace.plan.scheduler import Scheduler
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.15,
+    "eos_token_id": 299,
+    "bos_token_id": 298,
+}
+SHAPES: tuple[dict[str, Any], ...] = (
+    {"rank": 4, "targets": ("q_proj", "v_proj")},
+    {"rank": 16, "targets": (*ATTENTION, *MLP)},
+    {"rank": 1, "targets": MLP},
+    {"rank": 33, "targets": ("k_proj", "o_proj", "up_proj"), "alpha": 40.0},
+    {"rank": 64, "targets": ATTENTION, "rslora": True},
+    {"rank": 8, "targets": (*ATTENTION, *MLP), "rank_pattern": {"q_proj": 2, "down_proj": 24}},
+    {"rank": 8, "targets": ("v_proj", "gate_proj"), "alpha_pattern": {"v_proj": 64.0}},
+    {"rank": 12, "targets": (*ATTENTION, *MLP), "layers": (1,)},
+    {"rank": 5, "targets": ("down_proj",), "alpha": 50.0},
+)
+OUTPUT = 10
+
+
+class Adapted:
+    """A tiny model, its adapters, and the right answers."""
+
+    def __init__(self, folder: Path) -> None:
+        import transformers
+
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+        self.source = f"random:{folder / 'config.json'}"
+        config = transformers.LlamaConfig(**{name: value for name, value in CONFIG.items() if name != "architectures"})
+        self.base = transformers.LlamaForCausalLM(config).float().eval()
+        weights = RandomWeights(folder / "config.json", CONFIG, seed=0)
+        self.base.load_state_dict({name: weights.get(name) for name in self.base.state_dict()})
+        self.folders = {
+            f"a{index}": write_adapter(folder / f"a{index}", self.base, seed=index, size=1.5, **shape)
+            for index, shape in enumerate(SHAPES)
+        }
+        self.models = {"": self.base, **{name: merged(self.base, path) for name, path in self.folders.items()}}
+        rng = random.Random(0)
+        shared = [rng.randrange(300, 500) for _ in range(20)]
+        self.prompts = [shared[: rng.randrange(4, 20)] + [rng.randrange(300, 500)] for _ in range(3)]
+        self.right = {
+            name: [greedy(model, prompt, OUTPUT) for prompt in self.prompts] for name, model in self.models.items()
+        }
+
+    @property
+    def setting(self) -> str:
+        return ",".join(f"{name}={path}" for name, path in self.folders.items())
+
+    def llm(self, **settings: Any) -> LLM:
+        return LLM(self.source, dtype="float32", **{"adapters": self.setting, "kv_tokens": 4000, **settings})
+
+    def check(self, llm: LLM, **sampling: Any) -> None:
+        """All prompts with all adapters and the base, in one call."""
+        asked = [(name, index) for index in range(len(self.prompts)) for name in self.models]
+        params = [SamplingParams(**GREEDY | sampling, adapter=name) for name, _ in asked]
+        found = llm.generate([self.prompts[index] for _, index in asked], params)
+        got = {one: generation.token_ids for one, generation in zip(asked, found, strict=True)}
+        assert got == {(name, index): self.right[name][index] for name, index in asked}
+
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": OUTPUT, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
+    torch.manual_seed(0)
+    yield Adapted(tmp_path_factory.mktemp("adapted"))
+
+
+def test_adapters_change_answers(adapted: Adapted) -> None:
+    answers = [tuple(map(tuple, right)) for right in adapted.right.values()]
+    assert len(set(answers)) == len(answers), "adapters without an effect prove nothing"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="as it is"),
+        pytest.param({"token_budget": 7, "block_size": 4}, id="prompts in parts"),
+        pytest.param({"kv_tokens": 120, "block_size": 4, "max_running": 12}, id="preemption"),
+        pytest.param({"max_adapters": 2}, id="two slots for nine adapters"),
+        pytest.param({"max_adapters": 3, "adapter_memory": 0.01}, id="read again from the disk"),
+        pytest.param({"speculate": "ngram", "draft_tokens": 3}, id="drafts"),
+        pytest.param({"kv_tokens": 200, "kv_host_gib": 0.05, "block_size": 4}, id="host tier"),
+    ],
+)
+def test_each_answer_is_that_of_the_merged_model(adapted: Adapted, settings: dict[str, Any]) -> None:
+    with adapted.llm(**settings) as llm:
+        adapted.check(llm)
+        adapted.check(llm)  # Again, with prefixes cached: those of other adapters are not found.
+
+
+def test_64_adapters_in_one_step(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted from the plans: the adapters of a step's rows are those of their admissions."""
+    slots: dict[int, int] = {}
+    most, compose = [0], Scheduler.compose
+
+    def count(scheduler: Scheduler, *arguments: Any) -> Any:
+        plan = compose(scheduler, *arguments)
+        slots.update({admission.row: admission.adapter for admission in plan.admitted})
+        most[0] = max(most[0], len({slots[row] for row in plan.rows.tolist()} - {0}))
+        assert plan.shape.adapters == any(slots[row] for row in plan.rows.tolist())
+        return plan
+
+    monkeypatch.setattr(Scheduler, "compose", count)
+    names = [f"n{index}" for index in range(64)]
+    paths = list(adapted.folders.values())
+    setting = ",".join(f"{name}={copied(paths[index % 9], index)}" for index, name in enumerate(names))
+    with adapted.llm(adapters=setting, max_adapters=64, max_running=80) as llm:
+        params = [SamplingParams(**GREEDY | {"max_tokens": 40}, adapter=name) for name in names]
+        llm.generate([adapted.prompts[0]] * 64, params)
+        found = llm.generate([adapted.prompts[0]] * 64, params)  # All are on the device now.
+    for index, generation in enumerate(found):
+        assert generation.token_ids[:OUTPUT] == adapted.right[f"a{index % 9}"][0]
+    assert most[0] == 64
+
+
+def copied(folder: Path, number: int) -> Path:
+    """The same adapter as other content: another digest."""
+    target = folder.parent / f"copy{number}"
+    target.mkdir(exist_ok=True)
+    for file in folder.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (target / "adapter_config.json").write_text(json.dumps({**config, "revision": str(number)}))
+    return target
+
+
+def test_an_unknown_adapter_is_refused_with_the_list(adapted: Adapted) -> None:
+    with adapted.llm() as llm, pytest.raises(ModelNotFound, match=r"no adapter 'nobody'; this model has 'a0', 'a1'"):
+        llm.generate("x", adapter="nobody")

@@ -1,0 +1,74 @@
+"""add_lora: every version against the formula, and a token's result against its neighbours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from millrace.ops.lora.add import NativeAddLora, add_lora
+from millrace.ops.lora.weights import LinearLora, LoraColumns, LoraPart, LoraTable, pack
+
+SIZES, INPUTS = (40, 16, 19), 37
+
+
+def random_lora(ranks: tuple[int, ...], dtype: torch.dtype, inputs: int = INPUTS) -> LinearLora:
+    return pack(
+        [
+            LoraPart(torch.randn(rank, inputs).to(dtype), torch.randn(rank, size).to(dtype), 0.1 + rank / 64)
+            if rank
+            else None
+            for rank, size in zip(ranks, SIZES, strict=True)
+        ]
+    )
+
+
+def mixed_table(dtype: torch.dtype, device: str = "cpu") -> LoraTable:
+    torch.manual_seed(0)
+    columns = LoraColumns(2, 6, torch.device(device))
+    for slot, ranks in enumerate(((4, 4, 4), (0, 256, 7), (33, 0, 0), (1, 2, 0)), start=1):
+        columns.put(slot, {1: random_lora(ranks, dtype).to(torch.device(device))})
+    return LoraTable(columns, 1, SIZES, INPUTS)
+
+
+def expected(x: torch.Tensor, slots: torch.Tensor, table: LoraTable, out: torch.Tensor) -> torch.Tensor:
+    total = out.double()
+    for token, slot in enumerate(slots.tolist()):
+        for first, end, a, b, scale in table.parts(slot):
+            total[token, first:end] += scale * (x[token].double() @ a.double().t()) @ b.double()
+    return total
+
+
+SLOTS = torch.tensor([1, 1, 1, 1, 1, 0, 2, 3, 3, 0, 0, 4, 5, 2, 2, 1], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("version", ["reference", "native"])
+def test_adds_each_tokens_own_product(version: str, dtype: torch.dtype) -> None:
+    table, op = mixed_table(dtype), add_lora if version == "reference" else NativeAddLora()
+    x, out = torch.randn(len(SLOTS), INPUTS).to(dtype), torch.randn(len(SLOTS), sum(SIZES)).to(dtype)
+    wanted = expected(x, SLOTS, table, out)
+    base = out.clone()
+    op(x, SLOTS, table, out)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.06
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=tolerance)
+    untouched = (SLOTS == 0) | (SLOTS == 5)
+    assert torch.equal(out[untouched], base[untouched])
+
+
+def test_a_token_does_not_depend_on_its_neighbours() -> None:
+    table, op = mixed_table(torch.float32), NativeAddLora()
+    x, out = torch.randn(len(SLOTS), INPUTS), torch.randn(len(SLOTS), sum(SIZES))
+    alone = [out[token : token + 1].clone() for token in range(len(SLOTS))]
+    for token, own in enumerate(alone):
+        op(x[token : token + 1], SLOTS[token : token + 1].clone(), table, own)
+    op(x, SLOTS, table, out)
+    assert torch.equal(out, torch.cat(alone))
+
+
+def test_an_emptied_slot_adds_nothing() -> None:
+    table, op = mixed_table(torch.float32), NativeAddLora()
+    table._columns.put(1, {})
+    x, out = torch.randn(2, INPUTS), torch.randn(2, sum(SIZES))
+    before = out.clone()
+    op(x, torch.tensor([1, 1], dtype=torch.int32), table, out)
+    assert torch.equal(out, before)
