@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ class Adapted:
         self.models = {"": self.base, **{name: merged(self.base, path) for name, path in self.folders.items()}}
         rng = random.Random(0)
         shared = [rng.randrange(300, 500) for _ in range(20)]
-        self.prompts = [shared[: rng.randrange(4, 20)] + [rng.randrange(300, 500)] for _ in range(3)]
+        self.prompts = [[*shared[: rng.randrange(4, 20)], rng.randrange(300, 500)] for _ in range(3)]
         self.right = {
             name: [greedy(model, prompt, OUTPUT) for prompt in self.prompts] for name, model in self.models.items()
         }
@@ -92,9 +91,9 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": OUTPUT, "ignore_eos"
 
 
 @pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     torch.manual_seed(0)
-    yield Adapted(tmp_path_factory.mktemp("adapted"))
+    return Adapted(tmp_path_factory.mktemp("adapted"))
 
 
 def test_adapters_change_answers(adapted: Adapted) -> None:
