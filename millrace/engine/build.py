@@ -102,10 +102,10 @@ def build_engine(
     files = resolve_model(config.model.source, progress=on_loading)
     if is_encoder(files.config):
         check_encoder_ranks(config)
-        check_adapters(config, on_cpu=True, is_encoder=True)
+        check_adapters(config, is_possible=True, is_encoder=True)
         return build_encoder_engine(config, files, channel, on_loading)
     decided = _decide(config, files, on_loading)
-    check_adapters(config, on_cpu=decided.device.kind == "cpu")
+    check_adapters(config, is_possible=decided.device.defaults.takes_adapters)
     mirror = Mirror(config) if config.plan.mirror else None
     ranks = RankGroup(config) if config.run.tensor_parallel > 1 else None
     try:

@@ -20,7 +20,7 @@ from millrace.models.spec.model_spec import ModelSpec
 GIB = 1 << 30
 
 
-def check_adapters(config: Config, *, on_cpu: bool, is_encoder: bool = False) -> None:
+def check_adapters(config: Config, *, is_possible: bool, is_encoder: bool = False) -> None:
     """Raise ConfigError for settings that cannot go with adapters, before anything is loaded."""
     if not config.adapters.num_slots:
         return
@@ -29,7 +29,7 @@ def check_adapters(config: Config, *, on_cpu: bool, is_encoder: bool = False) ->
         (config.run.tensor_parallel > 1, "--tensor-parallel splits the model", "leave one of them out"),
         (config.plan.mirror, "--mirror repeats steps without adapters", "leave one of them out"),
         (bool(config.plan.step_log), "--step-log does not hold adapters", "leave one of them out"),
-        (not on_cpu, "the model would run on a GPU, where adapters are not supported yet", "use --device cpu"),
+        (not is_possible, "the model would run on a GPU, where adapters are not supported yet", "use --device cpu"),
     )
     for is_there, why, remedy in conflicts:
         if is_there:
