@@ -47,9 +47,12 @@ class GroupedMatrices:
     ) -> None:
         self._source, self._device, self._dtype = source, device, dtype
         quantised = source.matrices()
-        found = [parts for parts in _linear_parts(layout) if any(part.name in quantised for part in parts)]
+        candidates = _linear_parts(layout)
+        if device.type != "cpu":
+            candidates = [(layout.embedding,), *candidates]
+        found = [parts for parts in candidates if any(part.name in quantised for part in parts)]
         self._parts = {parts for parts in found if stored is None or not stored.holds(parts)}
-        self._experts: set[tuple[TensorSpec, ...]] = set() if device.type == "cpu" else set(_expert_parts(layout))
+        self._experts: set[tuple[TensorSpec, ...]] = set() if device.type == "cpu" else set(expert_parts(layout))
         self._widened = self._cannot_stack(layout) & self._parts
         self._parts -= self._widened
         self._has_kernels = device.type == "cpu" and dtype in DTYPES and not native_missing(device)
@@ -150,6 +153,6 @@ def _linear_parts(layout: ModelLayout) -> list[tuple[TensorSpec, ...]]:
     return parts if layout.head is None else [*parts, layout.head.parts]
 
 
-def _expert_parts(layout: ModelLayout) -> list[tuple[TensorSpec, ...]]:
+def expert_parts(layout: ModelLayout) -> list[tuple[TensorSpec, ...]]:
     layers = [layer.mlp for layer in layout.layers if isinstance(layer.mlp, MoeLayout)]
     return [matrix.parts for mlp in layers for pair in mlp.experts for matrix in pair]

@@ -389,6 +389,7 @@ class DecoderBuilder:
         part = self.layout.embedding
         rows, columns = part.shape
         shape: dict[str, Any] = {"in_features": columns, "out_features": rows, "stored": self._is_stored((part,))}
+        shape["kept"] = self._is_grouped((part,))
         if self.layout.head is not None:
             embedding = self.choose("embedding", **shape).make(self._weight((part,)))
             head: Any = self.linear(self.layout.head, "head", "linear")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 import torch
 
 from millrace.config import Quantization
-from millrace.models.grouped import GroupedSource
+from millrace.models.grouped import GroupedSource, expert_parts
 from millrace.models.load import grouped_matrices, stored_matrices
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.layout import TensorSpec, layout_of
@@ -58,14 +58,20 @@ def weight_formats(
     stored = stored_matrices(source, layout, device, dtype, quantization)
     grouped = grouped_matrices(source, layout, device, dtype, stored, quantization)
 
+    experts = set(expert_parts(layout))
+
     def version_of(parts: tuple[TensorSpec, ...]) -> Version:
+        kept = grouped is not None and grouped.holds(parts)
         op = "fp8_linear" if quantization == "fp8" else "linear"
         if stored is not None and stored.holds(parts):
             op = "stored_linear"
-        elif grouped is not None and grouped.holds(parts):
-            op = "fp8_linear" if grouped.multiplies_fp8(parts) else "grouped_linear"
         elif parts == (layout.embedding,):
             op = "embedding" if layout.head is not None else "tied_embedding"
+        elif parts in experts and device.type != "cpu":
+            op = "experts"
+        elif kept:
+            assert grouped is not None
+            op = "fp8_linear" if grouped.multiplies_fp8(parts) else "grouped_linear"
         return choose(
             op,
             device,
@@ -75,6 +81,9 @@ def weight_formats(
             int8=quantization == "int8",
             keeps_size=isinstance(source, GroupedSource),
             has_blocks=grouped is not None and grouped.has_blocks(parts),
+            kept=kept,
+            stored=kept and op == "experts",
+            inner_features=parts[0].shape[0],
         ).version
 
     counts: Counter[tuple[str, str]] = Counter()

@@ -3,21 +3,25 @@
 embedding:       make(weight) -> Embedding
 tied_embedding:  make(weight) -> TiedEmbedding: `rows(ids)` looks tokens up, `head` is the LM head over the same memory
 
-The weight is a Tensor; for native versions with `stored` in the shape, a `StoredWeight`.
+The weight is a Tensor; for native versions with `stored` in the shape, a `StoredWeight`; with `kept`, a GroupedWeight
+or BlockWeight, whose rows are dequantised as they are looked up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millrace.ops.base.version import Version
+from millrace.ops.base.version import Shape, Version
 from millrace.ops.cpp.native import DTYPES, native_missing
 from millrace.ops.linear.dense import Head, InvariantLinear, NativeParts, PlainLinear, TiledLinear, TunedLinear
+from millrace.ops.linear.grouped import make_triton
+from millrace.ops.linear.kept_rows import KeptWeight, rows_of
 from millrace.ops.linear.stored import StoredLinear, StoredWeight, native_linear
 from millrace.ops.triton import hopper_missing, triton_missing
 
@@ -74,7 +78,46 @@ class PlainTiedEmbedding:
         self.head = head(weight)
 
 
+class KeptEmbedding:
+    """Rows of a quantised matrix on a GPU."""
+
+    matrix = None
+
+    def __init__(self, weight: KeptWeight) -> None:
+        self._weight = weight
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return rows_of(self._weight, token_ids)
+
+
+class KeptTiedEmbedding:
+    """One quantised matrix; the LM head dequantises tiles in registers."""
+
+    def __init__(self, weight: KeptWeight, is_fixed: bool = False) -> None:
+        self.rows = KeptEmbedding(weight)
+        self.head = make_triton(weight, is_fixed=is_fixed)
+
+
+def _kept(shape: Shape) -> bool:
+    return bool(shape.get("kept", False))
+
+
+def _plain(shape: Shape) -> bool:
+    return not _kept(shape)
+
+
 VERSIONS = (
+    Version(
+        op="embedding",
+        name="kept",
+        make=KeptEmbedding,
+        when="for a quantised matrix: rows are dequantised as they are read",
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16),
+        invariant_on=("cuda",),
+        fits=_kept,
+        missing=triton_missing,
+    ),
     Version(
         op="embedding",
         name="native",
@@ -92,10 +135,32 @@ VERSIONS = (
         make=PlainEmbedding,
         when="for a plain matrix: copies the tokens' rows",
         invariant_on=("cpu", "cuda"),
+        fits=_plain,
     ),
 )
 
 TIED_VERSIONS = (
+    Version(
+        op="tied_embedding",
+        name="kept",
+        make=KeptTiedEmbedding,
+        when="one quantised matrix; rows and tiles of the LM head are dequantised in registers",
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16),
+        fits=_kept,
+        missing=triton_missing,
+    ),
+    Version(
+        op="tied_embedding",
+        name="kept_fixed",
+        make=partial(KeptTiedEmbedding, is_fixed=True),
+        when="as kept, with one tile size, so that the batch cannot change a token's result",
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16),
+        invariant_on=("cuda",),
+        fits=_kept,
+        missing=triton_missing,
+    ),
     Version(
         op="tied_embedding",
         name="native",
@@ -113,6 +178,7 @@ TIED_VERSIONS = (
         when="one plain matrix; the LM head is the tuned linear",
         devices=("cuda",),
         dtypes=(torch.bfloat16,),
+        fits=_plain,
         missing=hopper_missing,
     ),
     Version(
@@ -120,6 +186,7 @@ TIED_VERSIONS = (
         name="reference",
         make=PlainTiedEmbedding,
         when="the reference: one plain matrix; the LM head is torch's linear",
+        fits=_plain,
     ),
     Version(
         op="tied_embedding",
@@ -135,6 +202,7 @@ TIED_VERSIONS = (
         make=lambda weight: PlainTiedEmbedding(weight, InvariantLinear),
         when="one plain matrix; the LM head is the invariant linear: same sums whatever the batch",
         devices=("cuda",),
+        fits=_plain,
         invariant_on=("cuda",),
         missing=triton_missing,
     ),
