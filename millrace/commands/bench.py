@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from millrace.commands import bench_gpu, bench_observe, bench_peers, bench_serve, bench_speculate
+from millrace.commands.figures import formats
 from millrace.terminal.parser import UsageError, numbers
 from millrace.terminal.settings_options import add_settings, load_settings
 from millrace.terminal.settings_table import toml_lines
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from millrace.bench.http.workloads import Workload
 
 BENCHMARKS = (
-    "local, peers, plan, counting, step, encode, front, gateway, serve, observe, speculate, smooth, policies,"
+    "local, peers, formats, plan, counting, step, encode, front, gateway, serve, observe, speculate, smooth, policies,"
     " eviction, replay, gpu"
 )
 USAGE = "millrace bench [WHAT] [options]"
@@ -58,12 +59,12 @@ examples:
   millrace bench replay --step-log steps.log             run the steps of `serve --step-log` again, compare tokens
   millrace bench policies --trace trace.csv --svg p.svg  scheduling policies on a recorded trace, simulated device
   millrace bench eviction --trace trace.jsonl            policies of eviction on a trace with prefixes (Mooncake)"""
-_ALLOWED = {"peers": ("quick",), "speculate": ("models", "shapes", "batches")}
+_ALLOWED = {"peers": ("quick",), "formats": ("models", "batches"), "speculate": ("models", "shapes", "batches")}
 """Options of `bench gpu` that other benchmarks take too."""
 _POLICY_REPLICAS = 4
 _ROUNDS = ("observe", "speculate", "smooth")
 """Benchmarks that take `--rounds`, beside `peers`."""
-_MODULES = (bench_peers, bench_serve, bench_observe, bench_speculate, bench_gpu)
+_MODULES = (bench_peers, formats, bench_serve, bench_observe, bench_speculate, bench_gpu)
 EXAMPLES = "\n\n".join([_EXAMPLES, *(module.EXAMPLES for module in _MODULES)])
 
 
@@ -112,6 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON line per figure instead of a table")
     bench_peers.add_arguments(parser)
     bench_serve.add_arguments(parser)
+    formats.add_arguments(parser)
     bench_gpu.add_arguments(parser)
     bench_speculate.add_arguments(parser)
     add_settings(parser, taken=("fronts", "step_ms"))
@@ -129,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
         "local": _bench_server,
         "peers": lambda args: _until_terminated(lambda: bench_peers.run(args)),
+        "formats": _bench_formats,
         "plan": _bench_plan,
         "counting": _bench_counting,
         "step": _bench_step,
@@ -164,6 +167,11 @@ def _print_figures(figures: Iterable[Figure], title: str, target: str, *, as_jso
     else:
         print_table(list(figures), title)
     return 0
+
+
+def _bench_formats(args: argparse.Namespace) -> int:
+    title = "Formats of weights: memory, time of a decode step, perplexity"
+    return _print_figures(formats.figures(args), title, "formats", as_json=args.json)
 
 
 def _bench_plan(args: argparse.Namespace) -> int:

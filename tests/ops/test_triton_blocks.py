@@ -10,7 +10,9 @@ from gguf import GGMLQuantizationType as T
 from helpers.stored_blocks import random_blocks
 from helpers.triton_mode import device, interpreted
 
+from millrace.ops.head.embedding import KeptTiedEmbedding
 from millrace.ops.linear.block_weight import BlocksTriton, BlockWeight, join_blocks
+from millrace.ops.linear.grouped_weight import GroupedWeight
 from millrace.ops.triton.blocks.decode import KINDS
 from millrace.ops.triton.blocks.product import decode, operand
 
@@ -70,3 +72,18 @@ def test_weights_of_one_format_are_joined() -> None:
     assert isinstance(joined, BlockWeight)
     assert torch.equal(joined.dequantised(), torch.cat([first.dequantised(), second.dequantised()]))
     assert isinstance(join_blocks([first, weight_of("Q6_K")[0]]), tuple)
+
+
+def test_an_embedding_looks_up_rows_of_the_stored_matrix() -> None:
+    blocks, values = weight_of("Q5_1")
+    scales = torch.rand(12, 2, device=device).half()
+    codes = torch.randint(0, 256, (24, 32), dtype=torch.uint8, device=device)
+    grouped = GroupedWeight(codes, scales, 64, 32, DTYPE, rows_per_scale=2, zero=8)
+    ids = torch.tensor([5, 0, 23, 5], device=device)
+    for weight, wanted in ((blocks, values), (grouped, grouped.dequantised())):
+        tied = KeptTiedEmbedding(weight)
+        assert tied.rows.matrix is None
+        assert torch.equal(tied.rows(ids), wanted[ids].to(DTYPE))
+        x = torch.randn(2, weight.in_features).to(device, DTYPE)
+        expected = x.double() @ wanted.double().T
+        assert float((tied.head.wide(x).double() - expected).norm() / expected.norm()) < 1e-2

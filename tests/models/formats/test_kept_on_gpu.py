@@ -90,11 +90,16 @@ MIXTURE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("config", [LLAMA, MIXTURE], ids=["llama", "mixture"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_gguf_blocks(kind: str, config: dict[str, Any], tmp_path: Path) -> None:
-    spec = spec_from_config(config)
-    source = StoredSource(spec, {"_proj.weight": kind, "lm_head.weight": "Q6_K"}, tmp_path / "none.gguf")
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [*((kind, LLAMA) for kind in KINDS), *((kind, MIXTURE) for kind in ("Q4_0", "Q8_0", "Q4_K", "Q6_K", "IQ2_XS"))],
+)
+@pytest.mark.parametrize("tied", [False, True], ids=["", "tied"])
+def test_gguf_blocks(kind: str, config: dict[str, Any], tied: bool, tmp_path: Path) -> None:
+    spec = spec_from_config({**config, "tie_word_embeddings": tied})
+    source = StoredSource(
+        spec, {"_proj.weight": kind, "lm_head.weight": "Q6_K", "embed_tokens.weight": "Q5_0"}, tmp_path / "none.gguf"
+    )
     plain = StateDictSource({name: source.get(name) for name in source.names()})
     wanted = logits(build_decoder(spec, plain, device=CUDA, dtype=torch.bfloat16))
     decoder, held = held_by(lambda: build_decoder(spec, source, device=CUDA, dtype=torch.bfloat16))

@@ -1,0 +1,54 @@
+"""`millrace bench formats`: models in several formats beside each other."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from millrace.terminal.parser import UsageError, numbers
+from millrace.terminal.settings_options import load_settings
+
+if TYPE_CHECKING:
+    from millrace.bench.figures import Figure
+
+EXAMPLES = """\
+bench formats:
+  millrace bench formats --models smollm2-135m-instruct,./my-awq,./my-fp8      each format: GiB, ms of a decode step by
+                                                          batch, perplexity; --batches 1,16,64 --text wiki.txt.gz"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("bench formats")
+    group.add_argument(
+        "--text", type=Path, metavar="FILE", help="text to score, perhaps a .gz (default: the text of `bench`)"
+    )
+    group.add_argument(
+        "--windows", type=int, default=0, metavar="N", help="score only so many windows of 512 tokens (default: all)"
+    )
+
+
+def figures(args: argparse.Namespace) -> Iterator[Figure]:
+    from millrace.bench.micro.formats import FormatRun, format_figures
+
+    if args.windows < 0:
+        raise UsageError(f"--windows is {args.windows}; it must be 0 or more.")
+    config = load_settings(args).config
+    names = tuple(dict.fromkeys(name.strip() for name in args.models.split(",") if name.strip()))
+    run = FormatRun(
+        models=names or (config.model.source,),
+        batches=tuple(numbers("--batches", args.batches or "1,16,64")),
+        text=args.text,
+        windows=args.windows,
+    )
+    model = config.model
+    return format_figures(
+        run,
+        device=config.run.device,
+        threads=config.run.threads,
+        dtype=model.dtype,
+        quantization=model.quantization,
+        max_context=model.max_context,
+        kv_gib=config.memory.kv_gib,
+    )
