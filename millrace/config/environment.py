@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from millrace.errors import ConfigError
+
 ENVIRONMENT_PREFIX = "MILLRACE_"
 CONFIG_VARIABLE = "MILLRACE_CONFIG"
 API_KEY_VARIABLE = "MILLRACE_API_KEY"
-_OTHER_VARIABLES = (CONFIG_VARIABLE, API_KEY_VARIABLE, "MILLRACE_OPENAI_OPENAPI")
-"""Variables that are no settings: the settings file, the key of our client commands, and those of the test suite."""
+CAPABILITY_VARIABLE = "MILLRACE_CUDA_CAPABILITY"
+_OTHER_VARIABLES = (CONFIG_VARIABLE, API_KEY_VARIABLE, CAPABILITY_VARIABLE, "MILLRACE_OPENAI_OPENAPI")
+"""Variables that are no settings: the settings file, the key of our client commands, a limit on what is used of a GPU,
+and those of the test suite."""
 
 
 def settings_file() -> Path | None:
@@ -30,6 +34,18 @@ def setting_variables() -> list[tuple[str, str]]:
 def client_api_key() -> str:
     """The API key that `chat`, `ps` and other client commands send unless one is given."""
     return os.environ.get(API_KEY_VARIABLE, "")
+
+
+def cuda_capability_limit() -> tuple[int, int] | None:
+    """The compute capability that `MILLRACE_CUDA_CAPABILITY` names (`8.0`), None if it is not set. Kernels for later
+    GPUs are not used, so that a newer GPU can test what an older one would run."""
+    text = os.environ.get(CAPABILITY_VARIABLE, "")
+    if not text:
+        return None
+    major, dot, minor = text.partition(".")
+    if not (dot and major.isdecimal() and minor.isdecimal()):
+        raise ConfigError(f"{CAPABILITY_VARIABLE} is {text!r}; it must be a compute capability, such as 8.0.")
+    return int(major), int(minor)
 
 
 def cache_dir() -> Path:

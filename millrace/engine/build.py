@@ -34,6 +34,7 @@ from millrace.models.load import check_quantization, has_quantised_weights, load
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.models.spec.shard import shard_of
+from millrace.ops.base.capability import gpu_notes
 from millrace.ops.base.mesh import ONE_RANK
 from millrace.ops.cpp.native import native_notes
 from millrace.plan.budget import StepTarget
@@ -375,7 +376,7 @@ def _ready(config: Config, decided: Decided) -> EngineReady:
         dtype=dtype_name,
         device=device.name(),
         memory_plan=plan.parts(),
-        notes=(*rank_notes(config, device), *plan.notes, *precision.notes, *native_notes(device.torch_device)),
+        notes=(*rank_notes(config, device), *plan.notes, *precision.notes, *_device_notes(device)),
         num_parameters=spec.num_parameters,
         step_ms=1e3 * target_step_s(config, device.defaults),
         fingerprint="mr-" + hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12],
@@ -384,3 +385,7 @@ def _ready(config: Config, decided: Decided) -> EngineReady:
         device_flops=measured.flops,
         adapters=tuple(sorted(parse_adapters(config.adapters.adapters))) if config.adapters.num_slots else None,
     )
+
+
+def _device_notes(device: Device) -> tuple[str, ...]:
+    return (*native_notes(device.torch_device), *gpu_notes(device.torch_device))

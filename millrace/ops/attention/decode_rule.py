@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from millrace.ops.base.capability import capability
 from millrace.ops.kv.cache import CacheFormat
 from millrace.ops.tuning.load import num_multiprocessors, rule_table
 
@@ -160,4 +161,4 @@ def _by_streams(rows: ByStreams, streams: int) -> Any:
 @functools.cache
 def _has_wgmma(device: torch.device) -> bool:
     """True on Hopper, whose warpgroup MMA reads both operands from shared memory, and in Triton's interpreter."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+    return device.type != "cuda" or capability(device)[0] == 9

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from millrace.ops.base.capability import capability
 from millrace.ops.base.quantised import Quantised, quantise_rows, quantise_weight
 from millrace.ops.base.version import Shape, Version
 from millrace.ops.linear.dense import TILE_ROWS, Linear
@@ -159,7 +160,7 @@ def fp8_missing(device: torch.device) -> str:
     """What the device lacks for FP8 matrix products, as a clause."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return "needs a GPU"
-    if torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+    if capability(device) < FP8_CAPABILITY:
         return "needs compute capability 8.9"
     return ""
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from millrace.errors import ModelError
+from millrace.ops.base.capability import capability
 from millrace.ops.base.version import Shape, Version
 from millrace.ops.cpp.native import DTYPES, native_missing
 from millrace.ops.linear.block_weight import BlocksTriton, BlockWeight
@@ -64,7 +65,7 @@ def grouped_operand(weight: GroupedWeight) -> tuple[GroupedWeight, GroupedOperan
     from millrace.ops.triton.gemm import grouped as kernel
 
     device = weight.codes.device
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+    if device.type == "cuda" and capability(device) < FP8_CAPABILITY:
         weight = without_fp8(weight)
     is_exponent = weight.scales.dtype == torch.float8_e8m0fnu
     operand = kernel.GroupedOperand(

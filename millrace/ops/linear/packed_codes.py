@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from millrace.ops.base.capability import capability
 from millrace.ops.base.version import Version
 from millrace.ops.linear.block_weight import BlockWeight
 from millrace.ops.linear.dense import Head
@@ -87,7 +88,7 @@ def make_packed(weight: GroupedWeight | BlockWeight, bias: Tensor | None = None)
 def packed_missing(device: torch.device) -> str:
     if device.type != "cuda" or not torch.cuda.is_available():
         return "needs a GPU"
-    if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+    if capability(device) < MIN_CAPABILITY:
         return "needs compute capability 8.0"
     return triton_missing(device)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from millrace.ops.base.activation_kind import Activation
+from millrace.ops.base.capability import capability
 from millrace.ops.base.unsummed import Unsummed
 from millrace.ops.base.version import Shape, Version
 from millrace.ops.elementwise.activation import activate
@@ -187,7 +188,7 @@ class FixedTritonExperts(StackedExperts):
 def _grouped_mm_missing(device: torch.device) -> str:
     if not hasattr(torch, "_grouped_mm"):
         return "needs a torch with grouped matrix products"
-    return "" if torch.cuda.get_device_capability(device) >= (9, 0) else "needs compute capability 9.0"
+    return "" if capability(device) >= (9, 0) else "needs compute capability 9.0"
 
 
 def _is_plain(shape: Shape) -> bool:

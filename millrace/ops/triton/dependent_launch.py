@@ -12,12 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
+from millrace.ops.base.capability import capability
+
 
 @functools.cache
 def pdl_options(device: torch.device) -> dict[str, bool]:
     """Launch options of a kernel that uses PDL where the device supports it. Saves the launch latency, about a
     microsecond per kernel."""
-    is_supported = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    is_supported = device.type == "cuda" and capability(device) >= (9, 0)
     return {"EARLY": True, "launch_pdl": True} if is_supported else {"EARLY": False}
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from millrace.ops.base.capability import capability
+
 Entry = tuple[Any, ...] | None
 """First fields of the kernel's configuration, such as `Tiles`; None if another kernel, named in the file, is faster."""
 EntriesByRows = Mapping[int, Entry]
@@ -30,7 +32,7 @@ ANY_ROWS = 1 << 30
 
 def measured_on(device: torch.device) -> str | None:
     """Folder of the tables for this kind of device, or None if it was not measured."""
-    return MEASURED.get(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None
+    return MEASURED.get(capability(device)) if device.type == "cuda" else None
 
 
 def product_table(device: torch.device, name: str, section: str) -> ProductTable:

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 import triton
 
+from millrace.ops.base.capability import capability
 from millrace.ops.tuning.load import rule_table
 
 Way = Literal["vector", "table"]
@@ -50,7 +51,7 @@ class Gpu:
 def gpu_of(device: torch.device) -> Gpu:
     if device.type != "cuda":
         return Gpu(device=device)
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = capability(device)
     if major in (9, 10):
         return Gpu(device=device)
     return Gpu(166_912 if (major, minor) in ((8, 0), (8, 7)) else 101_376, device)
