@@ -11,6 +11,7 @@ from torch import Tensor
 
 from millrace.models.adapters.slots import StepAdapters
 from millrace.ops.attention import AttentionRows
+from millrace.ops.base.state_rows import StateRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,18 @@ class Taps:
     """[T, taps, hidden], contiguous: written with them."""
 
 
+@dataclass(frozen=True, slots=True)
+class States:
+    """The recurrent states of the table's rows, one tensor of each kind per recurrent layer, and which of them the
+    batch's rows have. A forward pass reads and writes them."""
+
+    rows: StateRows
+    inputs: Sequence[Tensor]
+    """[table rows, places, channels, width - 1]: what the convolution reads of earlier tokens."""
+    matrices: Sequence[Tensor]
+    """float32 [table rows, places, heads, keys, values]"""
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """T tokens in n ragged rows."""
@@ -69,5 +82,7 @@ class ForwardBatch:
     """States to write beside the result; None for none."""
     adapters: StepAdapters | None = None
     """What adapters add; None if no token of the batch has one."""
+    states: States | None = None
+    """None if the model has no recurrent layer."""
     decodes: npt.NDArray[np.bool_] | None = None
     """[T], contiguous, CPU only: True for tokens after their request's prompt; None if there are none."""

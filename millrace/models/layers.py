@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from millrace.models.adapters.slots import LayerAdapters
@@ -100,6 +101,34 @@ class MoeMlp:
     def adapted(self, x: Tensor, spans: tuple[Span, ...], adapters: LayerAdapters) -> Tensor | Unsummed:
         result: Tensor | Unsummed = apply_by_span(self, x, spans)  # Adapters of experts are refused.
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMlp:
+    """Experts, and an MLP that every token takes beside them."""
+
+    routed: MoeMlp
+    shared: DenseMlp
+    gate: Linear | None
+    """[hidden] -> [1]: its sigmoid is the share of that MLP. None: all of it."""
+    takes_fp8: bool = False
+    has_decode_kernel: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        own, routed = self.shared(x), self.routed(x)
+        if self.gate is not None:
+            own = own * torch.sigmoid(self.gate(x))
+        assert isinstance(routed, Tensor)
+        return routed + own
+
+    def decode(self, x: Tensor) -> Tensor:
+        return self(x)
+
+    def adds(self, rows: int) -> bool:
+        return False
+
+    def add_to(self, x: Tensor, total: Tensor) -> None:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from millrace.config import Quantization, cache_dir
 from millrace.errors import ConfigError, ModelError
 from millrace.models.decoder import Decoder
 from millrace.models.grouped import GroupedMatrices, GroupedSource
-from millrace.models.layers import DecoderLayer, DecoderWeights, DenseMlp, Mlp, MoeMlp
+from millrace.models.layers import DecoderLayer, DecoderWeights, DenseMlp, Mlp, MoeMlp, SharedMlp
 from millrace.models.mixers import MIXERS, MixerSite
 from millrace.models.op_program import DecoderOps
 from millrace.models.spec.families import spec_from_config
@@ -359,7 +359,7 @@ class DecoderBuilder:
         weights = DecoderWeights(
             embedding=embedding,
             layers=layers,
-            final_norm=self.norm(self.layout.final_norm),
+            final_norm=self.norm(self.layout.final_norm) * spec.hidden_scale,
             head=head,
             frequencies=frequencies,
             num_bytes=self._total_bytes,
@@ -441,10 +441,18 @@ class DecoderBuilder:
         router = self.linear(layout.router, "router_linear", "linear")
         norms_add = all(self.choices[op].version.name == "triton" for op in ("rms_norm", "add_rms_norm"))
 
-        def routed(x: Tensor, logits: Tensor) -> Tensor | Unsummed:
-            return experts.routed(x, logits, moe.top_k, moe.renormalise, route=ops.route, unsummed=norms_add)
+        unsummed = norms_add and layout.shared is None
 
-        return MoeMlp(router, self.summed_experts(routed))
+        def routed(x: Tensor, logits: Tensor) -> Tensor | Unsummed:
+            return experts.routed(x, logits, moe.top_k, moe.renormalise, route=ops.route, unsummed=unsummed)
+
+        mlp = MoeMlp(router, self.summed_experts(routed))
+        return mlp if layout.shared is None else self._with_shared(ops, mlp, layout.shared, layout.shared_gate)
+
+    def _with_shared(self, ops: DecoderOps, mlp: MoeMlp, shared: tuple[Matrix, Matrix], gate: Matrix | None) -> Mlp:
+        gate_up, down = shared
+        own = DenseMlp(self._gated_linear(ops, gate_up), self.summed(self.linear(down, "shared_down_linear")))
+        return SharedMlp(mlp, own, None if gate is None else self.linear(gate, "shared_gate_linear", "linear"))
 
     def _experts(self, layout: MoeLayout) -> Iterator[tuple[Any, Any]]:
         for gate_up, down in layout.experts:
@@ -533,9 +541,13 @@ class DecoderBuilder:
             self._report(tensor.nbytes)
         return tensor.contiguous()
 
+    def vector(self, part: TensorSpec) -> Tensor:
+        found = self.source.get(part.name, device=self.device, dtype=torch.float32)
+        self._report(found.nbytes)
+        return found
+
     def norm(self, part: TensorSpec) -> Tensor:
-        weight = self.source.get(part.name, device=self.device, dtype=torch.float32)
-        self._report(weight.nbytes)
+        weight = self.vector(part)
         return weight + self.spec.norm_offset if self.spec.norm_offset else weight
 
     def optional_norm(self, part: TensorSpec | None) -> Tensor | None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from millrace.models.batch import ForwardBatch
+from millrace.models.batch import ForwardBatch, States
 from millrace.models.decoder import Decoder
 from millrace.ops.attention.rows import PlainRows, TiledRows, plain_rows
+from millrace.ops.base.state_rows import StateRows
 from millrace.ops.kv.cache import write_kv
 
 
@@ -107,6 +108,28 @@ def rewritten(kv: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
     return cache
 
 
+def random_states(
+    decoder: Decoder, num_rows: int, num_places: int
+) -> tuple[list[torch.Tensor], list[torch.Tensor]] | None:
+    """State tensors of all recurrent layers, whose content nobody may read; None if there is no such layer."""
+    spec = decoder.spec.recurrent
+    if spec is None:
+        return None
+    inputs = (num_rows, num_places, spec.conv_channels, spec.conv_width - 1)
+    matrices = (num_rows, num_places, spec.heads, spec.key_dim, spec.value_dim)
+    layers, nan = range(decoder.spec.num_recurrent), float("nan")
+    return (
+        [torch.full(inputs, nan, dtype=decoder.dtype, device=decoder.device) for _ in layers],
+        [torch.full(matrices, nan, device=decoder.device) for _ in layers],
+    )
+
+
+def state_rows(batch: ForwardBatch, starts: Sequence[int], table_rows: Sequence[int]) -> StateRows:
+    device = batch.positions.device
+    columns = (torch.tensor(column, dtype=torch.int32, device=device) for column in (starts, table_rows))
+    return StateRows(batch.rows.query_starts, *columns)
+
+
 class PagedDriver:
     """Unwritten cache entries are NaN, so that reading one is noticed. Blocks behind a group's window are filled with
     zeros and given to whoever needs one next; their table entries stay, as in the engine."""
@@ -120,6 +143,7 @@ class PagedDriver:
             for _ in range(decoder.spec.kv_groups.page_layers)
         ]
         self._windows = decoder.spec.kv_groups.windows
+        self._states = random_states(decoder, num_rows=16, num_places=1)
         self._free = list(range(1, num_blocks))
         random.Random(seed).shuffle(self._free)
         self._computed: dict[int, int] = {}
@@ -139,6 +163,9 @@ class PagedDriver:
             batch_rows.append((tokens, computed, blocks))
             self._computed[sequence] = computed + len(tokens)
         batch = make_grouped_batch(batch_rows, self.block_size, self.decoder.device)
+        if self._states is not None:
+            starts = [computed for _, computed, _ in batch_rows]
+            batch.states = States(state_rows(batch, starts, [sequence for sequence, _ in rows]), *self._states)
         logits = self.decoder.logits(self.decoder.forward(batch, self.kv))
         return list(torch.split(logits, [len(tokens) for _, tokens in rows]))
 

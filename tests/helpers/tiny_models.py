@@ -35,6 +35,31 @@ _LLAMA3 = {
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "shared_expert_intermediate_size": 24,
+    "partial_rotary_factor": 0.5,
+}
+_MAMBA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "head_dim": 8,
+    "num_local_experts": 0,
+    "shared_intermediate_size": 72,
+    "mamba_n_heads": 6,
+    "mamba_d_state": 12,
+    "mamba_d_head": 16,
+    "mamba_chunk_size": 8,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 2.0,
+    "pad_token_id": 0,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": _sized("Llama"),
     "llama_tied": _sized("Llama", tie_word_embeddings=True, num_key_value_heads=6, head_dim=8),
@@ -92,7 +117,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         decoder_sparse_step=2,
         mlp_only_layers=[1],
     ),
+    "qwen3_next": _sized("Qwen3Next", **_DELTA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    "qwen3_next_dense": _sized("Qwen3Next", **_DELTA, num_experts=0, tie_word_embeddings=True),
+    "granite_hybrid": _sized("GraniteMoeHybrid", **_MAMBA),
+    "granite_hybrid_rope": _sized(
+        "GraniteMoeHybrid",
+        **_MAMBA | {"mamba_n_groups": 2, "mamba_proj_bias": True, "mamba_conv_bias": False},
+        position_embedding_type="rope",
+        tie_word_embeddings=True,
+    ),
 }
+HYBRIDS = tuple(case for case in CASES if case.startswith(("qwen3_next", "granite")))
+"""Cases with recurrent layers."""
 
 
 def make_reference(case: str, seed: int = 0, **changes: Any) -> Any:

@@ -107,7 +107,8 @@ def test_bfloat16_stays_close(case: str) -> None:
     ours = PagedDriver(decoder, block_size=4).run(0, tokens, chunk=8)
     assert ours.dtype == torch.float32
     errors = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
-    if decoder.spec.moe is not None:  # a token that two experts suit equally may go to the other one
+    # A token that two experts suit equally may go to the other one; a state carries what earlier tokens rounded.
+    if decoder.spec.moe is not None or decoder.spec.recurrent is not None:
         assert errors.median() < 0.08, f"median relative error {errors.median():.4f}"
         return
     assert errors.median() < 0.03, f"median relative error {errors.median():.4f}"

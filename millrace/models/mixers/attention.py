@@ -50,27 +50,36 @@ class AttentionMixer:
         return self._prepare(step, step.batch.rows)
 
     def mix(self, hidden: Any, step: MixerStep) -> Tensor:
-        return step.attention(self._queries(hidden, step), step.kv[self.kv_index], step.prepared[self.shares])
+        return self.attend(self._qkv(hidden, step), step)
 
     def mix_last(self, hidden: Any, step: MixerStep, last: LastTokens) -> Tensor:
-        # First, since another kernel must run between this and attention (`Attention.prepare`).
-        prepared = self._prepare(step, last.rows)
-        queries = self._queries(hidden, step).index_select(0, last.index)
-        return step.attention(queries, step.kv[self.kv_index], prepared)
+        return self.attend_last(self._qkv(hidden, step), step, last)
 
     def write(self, hidden: Any, step: MixerStep) -> None:
-        self._queries(hidden, step)
+        self.queries(self._qkv(hidden, step), step)
+
+    def attend(self, qkv: Tensor, step: MixerStep) -> Tensor:
+        return step.attention(self.queries(qkv, step), step.kv[self.kv_index], step.prepared[self.shares])
+
+    def attend_last(self, qkv: Tensor, step: MixerStep, last: LastTokens) -> Tensor:
+        # First, since another kernel must run between this and attention (`Attention.prepare`).
+        prepared = self._prepare(step, last.rows)
+        queries = self.queries(qkv, step).index_select(0, last.index)
+        return step.attention(queries, step.kv[self.kv_index], prepared)
 
     def _prepare(self, step: MixerStep, rows: AttentionRows) -> Any:
         own = step.kv[self.kv_index]
         return step.attention.prepare(rows.of_group(self.kv_group), own.shape[3], self.window, format_of(own))
 
-    def _queries(self, hidden: Any, step: MixerStep) -> Tensor:
-        """The queries, after keys and values have been written."""
-        batch, rope = step.batch, self.rope
-        qkv = apply_by_span(self.qkv, hidden, step.spans)
+    def _qkv(self, hidden: Any, step: MixerStep) -> Tensor:
+        qkv: Tensor = apply_by_span(self.qkv, hidden, step.spans)
         if step.adapters is not None:
             step.adapters.add(QKV, hidden, qkv)
+        return qkv
+
+    def queries(self, qkv: Tensor, step: MixerStep) -> Tensor:
+        """The queries, after keys and values have been written."""
+        batch, rope = step.batch, self.rope
         angles = None if rope is None else step.angles[rope]
         return self.prepare_qkv(qkv, angles, step.kv[self.kv_index], batch.block_ids[self.kv_group], batch.offsets)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from millrace.errors import ModelError
 from millrace.models.spec.config_reader import ConfigReader
+from millrace.models.spec.hybrids import granite_hybrid, qwen3_next
 from millrace.models.spec.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from millrace.models.spec.rope import read_rope
 from millrace.ops.base.activation_kind import Activation
@@ -42,6 +43,10 @@ class WeightNames:
     expert_gate: str = "mlp.experts.{e}.gate_proj"
     expert_up: str = "mlp.experts.{e}.up_proj"
     expert_down: str = "mlp.experts.{e}.down_proj"
+    shared_expert: str = "mlp.shared_expert"
+    mlp_gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
+    """One name: both in one tensor."""
+    mlp_down: str = "mlp.down_proj"
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,6 +337,29 @@ FAMILIES: tuple[Family, ...] = (
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,
         },
+    ),
+    Family(
+        name="qwen3_next",
+        model_types=("qwen3_next",),
+        architectures=("Qwen3NextForCausalLM",),
+        traits=qwen3_next,
+        windows=_no_windows,
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "intermediate_size": 5632,
+            "max_position_embeddings": 32768,
+            "partial_rotary_factor": 0.25,
+        },
+    ),
+    Family(
+        name="granite_hybrid",
+        model_types=("granitemoehybrid",),
+        architectures=("GraniteMoeHybridForCausalLM",),
+        traits=granite_hybrid,
+        windows=_no_windows,
+        defaults={"max_position_embeddings": 2048},
+        names=WeightNames(mlp_gate_up=("shared_mlp.input_linear",), mlp_down="shared_mlp.output_linear"),
     ),
 )
 

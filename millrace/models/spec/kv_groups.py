@@ -22,7 +22,7 @@ class LayerGroups:
     page_layers: int
     """Places for layers in a block, and KV tensors of the pool."""
     places: tuple[tuple[int, int], ...]
-    """(group, index of the KV tensor) of each layer."""
+    """(group, index of the KV tensor) of each layer with keys and values."""
 
     @property
     def num_groups(self) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from millrace.models.spec.families import WeightNames, family_named
-from millrace.models.spec.model_spec import LayerSpec, MixerKind, ModelSpec
+from millrace.models.spec.model_spec import LayerSpec, MixerKind, ModelSpec, RecurrentSpec
 
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -46,6 +46,9 @@ class MoeLayout:
     router: Matrix
     experts: tuple[tuple[Matrix, Matrix], ...]
     """Per expert (gate_up, down)."""
+    shared: tuple[Matrix, Matrix] | None = None
+    """(gate_up, down) of the MLP that every token takes."""
+    shared_gate: Matrix | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,30 @@ class AttentionLayout:
         return tuple(norm for norm in (self.q_norm, self.k_norm) if norm is not None)
 
 
-MixerLayout = AttentionLayout
+@dataclass(frozen=True, slots=True)
+class RecurrentLayout:
+    inputs: Matrix
+    """All that is computed from the hidden states, in the order of the family."""
+    conv: TensorSpec
+    conv_bias: TensorSpec | None
+    decay: TensorSpec
+    """The logarithm of each head's decay per unit of time."""
+    time_bias: TensorSpec
+    skip: TensorSpec | None
+    """Mamba2: what each head adds of its value to its result."""
+    gate_norm: TensorSpec
+    out: Matrix
+
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.inputs, self.out
+
+    def norms(self) -> tuple[TensorSpec, ...]:
+        """Tensors that are kept in float32."""
+        found = (self.conv, self.conv_bias, self.decay, self.time_bias, self.skip, self.gate_norm)
+        return tuple(part for part in found if part is not None)
+
+
+MixerLayout = AttentionLayout | RecurrentLayout
 """The tensors of a mixer, of whatever kind: its matrices and its norms."""
 
 
@@ -109,7 +135,7 @@ def _layer(spec: ModelSpec, names: WeightNames, index: int, layer: LayerSpec) ->
         mixer=MIXER_LAYOUTS[layer.mixer](spec, prefix),
         mixer_out_norm=norm(names.attention_out_norm) if spec.sandwich_norms else None,
         mlp_norm=norm(names.mlp_norm),
-        mlp=_moe(spec, names, prefix) if layer.is_moe else _mlp(spec, prefix),
+        mlp=_moe(spec, names, prefix) if layer.is_moe else _mlp(spec, names, prefix),
         mlp_out_norm=norm(names.mlp_out_norm) if spec.sandwich_norms else None,
     )
 
@@ -129,7 +155,56 @@ def _attention(spec: ModelSpec, prefix: str) -> AttentionLayout:
     )
 
 
-MIXER_LAYOUTS: Mapping[MixerKind, Callable[[ModelSpec, str], MixerLayout]] = {"attention": _attention}
+def _gated_attention(spec: ModelSpec, prefix: str) -> AttentionLayout:
+    """The projection of queries also gives a gate of each head, after its query."""
+    plain = _attention(spec, prefix)
+    first, *others = plain.qkv.parts
+    biases = tuple(replace(bias, shape=(2 * spec.q_size,)) for bias in plain.qkv.biases[:1]) + plain.qkv.biases[1:]
+    wide = replace(first, shape=(2 * spec.q_size, spec.hidden_size))
+    return replace(plain, qkv=Matrix((wide, *others), biases))
+
+
+def _gated_delta(spec: ModelSpec, prefix: str) -> RecurrentLayout:
+    own = _recurrent(spec)
+    rows = {"in_proj_qkvz": own.conv_channels + own.value_size, "in_proj_ba": 2 * own.heads}
+    return _recurrent_layout(spec, own, prefix + "linear_attn.", rows, norm_size=own.value_dim)
+
+
+def _mamba2(spec: ModelSpec, prefix: str) -> RecurrentLayout:
+    own, prefix = _recurrent(spec), prefix + "mamba."
+    rows = {"in_proj": own.conv_channels + own.value_size + own.heads}
+    layout = _recurrent_layout(spec, own, prefix, rows, norm_size=own.value_size)
+    return replace(layout, skip=TensorSpec(f"{prefix}D", (own.heads,)))
+
+
+def _recurrent(spec: ModelSpec) -> RecurrentSpec:
+    if spec.recurrent is None:
+        raise ValueError("a layer is recurrent, but the spec has no RecurrentSpec")
+    return spec.recurrent
+
+
+def _recurrent_layout(
+    spec: ModelSpec, own: RecurrentSpec, prefix: str, rows: dict[str, int], norm_size: int
+) -> RecurrentLayout:
+    channels = own.conv_channels
+    return RecurrentLayout(
+        inputs=_matrix(prefix, rows, spec.hidden_size, own.linear_bias),
+        conv=TensorSpec(f"{prefix}conv1d.weight", (channels, 1, own.conv_width)),
+        conv_bias=TensorSpec(f"{prefix}conv1d.bias", (channels,)) if own.conv_bias else None,
+        decay=TensorSpec(f"{prefix}A_log", (own.heads,)),
+        time_bias=TensorSpec(f"{prefix}dt_bias", (own.heads,)),
+        skip=None,
+        gate_norm=TensorSpec(f"{prefix}norm.weight", (norm_size,)),
+        out=_matrix(prefix, {"out_proj": spec.hidden_size}, own.value_size, own.linear_bias),
+    )
+
+
+MIXER_LAYOUTS: Mapping[MixerKind, Callable[[ModelSpec, str], MixerLayout]] = {
+    "attention": _attention,
+    "gated_attention": _gated_attention,
+    "gated_delta": _gated_delta,
+    "mamba2": _mamba2,
+}
 """The tensors of each kind of mixer in the layer with this prefix."""
 
 
@@ -139,9 +214,10 @@ def _matrix(prefix: str, rows: dict[str, int], columns: int, has_bias: bool = Fa
     return Matrix(parts, biases if has_bias else ())
 
 
-def _mlp(spec: ModelSpec, prefix: str) -> tuple[Matrix, Matrix]:
-    up = {"mlp.gate_proj": spec.inner_size, "mlp.up_proj": spec.inner_size}
-    down = {"mlp.down_proj": spec.hidden_size}
+def _mlp(spec: ModelSpec, names: WeightNames, prefix: str) -> tuple[Matrix, Matrix]:
+    gate_up, inner = names.mlp_gate_up, spec.inner_size
+    up = {gate_up[0]: 2 * inner} if len(gate_up) == 1 else dict.fromkeys(gate_up, inner)
+    down = {names.mlp_down: spec.hidden_size}
     return (
         _matrix(prefix, up, spec.hidden_size, spec.mlp_bias),
         _matrix(prefix, down, spec.inner_size, spec.mlp_bias),
@@ -156,7 +232,19 @@ def _moe(spec: ModelSpec, names: WeightNames, prefix: str) -> MoeLayout:
     for expert in range(spec.moe.num_experts):
         gate, up, down = (name.format(e=expert) for name in (names.expert_gate, names.expert_up, names.expert_down))
         experts.append((_matrix(prefix, {gate: inner, up: inner}, hidden), _matrix(prefix, {down: hidden}, inner)))
-    return MoeLayout(_matrix(prefix, {names.router: spec.moe.num_experts}, hidden), tuple(experts))
+    router = _matrix(prefix, {names.router: spec.moe.num_experts}, hidden)
+    if not spec.moe.shared_size:
+        return MoeLayout(router, tuple(experts))
+    shared, size = f"{prefix}{names.shared_expert}.", spec.moe.shared_size
+    return MoeLayout(
+        router,
+        tuple(experts),
+        (
+            _matrix(shared, {"gate_proj": size, "up_proj": size}, hidden),
+            _matrix(shared, {"down_proj": hidden}, size),
+        ),
+        _matrix(prefix, {f"{names.shared_expert}_gate": 1}, hidden) if spec.moe.gates_shared else None,
+    )
 
 
 # --- iterating over a layout ---
@@ -166,8 +254,10 @@ def matrices_of(layer: LayerLayout) -> Iterator[Matrix]:
     yield from layer.mixer.matrices()
     if isinstance(layer.mlp, MoeLayout):
         yield layer.mlp.router
-        for pair in layer.mlp.experts:
+        for pair in (*layer.mlp.experts, layer.mlp.shared or ()):
             yield from pair
+        if layer.mlp.shared_gate is not None:
+            yield layer.mlp.shared_gate
     else:
         yield from layer.mlp
 

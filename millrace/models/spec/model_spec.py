@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from millrace.models.spec.kv_groups import LayerGroups, group_by_window, one_group
 from millrace.ops.base.activation_kind import Activation
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors"]
-MixerKind = Literal["attention"]
+MixerKind = Literal["attention", "gated_attention", "gated_delta", "mamba2"]
 """How a layer mixes the tokens of a row; see `models/mixers`."""
 
 
@@ -41,6 +41,50 @@ class MoeSpec:
     inner_size: int
     renormalise: bool
     """True if the weights of a token's chosen experts are scaled to sum to one."""
+    shared_size: int = 0
+    """Inner size of an MLP that every token takes beside its experts; 0 for none."""
+    gates_shared: bool = False
+    """True if a token's share of that MLP is the sigmoid of a product of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentSpec:
+    """The recurrent layers of a model: a causal convolution, then a matrix per head that takes in keys and values."""
+
+    heads: int
+    groups: int
+    """Heads of queries and keys; the heads of a group share them."""
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    """Inputs of the convolution, the token's own included."""
+    norm_eps: float
+    conv_bias: bool = False
+    linear_bias: bool = False
+    time_step_limit: tuple[float, float] = (0.0, float("inf"))
+    """Mamba2: time steps are limited to this range."""
+
+    @property
+    def key_size(self) -> int:
+        return self.groups * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.heads * self.value_dim
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.key_size + self.value_size
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Of one layer, its small vectors left out."""
+        rows = self.conv_channels + self.value_size + 2 * self.heads
+        return hidden_size * (rows + self.value_size) + self.conv_channels * self.conv_width
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Of one layer's state after one token. The inputs of the convolution have the model's dtype."""
+        before = self.conv_channels * (self.conv_width - 1)
+        return before * itemsize + 4 * self.heads * self.key_dim * self.value_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +95,11 @@ class LayerSpec:
     """Index into ModelSpec.ropes; None: no rotation."""
     is_moe: bool = False
     mixer: MixerKind = "attention"
+
+    @property
+    def is_recurrent(self) -> bool:
+        """True if the layer has a state of fixed size in place of keys and values."""
+        return self.mixer in ("gated_delta", "mamba2")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +124,8 @@ class ModelSpec:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
+    hidden_scale: float = 1.0
+    """Multiplies the hidden states after the final norm (Granite divides its logits)."""
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
@@ -83,6 +134,8 @@ class ModelSpec:
     """True if attention and MLP outputs are normalised before they are added to the residual."""
     tied_head: bool = False
     moe: MoeSpec | None = None
+    recurrent: RecurrentSpec | None = None
+    """None: no layer has a recurrent state."""
     has_kv_groups: bool = True
     """True if layers with different windows have block tables of their own, so that blocks behind a window can be
     freed."""
@@ -102,12 +155,30 @@ class ModelSpec:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """The distinct windows, in order of first use."""
-        return tuple(dict.fromkeys(layer.window for layer in self.layers))
+        return tuple(dict.fromkeys(layer.window for layer in self.layers if not layer.is_recurrent))
+
+    @property
+    def num_recurrent(self) -> int:
+        """Layers with a recurrent state in place of keys and values."""
+        return sum(layer.is_recurrent for layer in self.layers)
+
+    @property
+    def num_attention(self) -> int:
+        return self.num_layers - self.num_recurrent
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Of all layers' states of one row after one token; 0 without recurrent layers."""
+        return 0 if self.recurrent is None else self.num_recurrent * self.recurrent.state_bytes(itemsize)
 
     @property
     def kv_groups(self) -> LayerGroups:
-        windows = [layer.window for layer in self.layers]
-        return group_by_window(windows) if self.has_kv_groups else one_group(self.num_layers)
+        """Of the layers with keys and values. The place of a recurrent layer is (-1, its number among those)."""
+        windows = [layer.window for layer in self.layers if not layer.is_recurrent]
+        groups = group_by_window(windows) if self.has_kv_groups else one_group(len(windows))
+        if not self.num_recurrent:
+            return groups
+        states, blocks = ((-1, index) for index in range(self.num_recurrent)), iter(groups.places)
+        return replace(groups, places=tuple(next(states if layer.is_recurrent else blocks) for layer in self.layers))
 
     @property
     def rotates_whole_heads(self) -> bool:
@@ -118,22 +189,27 @@ class ModelSpec:
     def active_parameters(self) -> int:
         """Number of layer weights that one token is multiplied with: of the experts, only the chosen ones."""
         attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
-        chosen = 0 if self.moe is None else self.moe.inner_size * self.moe.top_k
+        chosen = 0 if self.moe is None else self.moe.inner_size * self.moe.top_k + self.moe.shared_size
         inner = sum(chosen if layer.is_moe else self.inner_size for layer in self.layers)
-        return self.num_layers * attention + 3 * self.hidden_size * inner
+        return self.num_attention * attention + self._recurrent_parameters + 3 * self.hidden_size * inner
+
+    @property
+    def _recurrent_parameters(self) -> int:
+        return 0 if self.recurrent is None else self.num_recurrent * self.recurrent.num_parameters(self.hidden_size)
 
     @property
     def num_parameters(self) -> int:
         """Number of all weights, embedding and norms included."""
         hidden, attention = self.hidden_size, self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
-        per_layer = attention + hidden * (4 if self.sandwich_norms else 2)
-        per_layer += (2 * self.head_dim if self.qk_norm else 0) + (hidden if self.out_bias else 0)
+        norms = self.num_layers * hidden * (4 if self.sandwich_norms else 2)
+        per_layer = attention + (2 * self.head_dim if self.qk_norm else 0) + (hidden if self.out_bias else 0)
         per_layer += self.q_size + 2 * self.kv_size if self.qkv_bias else 0
         dense = 3 * hidden * self.inner_size + (2 * self.inner_size + hidden if self.mlp_bias else 0)
         sparse = 0 if self.moe is None else self.moe.num_experts * hidden * (3 * self.moe.inner_size + 1)
+        sparse += 0 if self.moe is None else hidden * (3 * self.moe.shared_size + self.moe.gates_shared)
         mlps = sum(sparse if layer.is_moe else dense for layer in self.layers)
         embeddings = self.vocab_size * hidden * (1 if self.tied_head else 2)
-        return self.num_layers * per_layer + mlps + embeddings + hidden
+        return self.num_attention * per_layer + self._recurrent_parameters + norms + mlps + embeddings + hidden
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int, int]:
         """Shape of one KV tensor of the pool; index 0 is keys, 1 is values."""

@@ -118,6 +118,12 @@ class Shard:
 
 def shard_of(spec: ModelSpec, rank: int, size: int) -> Shard:
     """Raises a ConfigError if the model has too few heads. The first ranks have the largest parts."""
+    if spec.recurrent is not None:
+        raise ConfigError(
+            f"{_SETTING} is {size}, but layers with a recurrent state are not split over ranks so far. Leave"
+            " --tensor-parallel out.",
+            param=_SETTING,
+        )
     if size > spec.num_heads:
         raise ConfigError(
             f"{_SETTING} is {size}, but the model has {spec.num_heads} attention heads, and each rank needs one. Set"

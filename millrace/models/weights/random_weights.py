@@ -29,6 +29,8 @@ _CHUNK_ITEMS = 1 << 22
 RESIDUAL_KEY = "residual_initializer_range"
 """Key of a config: range of the weights whose products are added to the residual stream; as the others by default."""
 _RESIDUAL_NAMES = ("o_proj.weight", "down_proj.weight")
+_GATE_NORMS = ("linear_attn.norm.weight", "mamba.norm.weight")
+"""Norms to which a family's offset is not added."""
 
 
 class RandomWeights:
@@ -57,7 +59,7 @@ class RandomWeights:
         shape, dtype = self.shape(name), dtype or self._dtype
         out = torch.empty(shape, device=device, dtype=dtype)
         if name.endswith("norm.weight"):
-            return out.fill_(self._norm_value)
+            return out.fill_(1.0 if name.endswith(_GATE_NORMS) else self._norm_value)
         std = self._residual_std if name.endswith(_RESIDUAL_NAMES) else self._std
         seed = int.from_bytes(hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest(), "little")
         if out.device.type == "cpu" and dtype in _MANTISSA_BITS:

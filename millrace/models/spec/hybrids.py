@@ -1,0 +1,122 @@
+"""Families whose layers are partly recurrent: how their configs become ModelSpec fields."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from millrace.models.spec.config_reader import ConfigReader
+from millrace.models.spec.model_spec import LayerSpec, MoeSpec, RecurrentSpec
+
+_KINDS = {"linear_attention": True, "mamba": True, "full_attention": False, "attention": False}
+"""By name in `layer_types`: True for recurrent layers."""
+
+
+def qwen3_next(c: ConfigReader) -> dict[str, Any]:
+    """Gated delta nets, gated attention in every fourth layer, experts with a shared one."""
+    num_layers, experts = c.whole("num_hidden_layers"), c.whole("num_experts", 512, minimum=0)
+    interval = c.whole("full_attention_interval", 4)
+    recurs = _recurrent_layers(c, [(layer + 1) % interval != 0 for layer in range(num_layers)])
+    step, dense = c.whole("decoder_sparse_step", 1), set(c.whole_list("mlp_only_layers"))
+    layers = tuple(
+        LayerSpec(
+            rope=None if recurs[layer] else 0,
+            is_moe=experts > 0 and layer not in dense and (layer + 1) % step == 0,
+            mixer="gated_delta" if recurs[layer] else "gated_attention",
+        )
+        for layer in range(num_layers)
+    )
+    bias = c.flag("attention_bias")
+    return {
+        "norm_offset": 1.0,
+        "qk_norm": True,
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "layers": layers,
+        "moe": _qwen_experts(c, experts) if any(layer.is_moe for layer in layers) else None,
+        "recurrent": _check_recurrent(
+            c,
+            RecurrentSpec(
+                heads=c.whole("linear_num_value_heads", 32),
+                groups=c.whole("linear_num_key_heads", 16),
+                key_dim=c.whole("linear_key_head_dim", 128),
+                value_dim=c.whole("linear_value_head_dim", 128),
+                conv_width=c.whole("linear_conv_kernel_dim", 4, minimum=2),
+                norm_eps=c.positive("rms_norm_eps", 1e-6),
+            ),
+            "linear_num_key_heads",
+        ),
+    }
+
+
+def _qwen_experts(c: ConfigReader, experts: int) -> MoeSpec:
+    top_k = c.whole("num_experts_per_tok", 10)
+    if top_k > experts:
+        raise c.fail("num_experts_per_tok", f"is {top_k}, more than the {experts} experts")
+    shared = c.whole("shared_expert_intermediate_size", 512)
+    return MoeSpec(experts, top_k, c.whole("moe_intermediate_size", 512), c.flag("norm_topk_prob", True), shared, True)
+
+
+def granite_hybrid(c: ConfigReader) -> dict[str, Any]:
+    """Mamba2, a few attention layers, dense MLPs.
+
+    The family scales what is added to the residual. Here the residual is divided by that instead: the norms that read
+    it do not see the difference, except in their epsilon."""
+    if c.whole("num_local_experts", 0, minimum=0):
+        raise c.fail("num_local_experts", "is above 0; of this family only dense models run so far")
+    num_layers, scale = c.whole("num_hidden_layers"), c.positive("residual_multiplier", 1.0)
+    recurs = _recurrent_layers(c, [True] * num_layers)
+    bias = c.flag("attention_bias")
+    hidden, heads = c.whole("hidden_size"), c.whole("mamba_n_heads", 128)
+    value_dim = c.get("mamba_d_head")
+    if value_dim in (None, "auto"):
+        value_dim = c.whole("mamba_expand", 2) * hidden // heads
+    low, high = c.get("time_step_limit") or (0.0, math.inf)
+    eps = c.positive("rms_norm_eps", 1e-6)
+    rope = 0 if c.get("position_embedding_type") == "rope" else None
+    layers = tuple(LayerSpec(mixer="mamba2", rope=None) if own else LayerSpec(rope=rope) for own in recurs)
+    return {
+        "inner_size": c.whole("shared_intermediate_size", 1024),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "attention_scale": c.positive("attention_multiplier", 1.0),
+        "embedding_scale": c.positive("embedding_multiplier", 1.0) / scale,
+        "hidden_scale": 1.0 / c.positive("logits_scaling", 1.0),
+        "norm_eps": eps / scale**2,
+        "layers": layers,
+        "recurrent": _check_recurrent(
+            c,
+            RecurrentSpec(
+                heads=heads,
+                groups=c.whole("mamba_n_groups", 1),
+                key_dim=c.whole("mamba_d_state", 256),
+                value_dim=int(value_dim),
+                conv_width=c.whole("mamba_d_conv", 4, minimum=2),
+                norm_eps=eps,
+                conv_bias=c.flag("mamba_conv_bias", True),
+                linear_bias=c.flag("mamba_proj_bias"),
+                time_step_limit=(float(low), float(high)),
+            ),
+            "mamba_n_groups",
+        ),
+    }
+
+
+def _recurrent_layers(c: ConfigReader, default: list[bool]) -> list[bool]:
+    """Which layers are recurrent."""
+    kinds = c.get("layer_types")
+    if kinds is None:
+        recurs = default
+    elif not isinstance(kinds, list) or len(kinds) != len(default) or not set(kinds) <= set(_KINDS):
+        raise c.fail("layer_types", f"is {kinds!r}; it must be a list of {len(default)} of {', '.join(_KINDS)}")
+    else:
+        recurs = [_KINDS[kind] for kind in kinds]
+    if all(recurs):
+        raise c.fail("layer_types", "has no attention layer; models with recurrent layers alone are not supported")
+    return recurs
+
+
+def _check_recurrent(c: ConfigReader, recurrent: RecurrentSpec, key: str) -> RecurrentSpec:
+    if recurrent.heads % recurrent.groups:
+        raise c.fail(key, f"is {recurrent.groups}, which does not divide {recurrent.heads} heads")
+    return recurrent
