@@ -227,6 +227,12 @@ class MemoryConfig:
         minimum=0.0,
         maximum=0.9,
     )
+    kv_state_gib: float = setting(
+        0.0,
+        "memory in GiB for checkpoints of recurrent states, in models that have some: an equal prompt begins at the"
+        " last one; 0 = automatic, a sixteenth of the free memory at most",
+        minimum=0.0,
+    )
     fraction: float = setting(
         0.0, "share of free memory to use; 0 = 0.9 on a GPU, 0.25 on a CPU", minimum=0.0, maximum=1.0
     )

@@ -25,6 +25,7 @@ from millrace.engine.memory_plan import NO_DRAFTER, MemoryPlan, make_memory_plan
 from millrace.engine.ranks.check import check_encoder_ranks, check_ranks, rank_notes
 from millrace.engine.ranks.group import RankGroup
 from millrace.engine.ranks.mirror import Mirror
+from millrace.engine.state_memory import check_states
 from millrace.engine.step_target import make_step_target, target_step_s
 from millrace.errors import ConfigError
 from millrace.host.free_memory import available_bytes
@@ -195,6 +196,8 @@ def _decide(config: Config, files: ModelFiles, on_loading: Callable[[str, int, i
     num_processes = 2 if config.plan.mirror else num_ranks
     limits = device.limits()
     drafter = find_drafter(config, files, spec, precision.quantization, on_loading)
+    check_states(spec, config.plan.speculate, drafter is not None)
+    max_drafts = draft_settings(config, 1, device.defaults, drafter).max_drafts
     plan = make_memory_plan(
         config,
         own,
@@ -206,6 +209,7 @@ def _decide(config: Config, files: ModelFiles, on_loading: Callable[[str, int, i
         step_flops=limits.step_flops,
         host_free_bytes=available_bytes() // num_processes,
         drafter=NO_DRAFTER if drafter is None else drafter.memory(dtype, kv_dtype, place),
+        state_places=1 + max_drafts,
     )
     host_tier = HostTierSettings(plan.host_slots, plan.block_bytes, plan.copy_batch_bytes)
     work = model_work(own, plan.weights_bytes, bytes_per_token(own, dtype, kv_dtype) * own.kv_groups.num_groups)
@@ -236,6 +240,8 @@ def _runner_settings(config: Config, plan: MemoryPlan, host_tier: HostTierSettin
         speculate=config.plan.speculate,
         host_slots=host_tier.num_slots,
         max_copied=host_tier.max_blocks,
+        state_places=plan.states.num_places,
+        state_slots=plan.states.num_slots,
         graphs=config.run.graphs,
         adapter_slots=config.adapters.num_slots,
     )
@@ -264,6 +270,7 @@ def _scheduler_settings(
         aging_s=config.plan.aging_s,
         drafts=drafts,
         groups=KvGroups(spec.kv_groups.windows),
+        state_slots=None if spec.recurrent is None else plan.states.num_slots,
         host_tier=host_tier,
         eviction=EvictionSettings(config.memory.kv_eviction, column_cost),
         retention=RetentionSettings(int(config.memory.kv_retained * plan.num_blocks), plan.block_bytes),
@@ -313,6 +320,8 @@ def _setup(config: Config, decided: Decided) -> RunnerSetup:
         host_slots=settings.host_slots,
         max_copied=settings.max_copied,
         drafter=config.plan.drafter,
+        state_places=settings.state_places,
+        state_slots=settings.state_slots,
         graphs=settings.graphs,
     )
 
@@ -354,7 +363,7 @@ def model_work(spec: ModelSpec, weights_bytes: int, kv_token_bytes: int) -> Mode
         token_flops=2.0 * spec.active_parameters,
         context_bytes=kv_token_bytes,
         # Two products, each with two FLOPs per element of a head.
-        pair_flops=4.0 * spec.q_size * spec.num_layers,
+        pair_flops=4.0 * spec.q_size * spec.num_attention,
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from millrace.config import Config
+from millrace.engine.state_memory import NO_STATES, StateMemory, make_state_memory, rows_with_states
 from millrace.engine.step_target import target_step_s
 from millrace.errors import MemoryPlanError
 from millrace.models.spec.model_spec import ModelSpec
@@ -68,6 +69,7 @@ class MemoryPlan:
     drafter: DrafterMemory = NO_DRAFTER
     history_bytes: int = 0
     """The column of every row's tokens, if the device drafts from one."""
+    states: StateMemory = NO_STATES
     notes: tuple[str, ...] = ()
     """What was chosen automatically, why, and the settings that change it."""
 
@@ -81,6 +83,9 @@ class MemoryPlan:
             parts["weights of the drafter"] = self.drafter.weights_bytes
         if self.history_bytes:
             parts["tokens of all rows, for drafts"] = self.history_bytes
+        if self.states.row_bytes:
+            parts["recurrent states of all rows"] = self.states.row_bytes
+            parts[f"checkpoints of states, {self.states.num_slots:,}"] = self.states.slot_bytes
         parts |= {
             "activations, worst step": self.activation_bytes,
             f"KV pool, {self.kv_tokens:,} tokens{kv_dtype}": self.kv_bytes,
@@ -103,11 +108,13 @@ def make_memory_plan(
     step_flops: float = 0.0,
     host_free_bytes: int = 0,
     drafter: DrafterMemory = NO_DRAFTER,
+    state_places: int = 1,
 ) -> MemoryPlan:
     """`step_flops` is the FLOP/s that whole steps reach (`DeviceLimits`); 0 if unknown. `host_free_bytes`: free memory
-    of the machine, of which a device with memory of its own uses what `kv_host_gib` says."""
+    of the machine, of which a device with memory of its own uses what `kv_host_gib` says. `state_places`: tokens that a
+    row may draw in one step."""
     free_bytes = max(0, free_bytes - int(config.memory.reserved_gib * GIB))
-    max_running = _max_running(config, defaults)
+    max_running = rows_with_states(config, spec, dtype, state_places, free_bytes, _max_running(config, defaults))
     token_budget, mixed_budget = _budgets(config, spec, defaults, max_running, step_flops)
     max_context = _max_context(config, spec)
     activation_bytes = _activation_bytes(spec, config, defaults, max_running, token_budget, dtype, drafter)
@@ -123,9 +130,12 @@ def make_memory_plan(
             free_bytes = _free_beside_host_blocks(config, free_bytes)
     all_weights = weights_bytes + drafter.weights_bytes
     history_bytes = _history_bytes(config, max_running, max_context, defaults)
-    fixed = all_weights + activation_bytes + history_bytes
+    states = make_state_memory(
+        config, spec, dtype, max_running + defaults.padding_rows, state_places, free_bytes - all_weights
+    )
+    fixed = all_weights + activation_bytes + history_bytes + states.row_bytes + states.slot_bytes
     if fixed + groups.blocks_for(MIN_KV_TOKENS, block_size) * block_bytes > free_bytes:
-        raise _too_big(spec, dtype, all_weights, activation_bytes + history_bytes, free_bytes)
+        raise _too_big(spec, dtype, all_weights, fixed - all_weights, free_bytes)
     most_useful = max_running * groups.blocks_for(max_context, block_size)
     if defaults.max_kv_tokens is not None and not config.memory.fraction:
         most_useful = min(most_useful, groups.blocks_for(max(defaults.max_kv_tokens, max_context), block_size))
@@ -150,6 +160,7 @@ def make_memory_plan(
         copy_batch_bytes=batch_bytes,
         drafter=drafter,
         history_bytes=history_bytes,
+        states=states,
         notes=tuple(_notes(config, defaults, kv_tokens, num_blocks * block_bytes, max_context, fitting_context)),
     )
 

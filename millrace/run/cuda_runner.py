@@ -89,6 +89,7 @@ class CudaRunner:
         self._decoder, self._device = decoder, device
         state = make_device_state(decoder, device, settings, drafter)
         self._table, self._sampler, self._drafts, self._chain = state.table, state.sampler, state.drafts, state.chain
+        self._states = state.states
         self._copier = make_copier(state, device, settings)
         self._writer = PacketWriter(
             max_rows=settings.max_rows,
@@ -206,6 +207,8 @@ class CudaRunner:
         """Send the step's packet and let a drafter that is a model propose."""
         self._table.update_host(plan)
         self._sampler.update(plan)
+        if self._states is not None:
+            self._states.load(plan.states)
         if self._drafts is not None:
             self._drafts.admit(plan)
         if self._chain is not None and plan.admitted:
@@ -240,6 +243,8 @@ class CudaRunner:
             hidden = work.body(shape, long_rows=_long_rows(plan, shape.long_from), drawn_only=False)
         else:
             hidden = self._graphs.run_planned(shape, partial(work.body, shape), captures=plan.captures)
+        if self._states is not None:
+            self._states.save(plan.states)
         return Forwarded(draws, shape, *self._read_prompts(plan, hidden))
 
     def _copy_to_host(self, result: StepResult) -> StepResult:

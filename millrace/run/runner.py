@@ -35,6 +35,7 @@ from millrace.run.cpu.model_drafter import make_model_drafter
 from millrace.run.cpu.native_step import NativeStep
 from millrace.run.device.block_copier import JointCopier, OrderedCopier
 from millrace.run.device.device import Device, Pending
+from millrace.run.device.state_pool import make_state_pool
 from millrace.run.drafting.drafted_rows import DraftedRows, VerifiedStep
 from millrace.run.drafting.drafter import Drafter, DraftGuide
 from millrace.run.drafting.drafters import make_drafters
@@ -198,6 +199,7 @@ class Runner:
         self._decoder, self._device, self._block_size = decoder, device, settings.block_size
         self._mesh, self._tell_drafts = decoder.mesh, tell_drafts
         self._kv, self._draft_kv = allocate_pools(decoder, device.torch_device, settings, drafter)
+        self._state_pool = make_state_pool(decoder.spec, device, settings, decoder.dtype)
         pools, slots = [kv for kv in (self._kv, self._draft_kv) if kv], settings.host_slots
         self._copier = JointCopier([OrderedCopier(kv, slots, device) for kv in pools]) if slots else None
         spec, max_rows = decoder.spec, settings.max_rows
@@ -350,6 +352,8 @@ class Runner:
                 drafted.leave(plan)
             self._table.update(plan)
             self._sampler.update(plan)
+            if self._state_pool is not None:
+                self._state_pool.load(plan.states)
             if drafted is not None:
                 drafted.admit(plan)
         except Exception:
@@ -378,6 +382,8 @@ class Runner:
         if not len(batch.rows):
             return DrawStates(self._no_states, rows, positions, (), verified)
         computed = self._compute(batch, draws)
+        if self._state_pool is not None:
+            self._state_pool.save(plan.states)
         if self._drafted is not None:
             self._drafted.feed(batch, draws, computed.for_drafter)
         return DrawStates(computed.hidden, rows, positions, computed.prompt_logprobs, verified, computed.pooled)
@@ -394,6 +400,8 @@ class Runner:
         else:
             batch = gather_inputs(step, self._table, self._device, self._block_size, slots)
             batch.taps = taps
+            if self._state_pool is not None:
+                batch.states = self._state_pool.of_step(batch.rows.query_starts, step.starts, step.rows)
             if draws.sum() < step.num_tokens and not needs_all and not scores_prompts and int(draws.max()) <= 1:
                 batch.last = last_tokens(batch, step.samples.nonzero()[0], self._device)
             hidden = self._decoder.forward(batch, self._kv)

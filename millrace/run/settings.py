@@ -24,6 +24,10 @@ class RunnerSettings:
     """KV blocks copied to or from host memory in one batch."""
     adapter_slots: int = 0
     """Adapters on the device at once; 0: steps have none."""
+    state_places: int = 1
+    """Places of a row's recurrent state: one for each token that it may draw in a step."""
+    state_slots: int = 0
+    """Checkpoints of recurrent states."""
     graphs: bool = True
     """False: nothing is captured, also on a GPU."""
 

@@ -51,6 +51,8 @@ def runner_from(setup: RunnerSetup, device: Device, mesh: Mesh = ONE_RANK) -> An
             host_slots=setup.host_slots,
             max_copied=setup.max_copied,
             graphs=setup.graphs,
+            state_places=setup.state_places,
+            state_slots=setup.state_slots,
         ),
         drafter=None if drafter is None else drafter.load(decoder),
     )

@@ -23,7 +23,7 @@ from millrace.models.drafters.native import native_drafter
 from millrace.models.drafters.program import Drafter, EagleDrafter, EagleWeights, MedusaDrafter, TokenMap
 from millrace.models.drafters.spec import DrafterKind, DrafterSpec
 from millrace.models.load import DecoderBuilder
-from millrace.models.spec.layout import Matrix, ModelLayout, TensorSpec, all_tensors, layout_of
+from millrace.models.spec.layout import AttentionLayout, Matrix, ModelLayout, TensorSpec, all_tensors, layout_of
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.models.spec.rope import inverse_frequencies
 from millrace.ops.linear.dense import Head
@@ -134,9 +134,10 @@ def layers_layout(spec: DrafterSpec) -> ModelLayout:
     layout = layout_of(spec.decoder)
     if spec.kind != "eagle3":
         return layout
-    first = layout.layers[0]
-    parts = tuple(TensorSpec(part.name, (part.shape[0], 2 * spec.hidden_size)) for part in first.mixer.qkv.parts)
-    mixer = replace(first.mixer, qkv=replace(first.mixer.qkv, parts=parts))
+    first, attention = layout.layers[0], layout.layers[0].mixer
+    assert isinstance(attention, AttentionLayout)
+    parts = tuple(TensorSpec(part.name, (part.shape[0], 2 * spec.hidden_size)) for part in attention.qkv.parts)
+    mixer = replace(attention, qkv=replace(attention.qkv, parts=parts))
     return replace(layout, layers=(replace(first, mixer=mixer), *layout.layers[1:]))
 
 

@@ -134,22 +134,22 @@ class GatedDelta:
         own = self.spec
         shared, groups, wide = own.heads // own.groups, own.groups, own.conv_channels + own.value_size
         values = shared * own.value_dim
-        parts = x[:, :wide].unflatten(1, (groups, wide // groups))
-        q, k, v, z = parts.split([own.key_dim, own.key_dim, values, values], 2)
-        beta, time = x[:, wide:].unflatten(1, (groups, 2 * shared)).split(shared, 2)
+        parts = x[:, :wide].reshape(-1, groups, wide // groups)
+        q, k, v, z = torch.split(parts, [own.key_dim, own.key_dim, values, values], 2)
+        beta, time = torch.split(x[:, wide:].reshape(-1, groups, 2 * shared), shared, 2)
         mixed = torch.cat([part.flatten(1) for part in (q, k, v)], 1)
         return Projected(mixed, z.flatten(1), time.flatten(1), beta.flatten(1))
 
     def take(self, convolved: Tensor, projected: Projected) -> Taken:
         own = self.spec
-        q, k, v = convolved.split([own.key_size, own.key_size, own.value_size], 1)
-        q, k = (_unit(part.unflatten(1, (own.groups, own.key_dim))) for part in (q, k))
+        q, k, v = torch.split(convolved, [own.key_size, own.key_size, own.value_size], 1)
+        q, k = (_unit(part.reshape(-1, own.groups, own.key_dim)) for part in (q, k))
         time = functional.softplus(projected.time.float() + self.time_bias)
         assert projected.beta is not None
         return Taken(
             q=q * own.key_dim**-0.5,
             k=k,
-            v=v.unflatten(1, (own.heads, own.value_dim)).contiguous(),
+            v=v.reshape(-1, own.heads, own.value_dim).contiguous(),
             decay=(self.rate * time).exp(),
             beta=projected.beta.float().sigmoid(),
             added=None,
@@ -170,15 +170,15 @@ class Mamba2:
 
     def split(self, x: Tensor) -> Projected:
         own = self.spec
-        gate, mixed, time = x.split([own.value_size, own.conv_channels, own.heads], 1)
+        gate, mixed, time = torch.split(x, [own.value_size, own.conv_channels, own.heads], 1)
         return Projected(mixed, gate, time, None)
 
     def take(self, convolved: Tensor, projected: Projected) -> Taken:
         own = self.spec
-        v, k, q = convolved.split([own.value_size, own.key_size, own.key_size], 1)
-        values = v.unflatten(1, (own.heads, own.value_dim))
+        v, k, q = torch.split(convolved, [own.value_size, own.key_size, own.key_size], 1)
+        values = v.reshape(-1, own.heads, own.value_dim)
         time = functional.softplus(projected.time.float() + self.time_bias).clamp(*own.time_step_limit)
-        q, k = (part.unflatten(1, (own.groups, own.key_dim)).contiguous() for part in (q, k))
+        q, k = (part.reshape(-1, own.groups, own.key_dim).contiguous() for part in (q, k))
         return Taken(
             q=q,
             k=k,

@@ -13,6 +13,7 @@ from millrace.errors import ConfigError
 from millrace.models.spec.layout import (
     EMBEDDING,
     HEAD,
+    AttentionLayout,
     LayerLayout,
     Matrix,
     ModelLayout,
@@ -94,12 +95,13 @@ class Shard:
         return found
 
     def _layer_cuts(self, layer: LayerLayout) -> Iterator[tuple[str, Cut]]:
-        size = self.whole.head_dim
+        size, mixer = self.whole.head_dim, layer.mixer
+        assert isinstance(mixer, AttentionLayout)
         queries, keys = (range(own.start * size, own.stop * size) for own in (self.heads, self.kv_heads))
-        for parts in (layer.mixer.qkv.parts, layer.mixer.qkv.biases):
+        for parts in (mixer.qkv.parts, mixer.qkv.biases):
             for part, rows in zip(parts, (queries, keys, keys), strict=bool(parts)):
                 yield part.name, Cut(rows=rows)
-        yield from self._column_cuts(layer.mixer.out, queries)
+        yield from self._column_cuts(mixer.out, queries)
         if isinstance(layer.mlp, MoeLayout):
             pairs, inner = layer.mlp.experts, self.expert_inner
         else:

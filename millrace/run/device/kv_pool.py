@@ -162,11 +162,11 @@ def allocate_kv(
     shape = (*spec.kv_shape(num_blocks + 1, block_size)[:4], width)
     num_tensors = spec.kv_groups.page_layers
     if device.type == "cpu":
-        return [_untouched_zeros(shape, stored_dtype) for _ in range(num_tensors)]
+        return [untouched_zeros(shape, stored_dtype) for _ in range(num_tensors)]
     return [torch.zeros(shape, dtype=stored_dtype, device=device) for _ in range(num_tensors)]
 
 
-def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Zero pages from the operating system: torch.zeros would write to every page and make it resident. Huge pages
     where available: attention reads a few KiB at scattered addresses, and small pages would miss the TLB each time."""
     memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

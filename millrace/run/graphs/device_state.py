@@ -9,6 +9,7 @@ from torch import Tensor
 from millrace.models.decoder import Decoder
 from millrace.run.device.block_copier import BlockCopier, JointCopier, OrderedCopier, StreamCopier
 from millrace.run.device.device import Device
+from millrace.run.device.state_pool import StatePool, make_state_pool
 from millrace.run.drafting.device_chain import ChainSetup, DeviceDrafter, paged
 from millrace.run.drafting.device_drafts import DeviceDrafts
 from millrace.run.drafting.make_device import make_device_drafter
@@ -29,6 +30,8 @@ class DeviceState:
     """None if no step has drafts."""
     chain: DeviceDrafter | None
     """The drafter that is a model, if there is one."""
+    states: StatePool | None
+    """None if the model has no recurrent layer."""
 
 
 def make_device_state(
@@ -63,7 +66,8 @@ def make_device_state(
             vocab_size=spec.vocab_size,
         )
         chain = make_device_drafter(setup, drafter, draft_kv, decoder.dtype)
-    return DeviceState(kv, draft_kv, table, sampler, drafts, chain)
+    states = make_state_pool(spec, device, settings, decoder.dtype)
+    return DeviceState(kv, draft_kv, table, sampler, drafts, chain, states)
 
 
 def make_copier(state: DeviceState, device: Device, settings: RunnerSettings) -> BlockCopier | None:

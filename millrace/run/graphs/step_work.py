@@ -19,6 +19,7 @@ from millrace.ops.attention.decode_rule import LIST_COLUMNS
 from millrace.ops.attention.long_rows import LongRow
 from millrace.ops.attention.rows import TiledRows
 from millrace.ops.base.greedy_head import DrawnTokens
+from millrace.ops.base.state_rows import StateRows
 from millrace.ops.triton.drafts import NUM_COUNTS, AcceptedTokens, DraftedStep, accept_drafts, place_drafts
 from millrace.ops.triton.row_records import ROW_WORDS
 from millrace.ops.triton.sampling.draw import MaskLines
@@ -93,7 +94,7 @@ class StepWork:
         self._draw_states = torch.zeros((2 * head_layout.middle, spec.hidden_size), dtype=decoder.dtype, device=device)
         self._logits = torch.empty((max_rows, spec.vocab_size), dtype=torch.float32, device=device)
         self._drawn = TokenRing(max_rows, device)
-        self._drafts, self._chain = state.drafts, state.chain
+        self._drafts, self._chain, self._states = state.drafts, state.chain, state.states
         self._counts = TokenRing(NUM_COUNTS * max_rows, device)
         """NUM_COUNTS numbers of each row, in steps with drafts."""
         self._masks = MaskRing(words_per_mask(spec.vocab_size), device, max_states=head_layout.middle)
@@ -184,6 +185,8 @@ class StepWork:
             self.place_drafts(shape)
         rows = self._rows(shape, part, long_rows)
         batch = self._gathered(shape, part, rows)
+        if self._states is not None:
+            batch.states = self._states.of(StateRows(rows.query_starts, part(layout.starts), rows.table_rows))
         if shape.last_only:
             batch.last = self._last_tokens(rows, part(layout.last_tokens))
         max_drawn = min(shape.rows if shape.last_only else shape.tokens, self._max_rows)

@@ -46,6 +46,8 @@ class RunnerSetup(msgspec.Struct, frozen=True):
     max_copied: int
     drafter: str = ""
     graphs: bool = True
+    state_places: int = 1
+    state_slots: int = 0
 
 
 class LoggedResult(msgspec.Struct, frozen=True, array_like=True):
