@@ -107,7 +107,8 @@ def build_engine(
         check_adapters(config, is_possible=True, is_encoder=True)
         return build_encoder_engine(config, files, channel, on_loading)
     decided = _decide(config, files, on_loading)
-    check_adapters(config, is_possible=decided.device.defaults.takes_adapters)
+    has_states = decided.spec.recurrent is not None
+    check_adapters(config, is_possible=decided.device.defaults.takes_adapters, has_states=has_states)
     mirror = Mirror(config) if config.plan.mirror else None
     ranks = RankGroup(config) if config.run.tensor_parallel > 1 else None
     try:

@@ -130,6 +130,9 @@ class SharedMlp:
     def add_to(self, x: Tensor, total: Tensor) -> None:
         raise NotImplementedError
 
+    def adapted(self, x: Tensor, spans: tuple[Span, ...], adapters: LayerAdapters) -> Tensor:
+        return self(x)  # Adapters of experts are refused.
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:

@@ -71,7 +71,6 @@ def granite_hybrid(c: ConfigReader) -> dict[str, Any]:
     value_dim = c.get("mamba_d_head")
     if value_dim in (None, "auto"):
         value_dim = c.whole("mamba_expand", 2) * hidden // heads
-    low, high = c.get("time_step_limit") or (0.0, math.inf)
     eps = c.positive("rms_norm_eps", 1e-6)
     rope = 0 if c.get("position_embedding_type") == "rope" else None
     layers = tuple(LayerSpec(mixer="mamba2", rope=None) if own else LayerSpec(rope=rope) for own in recurs)
@@ -95,11 +94,21 @@ def granite_hybrid(c: ConfigReader) -> dict[str, Any]:
                 norm_eps=eps,
                 conv_bias=c.flag("mamba_conv_bias", True),
                 linear_bias=c.flag("mamba_proj_bias"),
-                time_step_limit=(float(low), float(high)),
+                time_step_limit=_time_step_limit(c),
             ),
             "mamba_n_groups",
         ),
     }
+
+
+def _time_step_limit(c: ConfigReader) -> tuple[float, float]:
+    """An infinite limit is written as {"__float__": "Infinity"}, which JSON has no number for."""
+    given = c.get("time_step_limit") or (0.0, math.inf)
+    try:
+        low, high = (float(one["__float__"]) if isinstance(one, dict) else float(one) for one in given)
+    except (KeyError, TypeError, ValueError) as error:
+        raise c.fail("time_step_limit", f"is {given!r}; it must be two numbers") from error
+    return low, high
 
 
 def _recurrent_layers(c: ConfigReader, default: list[bool]) -> list[bool]:

@@ -166,13 +166,13 @@ def _gated_attention(spec: ModelSpec, prefix: str) -> AttentionLayout:
 
 def _gated_delta(spec: ModelSpec, prefix: str) -> RecurrentLayout:
     own = _recurrent(spec)
-    rows = {"in_proj_qkvz": own.conv_channels + own.value_size, "in_proj_ba": 2 * own.heads}
+    rows = {"in_proj_qkvz": own.num_projected("gated_delta") - 2 * own.heads, "in_proj_ba": 2 * own.heads}
     return _recurrent_layout(spec, own, prefix + "linear_attn.", rows, norm_size=own.value_dim)
 
 
 def _mamba2(spec: ModelSpec, prefix: str) -> RecurrentLayout:
     own, prefix = _recurrent(spec), prefix + "mamba."
-    rows = {"in_proj": own.conv_channels + own.value_size + own.heads}
+    rows = {"in_proj": own.num_projected("mamba2")}
     layout = _recurrent_layout(spec, own, prefix, rows, norm_size=own.value_size)
     return replace(layout, skip=TensorSpec(f"{prefix}D", (own.heads,)))
 

@@ -76,10 +76,17 @@ class RecurrentSpec:
     def conv_channels(self) -> int:
         return 2 * self.key_size + self.value_size
 
-    def num_parameters(self, hidden_size: int) -> int:
-        """Of one layer, its small vectors left out."""
-        rows = self.conv_channels + self.value_size + 2 * self.heads
-        return hidden_size * (rows + self.value_size) + self.conv_channels * self.conv_width
+    def num_projected(self, mixer: MixerKind) -> int:
+        """Numbers that a layer computes of each hidden state."""
+        return self.conv_channels + self.value_size + (2 if mixer == "gated_delta" else 1) * self.heads
+
+    def num_parameters(self, hidden_size: int, mixer: MixerKind) -> int:
+        """Of one layer, without its norms of hidden states."""
+        rows = self.num_projected(mixer)
+        matrices = hidden_size * (rows + self.value_size) + self.linear_bias * (rows + hidden_size)
+        conv = self.conv_channels * (self.conv_width + self.conv_bias)
+        heads, norm = (2, self.value_dim) if mixer == "gated_delta" else (3, self.value_size)
+        return matrices + conv + heads * self.heads + norm
 
     def state_bytes(self, itemsize: int) -> int:
         """Of one layer's state after one token. The inputs of the convolution have the model's dtype."""
@@ -188,22 +195,30 @@ class ModelSpec:
     @property
     def active_parameters(self) -> int:
         """Number of layer weights that one token is multiplied with: of the experts, only the chosen ones."""
-        attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
+        attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size + self._gate_size)
         chosen = 0 if self.moe is None else self.moe.inner_size * self.moe.top_k + self.moe.shared_size
         inner = sum(chosen if layer.is_moe else self.inner_size for layer in self.layers)
         return self.num_attention * attention + self._recurrent_parameters + 3 * self.hidden_size * inner
 
     @property
     def _recurrent_parameters(self) -> int:
-        return 0 if self.recurrent is None else self.num_recurrent * self.recurrent.num_parameters(self.hidden_size)
+        own = self.recurrent
+        mixers = [layer.mixer for layer in self.layers if layer.is_recurrent]
+        return 0 if own is None else sum(own.num_parameters(self.hidden_size, mixer) for mixer in mixers)
+
+    @property
+    def _gate_size(self) -> int:
+        """Gates of a layer's attention, one for each number that it gives, if it has any."""
+        return self.q_size if any(layer.mixer == "gated_attention" for layer in self.layers) else 0
 
     @property
     def num_parameters(self) -> int:
         """Number of all weights, embedding and norms included."""
-        hidden, attention = self.hidden_size, self.hidden_size * (2 * self.q_size + 2 * self.kv_size)
+        hidden, gates = self.hidden_size, self._gate_size
+        attention = hidden * (2 * self.q_size + 2 * self.kv_size + gates)
         norms = self.num_layers * hidden * (4 if self.sandwich_norms else 2)
         per_layer = attention + (2 * self.head_dim if self.qk_norm else 0) + (hidden if self.out_bias else 0)
-        per_layer += self.q_size + 2 * self.kv_size if self.qkv_bias else 0
+        per_layer += self.q_size + 2 * self.kv_size + gates if self.qkv_bias else 0
         dense = 3 * hidden * self.inner_size + (2 * self.inner_size + hidden if self.mlp_bias else 0)
         sparse = 0 if self.moe is None else self.moe.num_experts * hidden * (3 * self.moe.inner_size + 1)
         sparse += 0 if self.moe is None else hidden * (3 * self.moe.shared_size + self.moe.gates_shared)
