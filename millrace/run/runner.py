@@ -35,7 +35,6 @@ from millrace.run.cpu.model_drafter import make_model_drafter
 from millrace.run.cpu.native_step import NativeStep
 from millrace.run.device.block_copier import JointCopier, OrderedCopier
 from millrace.run.device.device import Device, Pending
-from millrace.run.device.state_pool import make_state_pool
 from millrace.run.drafting.drafted_rows import DraftedRows, VerifiedStep
 from millrace.run.drafting.drafter import Drafter, DraftGuide
 from millrace.run.drafting.drafters import make_drafters
@@ -48,6 +47,7 @@ from millrace.run.sampling.pooling import PooledPart, pool_states
 from millrace.run.sampling.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.sampling.sampler import Drawn, Sampler
 from millrace.run.settings import RunnerSettings
+from millrace.run.states import make_state_pool
 from millrace.run.table.batch import StepRows
 from millrace.run.table.inputs import gather_inputs, last_tokens
 from millrace.run.table.request_table import RequestTable
@@ -199,7 +199,7 @@ class Runner:
         self._decoder, self._device, self._block_size = decoder, device, settings.block_size
         self._mesh, self._tell_drafts = decoder.mesh, tell_drafts
         self._kv, self._draft_kv = allocate_pools(decoder, device.torch_device, settings, drafter)
-        self._state_pool = make_state_pool(decoder.spec, device, settings, decoder.dtype)
+        self._state_pool = make_state_pool(decoder, device, settings)
         pools, slots = [kv for kv in (self._kv, self._draft_kv) if kv], settings.host_slots
         self._copier = JointCopier([OrderedCopier(kv, slots, device) for kv in pools]) if slots else None
         spec, max_rows = decoder.spec, settings.max_rows

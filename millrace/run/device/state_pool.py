@@ -16,17 +16,16 @@ from millrace.ops.base.state_rows import StateRows
 from millrace.plan.step import Int32s, StateCopies
 from millrace.run.device.device import Device
 from millrace.run.device.kv_pool import untouched_zeros
-from millrace.run.settings import RunnerSettings
 
 
 class StatePool:
-    def __init__(self, spec: ModelSpec, device: Device, settings: RunnerSettings, dtype: torch.dtype) -> None:
+    def __init__(
+        self, spec: ModelSpec, device: Device, dtype: torch.dtype, *, num_rows: int, num_places: int, num_slots: int
+    ) -> None:
         own = spec.recurrent
         assert own is not None
-        self._device, self.num_places = device, settings.state_places
-        # The last row is of padding.
-        rows = (spec.num_recurrent, settings.max_rows + 1, settings.state_places)
-        slots = (spec.num_recurrent, settings.state_slots)
+        self._device, self.num_places = device, num_places
+        rows, slots = (spec.num_recurrent, num_rows, num_places), (spec.num_recurrent, num_slots)
         inputs, matrix = (own.conv_channels, own.conv_width - 1), (own.heads, own.key_dim, own.value_dim)
         place = device.torch_device
         self._live = (_zeros((*rows, *inputs), dtype, place), _zeros((*rows, *matrix), torch.float32, place))
@@ -59,11 +58,6 @@ class StatePool:
         places = copies.positions % np.int32(self.num_places)
         columns = np.stack([column[part] for column in (copies.rows, copies.slots, places)])
         return self._device.upload(columns.astype(np.int32)).long()
-
-
-def make_state_pool(spec: ModelSpec, device: Device, settings: RunnerSettings, dtype: torch.dtype) -> StatePool | None:
-    """None if the model has no recurrent layer."""
-    return None if spec.recurrent is None else StatePool(spec, device, settings, dtype)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -9,13 +9,14 @@ from torch import Tensor
 from millrace.models.decoder import Decoder
 from millrace.run.device.block_copier import BlockCopier, JointCopier, OrderedCopier, StreamCopier
 from millrace.run.device.device import Device
-from millrace.run.device.state_pool import StatePool, make_state_pool
+from millrace.run.device.state_pool import StatePool
 from millrace.run.drafting.device_chain import ChainSetup, DeviceDrafter, paged
 from millrace.run.drafting.device_drafts import DeviceDrafts
 from millrace.run.drafting.make_device import make_device_drafter
 from millrace.run.drafting.models import DrafterModel, allocate_pools
 from millrace.run.sampling.device_sampler import DeviceSampler
 from millrace.run.settings import RunnerSettings
+from millrace.run.states import make_state_pool
 from millrace.run.table.request_table import RequestTable
 
 
@@ -66,7 +67,7 @@ def make_device_state(
             vocab_size=spec.vocab_size,
         )
         chain = make_device_drafter(setup, drafter, draft_kv, decoder.dtype)
-    states = make_state_pool(spec, device, settings, decoder.dtype)
+    states = make_state_pool(decoder, device, settings)
     return DeviceState(kv, draft_kv, table, sampler, drafts, chain, states)
 
 
