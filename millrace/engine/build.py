@@ -272,6 +272,7 @@ def _scheduler_settings(
         drafts=drafts,
         groups=KvGroups(spec.kv_groups.windows),
         state_slots=None if spec.recurrent is None else plan.states.num_slots,
+        state_bytes=plan.states.each_bytes,
         host_tier=host_tier,
         eviction=EvictionSettings(config.memory.kv_eviction, column_cost),
         retention=RetentionSettings(int(config.memory.kv_retained * plan.num_blocks), plan.block_bytes),

@@ -23,6 +23,8 @@ class StateMemory:
     row_bytes: int = 0
     """Of all rows, at all places."""
     num_places: int = 1
+    each_bytes: int = 0
+    """Of one state."""
     num_slots: int = 0
     slot_bytes: int = 0
     """Of all checkpoints."""
@@ -64,7 +66,7 @@ def make_state_memory(
     if config.plan.prefix_cache:
         automatic = min(MAX_AUTOMATIC_SLOTS, max(1, int(left_bytes * MAX_SLOTS_SHARE) // each))
         num_slots = wanted // each if wanted else automatic
-    return StateMemory(num_rows * num_places * each, num_places, num_slots, num_slots * each)
+    return StateMemory(num_rows * num_places * each, num_places, each, num_slots, num_slots * each)
 
 
 def check_states(spec: ModelSpec, speculate: Speculation, has_drafter: bool) -> None:

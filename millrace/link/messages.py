@@ -419,6 +419,14 @@ class EngineStats(msgspec.Struct, frozen=True):
     """Cached blocks that handles keep."""
     retentions_refused: int = 0
     """Prefixes that no handle keeps, although that was asked for."""
+    state_slots_total: int = 0
+    """Checkpoints of recurrent states for which there is room; 0 if the model has no such state."""
+    state_slots_used: int = 0
+    state_slot_bytes: int = 0
+    """Of one checkpoint."""
+    state_hits: int = 0
+    """Rows that began with a checkpoint."""
+    state_evictions: int = 0
     yields: int = 0
     """Preemptions in favour of a more urgent request; the other `preemptions` were for lack of KV blocks."""
     bytes_read: float = 0.0

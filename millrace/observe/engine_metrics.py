@@ -141,6 +141,8 @@ def _kv(stats: EngineStats) -> Iterator[Metric]:
         host.add_metric(["free"], stats.host_blocks_total - stats.host_blocks_used)
         host.add_metric(["used"], stats.host_blocks_used)
         yield host
+    if stats.state_slots_total:
+        yield from _states(stats)
     places = GaugeMetricFamily(
         "millrace_kv_used_ratio", "Share of the KV blocks of a place that hold keys and values.", labels=["place"]
     )
@@ -148,6 +150,20 @@ def _kv(stats: EngineStats) -> Iterator[Metric]:
     if stats.host_blocks_total:
         places.add_metric(["host"], stats.host_blocks_used / stats.host_blocks_total)
     yield places
+
+
+def _states(stats: EngineStats) -> Iterator[Metric]:
+    slots = GaugeMetricFamily("millrace_state_slots", "Checkpoints of recurrent states by state.", labels=["state"])
+    slots.add_metric(["free"], stats.state_slots_total - stats.state_slots_used)
+    slots.add_metric(["used"], stats.state_slots_used)
+    yield slots
+    kept = stats.state_slots_used * stats.state_slot_bytes
+    yield GaugeMetricFamily("millrace_state_used_bytes", "Bytes of these checkpoints.", value=kept)
+    for name, text, value in (
+        ("hits", "Times that a request began with a checkpoint of a recurrent state.", stats.state_hits),
+        ("evictions", "Checkpoints of recurrent states that made room for others.", stats.state_evictions),
+    ):
+        yield CounterMetricFamily(f"millrace_engine_state_{name}", text, value=value)
 
 
 def _mirror(stats: EngineStats) -> Iterator[Metric]:

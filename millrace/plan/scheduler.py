@@ -25,7 +25,7 @@ from millrace.plan.confirming import Confirming
 from millrace.plan.drafts import DraftPlaces, DraftSettings
 from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.kv.block_pool import BlockPool
-from millrace.plan.kv.checkpoints import Checkpoints
+from millrace.plan.kv.checkpoints import CheckpointFigures, Checkpoints
 from millrace.plan.kv.eviction import EvictionSettings
 from millrace.plan.kv.groups import ONE_GROUP, KvGroups
 from millrace.plan.kv.host_tier import HostTier, HostTierSettings
@@ -89,6 +89,8 @@ class SchedulerSettings:
     groups: KvGroups = ONE_GROUP
     state_slots: int | None = None
     """Checkpoints of recurrent states that are kept. None: the model has no such state."""
+    state_bytes: int = 0
+    """Of one checkpoint."""
     drafts: DraftSettings = field(default_factory=DraftSettings)
     host_tier: HostTierSettings = field(default_factory=HostTierSettings)
     eviction: EvictionSettings = field(default_factory=EvictionSettings)
@@ -109,7 +111,8 @@ class Scheduler:
         self.prefix = PrefixIndex(self.pool, self.block_size, settings.prefix_cache, groups)
         if settings.state_slots is not None:
             num_slots = settings.state_slots if settings.prefix_cache else 0
-            self.prefix.checkpoints = Checkpoints(num_slots, self.block_size, self.prefix.hash_of)
+            parts = (num_slots, self.block_size, settings.state_bytes, self.prefix.hash_of)
+            self.prefix.checkpoints = Checkpoints(*parts)
         self.retention = Retention(settings.retention, self.pool, self.prefix, groups.num_groups)
         self._choice = RowChoice(self.rows, self.budget)
         self.host_tier: HostTier | None = None
@@ -467,6 +470,7 @@ class Scheduler:
 
     def figures(self, now: float) -> PlannerFigures:
         pool, tier, waiting, drafts = self.pool, self.host_tier, self.waiting, self._drafts.state
+        states = CheckpointFigures() if self.prefix.checkpoints is None else self.prefix.checkpoints.figures()
         return PlannerFigures(
             running=self.num_running,
             waiting=len(waiting),
@@ -490,6 +494,11 @@ class Scheduler:
             evicted_retained=pool.num_evicted_retained,
             blocks_retained=pool.num_retained,
             retentions_refused=self.retention.num_refused,
+            state_slots_total=states.total,
+            state_slots_used=states.used,
+            state_slot_bytes=states.slot_bytes,
+            state_hits=states.hits,
+            state_evictions=states.evictions,
             host_blocks_total=tier.index.total if tier is not None else 0,
             host_blocks_used=tier.index.num_used if tier is not None else 0,
             host_tokens_loaded=tier.tokens_loaded if tier is not None else 0,

@@ -58,6 +58,9 @@ def test_answers_are_those_of_transformers_and_of_lone_runs(case: str, tmp_path:
             assert answers(llm, requests) == expected, more
             stats = stats_after(llm, 2 * len(requests))
             assert stats.prefix_hit_tokens > 0, more
+            assert stats.state_hits > 0, more
+            assert 0 < stats.state_slots_used <= stats.state_slots_total, more
+            assert stats.state_slot_bytes > 0
 
 
 def test_other_features_are_refused_by_name(tmp_path: Path) -> None:

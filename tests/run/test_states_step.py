@@ -105,8 +105,7 @@ def test_the_plain_runner(case: str, max_drafts: int) -> None:
     assert not max_drafts or runner._drafted.num_accepted > 0
 
 
-@pytest.mark.parametrize("case", ["qwen3_next_dense", "granite_hybrid"])
-@pytest.mark.parametrize("max_drafts", [0, 3])
+@pytest.mark.parametrize(("case", "max_drafts"), [("qwen3_next_dense", 3), ("granite_hybrid", 0)])
 def test_the_gpu_runner(case: str, max_drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if interpreted:
         want_few_programs(monkeypatch)

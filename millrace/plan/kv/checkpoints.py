@@ -36,10 +36,19 @@ class _Row:
     """No checkpoint is made after this number of tokens."""
 
 
+@dataclass(frozen=True, slots=True)
+class CheckpointFigures:
+    total: int = 0
+    used: int = 0
+    slot_bytes: int = 0
+    hits: int = 0
+    evictions: int = 0
+
+
 class Checkpoints:
-    def __init__(self, num_slots: int, block_size: int, hash_of: HashOf) -> None:
+    def __init__(self, num_slots: int, block_size: int, slot_bytes: int, hash_of: HashOf) -> None:
         """With no slots every row begins at its first token."""
-        self.slots = StateSlots(num_slots)
+        self.slots, self._slot_bytes = StateSlots(num_slots), slot_bytes
         self._block_size, self._hash_of = block_size, hash_of
         self._rows: dict[int, _Row] = {}
         self._expected: dict[bytes, int] = {}
@@ -47,6 +56,10 @@ class Checkpoints:
         self._saves: list[tuple[int, bytes]] = []
         """(step, hash) of the slots that launched steps write."""
         self.num_hits = 0
+
+    def figures(self) -> CheckpointFigures:
+        slots = self.slots
+        return CheckpointFigures(slots.total, slots.num_used, self._slot_bytes, self.num_hits, slots.num_evicted)
 
     # -- matching --------------------------------------------------------------------------------------------------
 

@@ -103,6 +103,11 @@ class PlannerFigures:
     evicted_retained: int = 0
     blocks_retained: int = 0
     retentions_refused: int = 0
+    state_slots_total: int = 0
+    state_slots_used: int = 0
+    state_slot_bytes: int = 0
+    state_hits: int = 0
+    state_evictions: int = 0
     host_blocks_total: int = 0
     host_blocks_used: int = 0
     host_tokens_loaded: int = 0
