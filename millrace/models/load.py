@@ -229,8 +229,8 @@ def quantised_matrices(layout: ModelLayout) -> Iterator[Matrix]:
     """The matrices that `--quantization` applies to: those of the layers, except routers and experts."""
     for layer in layout.layers:
         yield from layer.mixer.matrices()
-        if not isinstance(layer.mlp, MoeLayout):
-            yield from layer.mlp
+        mlp = layer.mlp
+        yield from (mlp.shared or ()) if isinstance(mlp, MoeLayout) else mlp
 
 
 def build_decoder(

@@ -163,11 +163,14 @@ class PagedDriver:
             batch_rows.append((tokens, computed, blocks))
             self._computed[sequence] = computed + len(tokens)
         batch = make_grouped_batch(batch_rows, self.block_size, self.decoder.device)
-        if self._states is not None:
-            starts = [computed for _, computed, _ in batch_rows]
-            batch.states = States(state_rows(batch, starts, [sequence for sequence, _ in rows]), *self._states)
+        self.add_states(batch, [computed for _, computed, _ in batch_rows], [sequence for sequence, _ in rows])
         logits = self.decoder.logits(self.decoder.forward(batch, self.kv))
         return list(torch.split(logits, [len(tokens) for _, tokens in rows]))
+
+    def add_states(self, batch: ForwardBatch, starts: Sequence[int], sequences: Sequence[int]) -> None:
+        """To a batch of rows that begin at these positions, if the model has recurrent layers."""
+        if self._states is not None:
+            batch.states = States(state_rows(batch, starts, sequences), *self._states)
 
     def _drop(self, sequence: int, group: int, computed: int) -> None:
         """Free the blocks that the token at position `computed` no longer sees."""

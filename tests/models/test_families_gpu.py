@@ -50,6 +50,7 @@ def test_forward_never_waits_for_the_device(case: str) -> None:
     num_groups = decoder.spec.kv_groups.num_groups
     grouped = [(tokens, computed, [blocks] * num_groups) for tokens, computed, blocks in rows]
     batch = make_grouped_batch(grouped, 4, decoder.device)
+    driver.add_states(batch, [computed for _, computed, _ in rows], range(len(rows)))
     decoder.forward(batch, driver.kv)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

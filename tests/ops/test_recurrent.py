@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.triton_mode import device
+from helpers.triton_mode import device, interpreted
 
 from millrace.ops.base.state_rows import StateRows
 from millrace.ops.cpp.native import native_missing
@@ -28,7 +28,7 @@ def values(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def versions(native: object, triton: object) -> list[object]:
-    return [triton] if device.type == "cuda" or native_missing(torch.device("cpu")) else [triton, native]
+    return [triton] if not interpreted or native_missing(torch.device("cpu")) else [triton, native]
 
 
 @pytest.mark.parametrize("places", PLACES)
