@@ -21,6 +21,8 @@ from millrace.run.device.kv_pool import KvFormat, bytes_per_token
 
 GIB = 1 << 30
 MIN_KV_TOKENS = 256
+PADDING_STATES = 1
+"""Rows of the state pool beside those of requests (`run/states.py`)."""
 SMOOTH_SHARE = 0.5
 """The default mixed budget fills this share of a step's target time; the rest is for decode rows and context."""
 MAX_HOST_SHARE = 0.9
@@ -131,7 +133,7 @@ def make_memory_plan(
     all_weights = weights_bytes + drafter.weights_bytes
     history_bytes = _history_bytes(config, max_running, max_context, defaults)
     states = make_state_memory(
-        config, spec, dtype, max_running + defaults.padding_rows, state_places, free_bytes - all_weights
+        config, spec, dtype, max_running + PADDING_STATES, state_places, free_bytes - all_weights
     )
     fixed = all_weights + activation_bytes + history_bytes + states.row_bytes + states.slot_bytes
     if fixed + groups.blocks_for(MIN_KV_TOKENS, block_size) * block_bytes > free_bytes:

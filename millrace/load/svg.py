@@ -64,6 +64,11 @@ def plot(title: str, lines: Sequence[Line], x_label: str, y_label: str, *, log_x
     return "".join([*parts, "</svg>"])
 
 
+def svg_file(drawn: str) -> str:
+    """A plot as a file of its own."""
+    return drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" style="background:white" ', 1) + "\n"
+
+
 def ticks(low: float, high: float, most: int = 6) -> list[float]:
     """Round numbers between two values."""
     span = (high - low) or 1.0

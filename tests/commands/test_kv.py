@@ -8,11 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny_models import config_of, make_reference
 
 from millrace.cli import main
 from millrace.commands.library.kv import request_bytes
+from millrace.config import load_config
+from millrace.engine.memory_plan import GIB, PADDING_STATES, make_memory_plan
 from millrace.models.spec.families import spec_from_config
 from millrace.plan.kv.groups import KvGroups
+from millrace.run.device.defaults import CPU_DEFAULTS
 from millrace.run.device.kv_pool import KvFormat, allocate_kv
 
 LLAMA: dict[str, Any] = {
@@ -29,25 +33,41 @@ LLAMA: dict[str, Any] = {
 GEMMA = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 6, "sliding_window": 64}
 
 
-@pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=["one group", "windows"])
+HYBRID = config_of(make_reference("granite_hybrid"))
+
+
+@pytest.mark.parametrize("config", [LLAMA, GEMMA, HYBRID], ids=["one group", "windows", "recurrent"])
 @pytest.mark.parametrize(
     ("shown", "dtype", "stored"),
     [
         ("float32", torch.float32, "full"),
         ("bfloat16", torch.bfloat16, "full"),
         ("float16", torch.float32, "float16"),
-        ("int8", torch.float32, "int8"),
+        ("int8", torch.bfloat16, "int8"),
     ],
 )
-def test_a_request_takes_what_the_pool_allocates(
+def test_a_request_takes_what_the_engine_plans_and_allocates(
     config: dict[str, Any], shown: str, dtype: torch.dtype, stored: KvFormat
 ) -> None:
-    spec = spec_from_config(config)
+    spec, places = spec_from_config(config), 3
     blocks = KvGroups(spec.kv_groups.windows).blocks_for(500, 16)
+    settings = load_config(None, {"memory.kv_gib": 0.5, "plan.max_running": 5}).config
+    plan = make_memory_plan(
+        settings,
+        spec,
+        CPU_DEFAULTS,
+        dtype=dtype,
+        kv_dtype=stored,
+        weights_bytes=0,
+        free_bytes=4 * GIB,
+        state_places=places,
+    )
+    expected = blocks * plan.block_bytes + plan.states.row_bytes // (5 + PADDING_STATES)
+    assert request_bytes(spec, shown, 500, 16, places) == expected
     device = torch.device("cpu")
     pool = allocate_kv(spec, num_blocks=blocks, block_size=16, dtype=dtype, device=device, kv_dtype=stored)
     scratch = sum(one.nbytes for one in pool) // (blocks + 1)  # a block beside those of the requests
-    assert request_bytes(spec, shown, 500, 16) == sum(one.nbytes for one in pool) - scratch
+    assert sum(one.nbytes for one in pool) - scratch == blocks * plan.block_bytes
 
 
 def test_what_fits_is_shown_for_a_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,6 +82,10 @@ def test_what_fits_is_shown_for_a_config(tmp_path: Path, capsys: pytest.CaptureF
         1024 * token_bytes,
     )
     assert sizes["bfloat16"]["requests_by_memory"] == {"2 GB": 800_000_000 // (1024 * token_bytes)}
+    svg = tmp_path / "memory.svg"
+    assert main(["kv", str(path), "--svg", str(svg), "--memory-gb", "2"]) == 0
+    assert {name for name in ("float32", "90% of 2 GB") if name in svg.read_text()} == {"float32", "90% of 2 GB"}
+    capsys.readouterr()
     assert main(["kv", str(path)]) == 0
     text = capsys.readouterr().out
     assert "3 layers with 1 KV heads of 64" in text
@@ -74,6 +98,7 @@ def test_what_fits_is_shown_for_a_config(tmp_path: Path, capsys: pytest.CaptureF
         (["nosuch"], "'nosuch' is not on this machine. Give its config.json"),
         (["CONFIG", "--context", "9999"], "--context is 9,999, but the model takes 1 to 4,096 tokens."),
         (["CONFIG", "--requests", "0"], "--requests is 0; give a number above 0."),
+        (["CONFIG", "--drafts", "-1"], "--drafts is -1; give 0 or more."),
         (["BAD"], "is not a JSON file"),
     ],
 )

@@ -16,16 +16,18 @@ from millrace.terminal.table import print_table
 if TYPE_CHECKING:
     from millrace.models.spec.model_spec import ModelSpec
 
-USAGE = "millrace kv MODEL [--context N] [--requests N] [--memory-gb X] [--json]"
+USAGE = "millrace kv MODEL [--context N] [--requests N] [--memory-gb X] [--drafts N] [--svg FILE] [--json]"
 EXAMPLES = """\
 The sizes are those that the engine allocates. A model that is not downloaded can be given by its config.json.
 
 examples:
   millrace kv smollm2
   millrace kv ./config.json --context 32768 --requests 64
-  millrace kv llama3.1-8b --memory-gb 80"""
+  millrace kv llama3.1-8b --memory-gb 80 --svg memory.svg"""
 
 FORMATS = ("float32", "bfloat16", "float16", "fp8", "int8", "packed")
+FLOAT32_MODELS = ("float32", "float16")
+"""Formats of models that compute in float32; the others are shown for bfloat16 models."""
 MEMORIES_GB = (16, 24, 48, 80, 141, 180)
 """Sizes of common GPUs."""
 CONTEXTS = (1024, 4096, 16384, 65536, 262144)
@@ -42,7 +44,7 @@ class KvSizes:
     bytes_per_token: int
     """Of a token that all layers still see."""
     bytes_per_request: int
-    """At the context asked for; layers with a window keep only what they see."""
+    """At the context asked for; layers with a window keep only what they see, recurrent ones a state."""
     requests_by_memory: dict[str, int]
     """Requests of that context beside the weights, by memory."""
 
@@ -54,6 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-gb", type=float, metavar="X", help="memory to fill (default: common sizes, and here)")
     parser.add_argument("--weights-gb", type=float, metavar="X", help="size of the weights (default: the model's)")
     parser.add_argument("--block-size", type=int, metavar="N", help="tokens per block (default: the setting's)")
+    parser.add_argument(
+        "--drafts", type=int, default=0, metavar="N", help="drafts per step: recurrent layers keep a state for each"
+    )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a plot of memory against requests here")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -67,35 +73,41 @@ def run(args: argparse.Namespace) -> int:
     context = args.context or min(8192, spec.max_context)
     _check(args, context, spec.max_context)
     memories = _memories(args.memory_gb)
-    sizes = [kv_sizes(spec, one, context, block_size, weights_bytes, memories) for one in _formats(spec)]
+    places = 1 + args.drafts
+    sizes = [
+        KvSizes(
+            kv_dtype,
+            _block_token_bytes(spec, kv_dtype) * spec.kv_groups.num_groups,
+            request := request_bytes(spec, kv_dtype, context, block_size, places),
+            {label: max(0, int(size * _RESERVE) - weights_bytes) // request for label, size in memories.items()},
+        )
+        for kv_dtype in _formats(spec)
+    ]
+    requests = args.requests or _shown_requests(sizes)
+    if args.svg:
+        args.svg.write_text(_svg(name, sizes, weights_bytes, requests, args.memory_gb), encoding="utf-8")
     if args.json:
         facts = {"model": name, "weights_bytes": weights_bytes, "context": context, "block_size": block_size}
         print(json.dumps({**facts, "formats": [asdict(one) for one in sizes]}))
         return 0
     print(folded(f"{name}: weights {_gb(weights_bytes)}, context {spec.max_context:,}. {_layers(spec)}\n"))
-    _print_contexts(spec, block_size, context)
+    _print_contexts(spec, block_size, context, places)
     print(f"\nRequests of {context:,} tokens that fit beside the weights:\n")
     labels = list(sizes[0].requests_by_memory)
     rows = [[one.kv_dtype, *(f"{one.requests_by_memory[label]:,}" for label in labels)] for one in sizes]
     print_table([["KV format", *labels], *rows], right=range(1, len(labels) + 1))
-    _plot(sizes, weights_bytes, args.requests or _shown_requests(sizes), memories)
+    _plot(sizes, weights_bytes, requests, memories)
     return 0
 
 
-def kv_sizes(
-    spec: ModelSpec, kv_dtype: str, context: int, block_size: int, weights_bytes: int, memories: Mapping[str, float]
-) -> KvSizes:
-    request = request_bytes(spec, kv_dtype, context, block_size)
-    fits = {name: max(0, int(size * _RESERVE) - weights_bytes) // request for name, size in memories.items()}
-    return KvSizes(kv_dtype, _block_token_bytes(spec, kv_dtype) * spec.kv_groups.num_groups, request, fits)
-
-
-def request_bytes(spec: ModelSpec, kv_dtype: str, context: int, block_size: int) -> int:
-    """Bytes of the blocks that one request of `context` tokens holds."""
+def request_bytes(spec: ModelSpec, kv_dtype: str, context: int, block_size: int, state_places: int = 1) -> int:
+    """Bytes of the blocks that one request of `context` tokens holds, and of its recurrent states."""
     from millrace.plan.kv.groups import KvGroups
 
     blocks = KvGroups(spec.kv_groups.windows).blocks_for(context, block_size)
-    return blocks * block_size * _block_token_bytes(spec, kv_dtype)
+    model_itemsize = 4 if kv_dtype in FLOAT32_MODELS else 2
+    states = state_places * spec.state_bytes(model_itemsize)
+    return blocks * block_size * _block_token_bytes(spec, kv_dtype) + states
 
 
 def _block_token_bytes(spec: ModelSpec, kv_dtype: str) -> int:
@@ -148,6 +160,8 @@ def _check(args: argparse.Namespace, context: int, max_context: int) -> None:
         value = getattr(args, name)
         if value is not None and value <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} is {value:g}; give a number above 0.")
+    if args.drafts < 0:
+        raise ConfigError(f"--drafts is {args.drafts}; give 0 or more.")
 
 
 def _memories(asked: float | None) -> dict[str, float]:
@@ -161,17 +175,21 @@ def _memories(asked: float | None) -> dict[str, float]:
 
 def _layers(spec: ModelSpec) -> str:
     windows = [layer.window for layer in spec.layers if layer.window is not None]
-    text = f"{spec.num_layers} layers with {spec.num_kv_heads} KV heads of {spec.head_dim}"
-    return f"{text}; {len(windows)} of them see at most {max(windows):,} tokens back." if windows else f"{text}."
+    text = f"{spec.num_attention} layers with {spec.num_kv_heads} KV heads of {spec.head_dim}"
+    text += f"; {len(windows)} of them see at most {max(windows):,} tokens back." if windows else "."
+    if not spec.num_recurrent:
+        return text
+    state = _gb(spec.state_bytes(itemsize=2))
+    return f"{text} {spec.num_recurrent} recurrent layers: {state} per request, and for each checkpoint of a prefix."
 
 
-def _print_contexts(spec: ModelSpec, block_size: int, asked: int) -> None:
+def _print_contexts(spec: ModelSpec, block_size: int, asked: int, places: int) -> None:
     contexts = sorted({one for one in (*CONTEXTS, spec.max_context, asked) if one <= spec.max_context})
     print("Bytes per token, and of a request with so many tokens:\n")
     rows = [["KV format", "per token", *(f"{one:,}" for one in contexts)]]
     for kv_dtype in _formats(spec):
         per_token = _block_token_bytes(spec, kv_dtype) * spec.kv_groups.num_groups
-        cells = (_gb(request_bytes(spec, kv_dtype, one, block_size)) for one in contexts)
+        cells = (_gb(request_bytes(spec, kv_dtype, one, block_size, places)) for one in contexts)
         rows.append([kv_dtype, f"{per_token:,}", *cells])
     print_table(rows, right=range(1, len(rows[0])))
 
@@ -193,6 +211,23 @@ def _plot(sizes: list[KvSizes], weights_bytes: int, requests: int, memories: Map
         fitting = next((name for name, size in by_size if total <= size * _RESERVE), "none of these")
         bar = "▒" * min(base, filled) + "█" * max(0, filled - base)
         print(f"{count:>9,}  {bar:<{BAR_WIDTH}}  {_gb(total):>9}  {fitting}")
+
+
+def _svg(name: str, sizes: list[KvSizes], weights_bytes: int, requests: int, memory_gb: float | None) -> str:
+    """Lines of memory against requests at once; formats of one size share a line."""
+    from millrace.load.svg import Line, plot, svg_file
+
+    names: dict[int, list[str]] = {}
+    for one in sizes:
+        names.setdefault(one.bytes_per_request, []).append(one.kv_dtype)
+    counts = [float(round(requests * share / 8)) for share in range(9)]
+    lines = [
+        Line(", ".join(formats), counts, [(weights_bytes + count * size) / 1e9 for count in counts])
+        for size, formats in sorted(names.items(), reverse=True)
+    ]
+    if memory_gb:
+        lines.append(Line(f"{_RESERVE:.0%} of {memory_gb:g} GB", counts, [memory_gb * _RESERVE] * len(counts)))
+    return svg_file(plot(f"Memory of weights and KV, {name}", lines, "requests at once", "GB"))
 
 
 def _gb(num_bytes: float) -> str:

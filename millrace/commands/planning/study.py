@@ -26,7 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from millrace.simulate.studies.scheduling import STUDIES, page, svg_file
+    from millrace.load.svg import svg_file
+    from millrace.simulate.studies.scheduling import STUDIES, page
 
     if not args.name:
         for name, study in STUDIES.items():

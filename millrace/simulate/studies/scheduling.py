@@ -231,8 +231,3 @@ def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}"
     return str(value)
-
-
-def svg_file(drawn: str) -> str:
-    """A plot as a file of its own."""
-    return drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" style="background:white" ', 1) + "\n"
