@@ -27,6 +27,8 @@ HOLD_OUT_EVERY = 3
 """One run in so many is held out of the fit."""
 DECODE_STEPS = 16
 """Tokens of each request of a case that decodes."""
+MOST_ROWS = 256
+"""Of a case. A machine with little memory or time measures fewer."""
 SMALLEST_RATE = 1e-13
 HUBER = 1.5
 """Steps further from the fit than so many robust standard deviations count less: other work disturbed them."""
@@ -66,9 +68,15 @@ def cases_of(engine: RealEngine) -> list[Case]:
     budget, room = settings.token_budget, min(plan.max_context, plan.kv_tokens) - DECODE_STEPS - 1
     prompts = [length for length in (16, 64, budget // 2, budget, 3 * budget) if 1 < length <= room]
     found = [Case(1, length, 2) for length in prompts]
-    most_rows = min(settings.max_running, 64, plan.kv_tokens // (32 + DECODE_STEPS))
-    rows = [count for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if count <= most_rows]
+    most_rows = min(settings.max_running, MOST_ROWS, plan.kv_tokens // (32 + DECODE_STEPS))
+    rows = [count for count in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256) if count <= most_rows]
     found += [Case(count, 16, DECODE_STEPS) for count in rows]
+    for count in (16, 64, 256):
+        # Their prompts fill several steps; the answers are long enough for all rows to decode together in the end.
+        length = min(1024, room // 2)
+        num_output = count * length // (settings.mixed_budget or budget) + 2 * DECODE_STEPS
+        if count <= most_rows and length + num_output <= room and count * (length + num_output) <= plan.kv_tokens:
+            found.append(Case(count, length, num_output))
     for length in (budget, 3 * budget):
         found += [
             Case(count, length, DECODE_STEPS)

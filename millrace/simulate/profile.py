@@ -73,10 +73,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_profile(name: str) -> Profile:
     """A file, or the name of a profile that comes with Millrace."""
-    path = Path(name).expanduser()
     shipped = resources.files("millrace.simulate").joinpath("profiles", f"{name}.json")
     try:
-        data = shipped.read_bytes() if not path.suffix and shipped.is_file() else path.read_bytes()
+        data = shipped.read_bytes() if name in shipped_profiles() else Path(name).expanduser().read_bytes()
         profile = msgspec.json.decode(data, type=Profile)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(

@@ -17,11 +17,17 @@ from millrace.simulate.simulation import Simulated, collect
 
 
 class RealEngine:
-    """A loaded model. Every run has a scheduler of its own, with an empty cache."""
+    """A loaded model that is warm. Every run has a scheduler of its own, with an empty cache; compiled kernels and
+    graphs stay."""
 
     def __init__(self, config: Config) -> None:
         self.decided, self._runner = build_runner(config)
         self.facts = self._runner.facts
+        self._shapes = make_shape_choice(self.facts.shapes)
+        """Knows which shapes have a graph."""
+        warming = self.replica()
+        while warming.warm_next():
+            pass
 
     def close(self) -> None:
         self.decided.device.close()
@@ -35,7 +41,7 @@ class RealEngine:
             self.facts,
             clock=lambda: time.monotonic() - began,
             sleep=time.sleep,
-            shapes=make_shape_choice(self.facts.shapes),
+            shapes=self._shapes,
             max_context=self.decided.plan.max_context,
             on_step=on_step,
             vocab_size=self.decided.spec.vocab_size,

@@ -154,6 +154,10 @@ class Replica:
             if not self._cycle.advance():
                 self._sleep(min(BLOCKED_WAIT_S, until - self._clock()))
 
+    def warm_next(self) -> bool:
+        """Compiles a kernel or captures a graph. False if nothing is left."""
+        return self._cycle.warm_next()
+
     def take_ended(self) -> list[int]:
         """Requests that ended since the last call."""
         ended, self._ended_since = self._ended_since, []

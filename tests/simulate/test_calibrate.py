@@ -18,11 +18,14 @@ from millrace.config import Config, MemoryConfig, ModelConfig, RunConfig
 from millrace.engine.cycle import Confirmed
 from millrace.errors import MillraceError
 from millrace.plan.pacing.step_time import StepRates
-from millrace.simulate.calibrate import Measured, fit, fit_rates, measure
+from millrace.plan.shapes.table import ShapeFacts
+from millrace.plan.step import CapturePlan
+from millrace.run.facts import RunnerFacts
+from millrace.simulate.calibrate import Case, Measured, cases_of, fit, fit_rates, measure
 from millrace.simulate.check import Compared, compare
 from millrace.simulate.clock import VirtualClock
 from millrace.simulate.priced_runner import PricedRunner
-from millrace.simulate.profile import Profile, read_profile
+from millrace.simulate.profile import Profile, read_profile, shipped_profiles
 from millrace.simulate.real_engine import RealEngine
 from millrace.simulate.replica import Replica
 from millrace.simulate.requests import SimulatedRequest
@@ -127,6 +130,65 @@ def test_a_figure_is_met_within_five_percent_or_the_real_spread() -> None:
     assert Compared("x", 110, 100, 0.2).is_met
     assert Compared("x", 0, 0, 0.0).is_met
     assert not Compared("x", 1, 0, 0.0).is_met
+
+
+def test_an_engine_is_warm_before_its_first_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the first steps of each run compile kernels and capture graphs."""
+
+    class ColdRunner(PricedRunner):
+        facts = RunnerFacts(shapes=ShapeFacts(64, 256, 32, 16, can_capture=True))
+        left_to_build, captured = 3, list[Any]()
+
+        @property
+        def is_built(self) -> bool:  # type: ignore[override]
+            return not self.left_to_build
+
+        def build_next(self) -> None:
+            self.left_to_build -= 1
+
+        def capture(self, plan: CapturePlan) -> bool:
+            self.captured.append(plan.shape)
+            return True
+
+    runner = ColdRunner(PROFILE, VirtualClock(), max_rows=64, block_bytes=1)
+    scheduler = SimulationSettings().scheduler(PROFILE)
+    decided = SimpleNamespace(
+        scheduler=scheduler, plan=SimpleNamespace(max_context=2048), spec=SimpleNamespace(vocab_size=99)
+    )
+    monkeypatch.setattr("millrace.simulate.real_engine.build_runner", lambda config: (decided, runner))
+    engine = RealEngine(Config())
+    assert runner.is_built
+    assert len(runner.captured) == len(set(runner.captured)) > 10
+    for _ in range(2):
+        assert not engine.replica().warm_next()  # Each run knows what is captured.
+
+
+def test_many_rows_and_contexts_are_measured() -> None:
+    large = msgspec.structs.replace(
+        PROFILE, max_running=1024, token_budget=8192, mixed_budget=2048, max_context=131072, kv_tokens=1_000_000
+    )
+
+    def cases(profile: Profile) -> list[Case]:
+        plan = SimpleNamespace(max_context=profile.max_context, kv_tokens=profile.kv_tokens)
+        decided = SimpleNamespace(scheduler=SimulationSettings().scheduler(profile), plan=plan)
+        return cases_of(SimpleNamespace(decided=decided))  # type: ignore[arg-type]
+
+    assert max(case.num_rows for case in cases(large)) == 256
+    assert max(case.num_rows * case.num_prompt for case in cases(large)) == 256 * 1024
+    for profile in (PROFILE, large):
+        for case in cases(profile):
+            assert case.num_rows <= profile.max_running
+            assert case.num_rows * (case.num_prompt + case.num_output) <= profile.kv_tokens
+
+
+@pytest.mark.parametrize("name", shipped_profiles())
+def test_shipped_profiles_are_read_and_could_be_of_a_machine(name: str) -> None:
+    profile = read_profile(name)
+    assert min(profile.rates.column()) > 0
+    # 16 bits for each of 8 billion weights, and the FLOPs of a pair: faster than an H200 can be, a unit is wrong.
+    assert 16e9 / 4.8e12 < profile.rates.step_s < 0.1
+    assert profile.rates.prompt_token_s > 16e9 / 990e12
+    assert profile.rates.pair_s > 4 * 4096 * 32 / 990e12
 
 
 @pytest.fixture
