@@ -21,6 +21,7 @@ from millrace.gateway.upstream import new_session
 from millrace.model_router.router import AUTO
 from millrace.serve.api_routes import ERROR_BODIES, error_body_for
 from millrace.serve.app import BACKLOG, CLOSE_GRACE_S, KEEP_ALIVE_S, allow_many_connections, listening_socket
+from millrace.serve.describe.tracing import traced
 from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.http.connection import FrontRunner
 from millrace.serve.http.error_bodies import error_response, from_aiohttp
@@ -34,7 +35,9 @@ _POLL_S = 0.05
 
 
 def build_app(state: GatewayState, fleet_file: Path | None = None) -> web.Application:
-    app = web.Application(middlewares=[guard, refuse_cross_site(()), authorise(lambda: state.keyring)])
+    app = web.Application(
+        middlewares=[traced(state.spans), guard, refuse_cross_site(()), authorise(lambda: state.keyring)]
+    )
     app[STATE] = state
 
     async def watched(app: web.Application) -> AsyncIterator[None]:
@@ -43,11 +46,14 @@ def build_app(state: GatewayState, fleet_file: Path | None = None) -> web.Applic
         followers = [asyncio.create_task(expire_leases(state))]
         if fleet_file is not None:
             followers.append(asyncio.create_task(follow_file(state, fleet_file)))
+        if state.spans is not None:
+            followers.append(asyncio.create_task(state.spans.run()))
         if state.settings.discover:
             followers.append(asyncio.create_task(follow_dns(state, state.settings.discover)))
         yield
         for follower in followers:
             follower.cancel()
+        await asyncio.gather(*followers, return_exceptions=True)  # The last spans are sent.
         state.learner.close()
         if state.shadow is not None:
             state.shadow.close()

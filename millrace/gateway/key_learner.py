@@ -12,6 +12,7 @@ from millrace.gateway.routing.block_keys import block_keys
 from millrace.gateway.routing.request_facts import RequestFacts
 from millrace.gateway.upstream import LOST, own_headers
 from millrace.gateway.watch import Watch
+from millrace.serve.tenancy.cache_scope import salted
 
 MAX_AT_ONCE = 4
 """Further prompts are not learnt: the gateway's memory of what it sent decides for them."""
@@ -27,18 +28,20 @@ class KeyLearner:
         self._watch = watch
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def learn(self, replica: Replica, facts: RequestFacts, headers: dict[str, str]) -> None:
-        """`replica` has just computed the prompt. `headers`: the client's credentials."""
+    def learn(self, replica: Replica, facts: RequestFacts, salt: str, headers: dict[str, str]) -> None:
+        """`replica` has just computed the prompt under `salt`. `headers`: the client's credentials."""
         question, prefixes = _question(facts), self._watch.fleet.prefixes
         if question is None or prefixes.knows_keys(facts.asked.chain) or len(self._tasks) >= MAX_AT_ONCE:
             return
         if self._watch.block_tokens.get(replica.name) and prefixes.held_by(replica.name) is not None:
-            task = asyncio.get_running_loop().create_task(self._ask(replica, facts, question, headers))
+            task = asyncio.get_running_loop().create_task(
+                self._ask(replica, facts, question, _salt(facts, salt), headers)
+            )
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _ask(
-        self, replica: Replica, facts: RequestFacts, question: dict[str, Any], headers: dict[str, str]
+        self, replica: Replica, facts: RequestFacts, question: dict[str, Any], salt: bytes, headers: dict[str, str]
     ) -> None:
         fleet, block = self._watch.fleet, self._watch.block_tokens[replica.name]
         url = replica.settings.url + "/tokenize"
@@ -54,7 +57,7 @@ class KeyLearner:
                 tokens = msgspec.json.decode(await answer.read(), type=_Tokenized).tokens
         except (*LOST, msgspec.DecodeError):
             return
-        keys, held = block_keys(tokens, block, _salt(facts)), fleet.prefixes.held_by(replica.name)
+        keys, held = block_keys(tokens, block, salt), fleet.prefixes.held_by(replica.name)
         # A prompt that was salted or rendered otherwise has other keys; then memory is better than these.
         if held is not None and keys and keys[-1] in held:
             fleet.prefixes.learn_keys(facts.asked.chain, facts.prompt_bytes, len(tokens), keys, block)
@@ -64,9 +67,9 @@ class KeyLearner:
             task.cancel()
 
 
-def _salt(facts: RequestFacts) -> bytes:
-    salt = facts.body.get("cache_salt")
-    return salt.encode(errors="replace") if isinstance(salt, str) else b""
+def _salt(facts: RequestFacts, salt: str) -> bytes:
+    given = facts.body.get("cache_salt")
+    return salted(salt, given if isinstance(given, str) else "").encode(errors="replace")
 
 
 def _question(facts: RequestFacts) -> dict[str, Any] | None:

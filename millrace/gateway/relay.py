@@ -28,6 +28,7 @@ from millrace.gateway.upstream import (
     passed_headers,
 )
 from millrace.serve.anthropic.write import stream_error
+from millrace.serve.http.app_keys import EXTRA_HEADERS
 from millrace.serve.http.connection import FrontProtocol
 from millrace.serve.http.error_bodies import error_body
 from millrace.serve.http.event_stream import EventStream, comment
@@ -60,7 +61,9 @@ async def relay_whole(sender: Sender, raw: bytes, begun: Opened | None = None) -
         try:
             body = await opened.response.read()
         except LOST as error:
-            sender.note_failure(opened.replica, f"lost in its answer: {error}", counts=not opened.attempt.aborted)
+            sender.note_failure(
+                opened.replica, opened.attempt, f"lost in its answer: {error}", counts=not opened.attempt.aborted
+            )
             continue
         finally:
             opened.close()
@@ -169,7 +172,7 @@ class StreamRelay:
                 return "its answer broke off"
         except LOST as error:
             reason = attempt.aborted or str(error) or type(error).__name__
-            self._sender.note_failure(replica, reason, counts=not attempt.aborted and not was_slow)
+            self._sender.note_failure(replica, attempt, reason, counts=not attempt.aborted and not was_slow)
             return reason
         return ""
 
@@ -202,7 +205,7 @@ class StreamRelay:
             request_id=self._sender.request_id,
             limit_bytes=self._sender.fleet.settings.stream_buffer_kb * 1024,
             media_type=media_type,
-            headers={**headers, REPLICA_HEADER: opened.replica.name},
+            headers={**headers, **self._request.get(EXTRA_HEADERS, {}), REPLICA_HEADER: opened.replica.name},
         )
 
     async def _until_read(self, out: EventStream) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from millrace.gateway.routing.candidates import Asked
 from millrace.gateway.routing.health import Health, HealthLimits
 from millrace.gateway.settings import ReplicaSettings, replica_name
+from millrace.observe.tracing.otlp import Span
 
 MIN_TOKEN_SAMPLES = 20
 KEPT_EJECTIONS = 8
@@ -52,6 +53,12 @@ class OpenAttempt:
     """Why the gateway gave it up, if it did."""
     num_frames: int = 0
     last_frame_at: float = 0.0
+    span: Span | None = None
+    """Of the decision that sent it there, if spans are exported."""
+
+    def failed(self, reason: str) -> None:
+        if self.span is not None:
+            self.span.error = reason
 
     def give_up(self, reason: str) -> None:
         if not self.aborted:
@@ -116,6 +123,8 @@ class Replica:
         if attempt in self.attempts:
             self.attempts.remove(attempt)
             self.own_tokens -= attempt.work_tokens
+            if attempt.span is not None:
+                attempt.span.end_ns = time.time_ns()
 
     def takes(self, model: str) -> bool:
         """An unknown model goes anywhere: the replica's own error says what there is."""

@@ -16,7 +16,6 @@ from millrace.gateway.limits.usage import UsageReader
 from millrace.gateway.relay import ClientGone, StreamRelay, outcome_of, refusal_answer, relay_whole
 from millrace.gateway.replica import Replica
 from millrace.gateway.routing.candidates import Asked
-from millrace.gateway.routing.decisions import RequestRecord
 from millrace.gateway.routing.request_facts import EMBEDDING, GENERATING, RequestFacts, facts_of
 from millrace.gateway.state import STATE, GatewayState
 from millrace.gateway.upstream import (
@@ -33,6 +32,7 @@ from millrace.model_router.router import AUTO
 from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.http.body import read_body
 from millrace.serve.http.ids import REQUEST_ID_HEADER
+from millrace.serve.tenancy.cache_scope import SALT_HEADER
 from millrace.serve.tenancy.owner import owner_of, tenant_of
 
 _STORED = re.compile(r"^/v1/(?:responses|chat/completions|conversations|files|batches|requests)/(?P<id>[^/]+)(?:/.*)?$")
@@ -84,6 +84,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     facts = facts_of(request.path, raw, request.headers, request_id, tenant, state.settings.long_tokens)
     record = state.fleet.decisions.begin(request_id, tenant)
     sender = Sender(state.fleet, state.session, request, request_id, facts, record)
+    sender.salt = state.salt_of(tenant_of(request))
     sender.only = await _home_of(state, request, facts.stored_id) if facts.stored_id else ""
     state.num_open += 1
     used = Used()
@@ -92,7 +93,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         try:
             raw = await _with_chosen_model(state, sender, tenant, raw)
             answer = await _answered(state, sender, raw, used)
-            _learn(state, request, sender.facts, record, answer)
+            _learn(state, sender, answer)
             return answer
         except ClientGone:
             return web.Response(status=499)
@@ -165,7 +166,7 @@ def _note_rollout(
         group = state.shadow.settings.group
         copies = [one for one in state.fleet.open_replicas() if one.settings.group == group]
         whole = answer.body if isinstance(answer, web.Response) and isinstance(answer.body, bytes) else b""
-        headers = replica_headers(state, sender.request)
+        headers = replica_headers(state, sender.request) | ({SALT_HEADER: sender.salt} if sender.salt else {})
         took_s = state.fleet.clock() - began
         state.shadow.copy(copies, sender.request.path, facts.body, headers, sender.request_id, took_s, whole)
 
@@ -182,14 +183,12 @@ def _count(state: GatewayState, sender: Sender, first_s: float) -> None:
         metrics.first_byte.observe(first_s)
 
 
-def _learn(
-    state: GatewayState, request: web.Request, facts: RequestFacts, record: RequestRecord, answer: web.StreamResponse
-) -> None:
+def _learn(state: GatewayState, sender: Sender, answer: web.StreamResponse) -> None:
     """What an answer says about its replica: what is stored there, and what is cached."""
-    replica = state.fleet.replicas.get(record.decisions[-1].choice.replica)
+    replica = state.fleet.replicas.get(sender.record.decisions[-1].choice.replica)
     if replica is not None and answer.status == 200:
         _note_home(state, replica.name, answer)
-        state.learner.learn(replica, facts, replica_headers(state, request))
+        state.learner.learn(replica, sender.facts, sender.salt, replica_headers(state, sender.request))
 
 
 def _note_home(state: GatewayState, replica: str, answer: web.StreamResponse) -> None:
@@ -208,6 +207,7 @@ async def pass_on(request: web.Request) -> web.StreamResponse:
     facts = facts_of(request.path, raw, request.headers, request_id, owner_of(request), state.settings.long_tokens)
     record = state.fleet.decisions.begin(request_id, owner_of(request))
     sender = Sender(state.fleet, state.session, request, request_id, facts, record)
+    sender.salt = state.salt_of(tenant_of(request))
     stored = _STORED.match(request.path)
     stored_id = stored["id"] if stored and stored["id"] not in _FIXED else facts.stored_id
     if stored_id:

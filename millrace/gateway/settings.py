@@ -37,6 +37,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     region: str = ""
     keys_file: str = ""
     """API keys that clients need here. Without it their keys go on to the replicas."""
+    share_prefixes: bool = False
+    """Let tenants of the keys file share cached prefixes, unless their `private_cache` says otherwise."""
     replica_key: str = ""
     """API key that replicas get instead of the client's."""
     gateway_key: str = ""
@@ -62,6 +64,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     long_tokens: int = 32_768
     """Requests of this many prompt and output tokens, and those of priority batch, are long jobs."""
     decision_log: str = ""
+    otlp_url: str = ""
+    """OTLP/HTTP receiver of a span per request and per routing decision."""
     limits_store: str = ""
     """Where gateways share quotas and budgets: sqlite:PATH or redis://HOST:PORT; empty: each counts its own."""
     router: RouterSettings | None = None

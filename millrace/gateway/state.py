@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import OrderedDict
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from millrace.gateway.metrics import GatewayMetrics
 from millrace.gateway.rollout.shadow import Shadow
 from millrace.gateway.settings import GatewaySettings
 from millrace.gateway.watch import Watch
-from millrace.serve.tenancy.keyring import Keyring
+from millrace.observe.tracing.exporter import SpanExporter
+from millrace.serve.tenancy.cache_scope import gateway_salt
+from millrace.serve.tenancy.keyring import Keyring, Tenant
 
 MAX_HOMES = 65_536
 
@@ -45,11 +48,18 @@ class GatewayState:
         self.limits = Limits(store_named(settings.limits_store))
         self.auto = AutoModel(settings.router, fleet, self.limits) if settings.router is not None else None
         self.shadow: Shadow | None = None
+        self.spans = SpanExporter(settings.otlp_url) if settings.otlp_url else None
         self.metrics = GatewayMetrics(fleet, self.limits)
         self.homes = Homes()
         self.keyring = Keyring(Path(settings.keys_file)) if settings.keys_file else None
+        secret = settings.gateway_key or settings.replica_key or secrets.token_hex()
+        self._salt_secret = secret.encode()
         self.is_draining = False
         self.num_open = 0
+
+    def salt_of(self, tenant: Tenant) -> str:
+        """What keeps the tenant's cached prefixes apart at replicas. Gateways with the same key send the same."""
+        return gateway_salt(tenant, self._salt_secret, share_prefixes=self.settings.share_prefixes)
 
 
 STATE = web.AppKey("gateway", GatewayState)

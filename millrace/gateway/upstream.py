@@ -13,10 +13,13 @@ from multidict import CIMultiDict
 from millrace.gateway.fleet import Fleet, NoReplica
 from millrace.gateway.frames import BrokenFrame
 from millrace.gateway.replica import OpenAttempt, Replica
-from millrace.gateway.routing.decisions import RequestRecord
+from millrace.gateway.routing.decisions import RequestRecord, decision_span
 from millrace.gateway.routing.request_facts import RequestFacts
 from millrace.gateway.settings import GatewaySettings
+from millrace.observe.tracing.context import TRACEPARENT
+from millrace.serve.http.app_keys import TRACE
 from millrace.serve.http.ids import REQUEST_ID_HEADER
+from millrace.serve.tenancy.cache_scope import SALT_HEADER
 
 RESUME_HEADER = "X-Millrace-Resume"
 RESUME_TOKENS_HEADER = "X-Millrace-Resume-Tokens"
@@ -26,7 +29,7 @@ _NOT_PASSED = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding"}
     | {"upgrade", "host", "content-length", "accept-encoding", "expect", "date", "server"}
     | {REQUEST_ID_HEADER.lower(), RESUME_HEADER.lower(), RESUME_TOKENS_HEADER.lower(), "x-millrace-front"}
-    | {GATEWAY_KEY_HEADER.lower(), "forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip"}
+    | {GATEWAY_KEY_HEADER.lower(), SALT_HEADER.lower(), "forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip"}
 )
 """Headers of one connection, and those that the gateway sets itself."""
 RETRIED = frozenset({429, 502, 503, 504})
@@ -114,6 +117,8 @@ class Sender:
     """Since the request came, or since its stream was last lost."""
     only: str = ""
     """The replica that holds what the request refers to."""
+    salt: str = ""
+    """Keeps the tenant's prefixes apart at replicas, which do not know tenants of the gateway."""
     path: str = ""
     """Where replicas are asked, if not where the client asked."""
 
@@ -149,7 +154,7 @@ class Sender:
             refusal = None
         finally:
             opened.close()
-        self.note_failure(replica, f"it answered {status}", counts=status != 429)
+        self.note_failure(replica, opened.attempt, f"it answered {status}", counts=status != 429)
         return refusal
 
     async def _open_hedged(self, payload: PayloadFor, cause: str) -> Opened | str:
@@ -191,6 +196,7 @@ class Sender:
         excluded = self.tried if not self.only else {name for name in self.fleet.replicas if name != self.only}
         replica, attempt = self.fleet.choose(self.facts.asked, self.record, excluded=excluded, cause=cause)
         self.tried.add(replica.name)
+        attempt.span = decision_span(self.request.get(TRACE), self.record.decisions[-1])
         content = payload(replica)
         if content is None:
             replica.remove(attempt)
@@ -199,7 +205,7 @@ class Sender:
             response = await self._send(replica, attempt, content)
         except LOST as error:
             replica.remove(attempt)
-            self.note_failure(replica, _why(error), counts=not isinstance(error, ReplicaLost))
+            self.note_failure(replica, attempt, _why(error), counts=not isinstance(error, ReplicaLost))
             return _why(error)
         except BaseException:
             replica.remove(attempt)
@@ -212,6 +218,10 @@ class Sender:
         for name, value in content.headers:
             headers.add(name, value)
         headers.update(own_headers(self.fleet.settings))
+        if self.salt and replica.is_millrace:
+            headers[SALT_HEADER] = self.salt
+        if attempt.span is not None:
+            headers[TRACEPARENT] = self.request[TRACE].context.header_for(attempt.span.span_id)
         if self.fleet.settings.replica_key:
             headers.pop("X-Api-Key", None)
         task = asyncio.ensure_future(
@@ -234,7 +244,8 @@ class Sender:
         attempt.abort = response.close
         return response
 
-    def note_failure(self, replica: Replica, reason: str, *, counts: bool = True) -> None:
+    def note_failure(self, replica: Replica, attempt: OpenAttempt, reason: str, *, counts: bool = True) -> None:
+        attempt.failed(reason)
         self.record.notes.append(f"{replica.name}: {reason}")
         replica.num_failed += 1
         if counts and self.fleet.rollout is not None:

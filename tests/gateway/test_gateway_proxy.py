@@ -15,6 +15,7 @@ from helpers.waiting import until
 from millrace.bench.gateway.null_replica import MODEL, NullReplica, answer_text
 from millrace.errors import ConfigError
 from millrace.gateway.settings import ReplicaSettings
+from millrace.serve.tenancy.cache_scope import SALT_HEADER
 from millrace.serve.tenancy.keyring import DIGEST_PREFIX, digest_of
 
 pytestmark = pytest.mark.live
@@ -113,6 +114,10 @@ def test_keys_are_checked_here_and_replaced() -> None:
             key = {"Authorization": "Bearer outer"}
             assert (await gateway.post("/v1/completions", {"prompt": "x"}, headers=key))[0] == 200
             assert replica.headers[-1]["Authorization"] == "Bearer inner"
+            sent = replica.headers[-1][SALT_HEADER]
+            given = {**key, SALT_HEADER: "of another tenant"}
+            assert (await gateway.post("/v1/completions", {"prompt": "x"}, headers=given))[0] == 200
+            assert replica.headers[-1][SALT_HEADER] == sent, "not what the client says"
             assert (await gateway.get("/v1/fleet", headers=key))[0] == 403, "it is not an operator's key"
 
     import tempfile

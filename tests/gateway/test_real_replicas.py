@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
-from helpers.gateways import gateway_over
+from helpers.gateways import GatewayUnderTest, gateway_over
 from helpers.served import Served, serving
 from helpers.tiny_server import NAME, tiny_options
+from helpers.waiting import until
 
+from millrace.gateway.routing.prefix_map import chain_of
 from millrace.gateway.settings import ReplicaSettings
+from millrace.serve.tenancy.keyring import DIGEST_PREFIX, digest_of
 
 pytestmark = pytest.mark.live
 
@@ -88,5 +92,34 @@ def test_errors_stored_things_and_explanations(served: Served) -> None:
             status, found = await gateway.post("/tokenize", {"model": NAME, "prompt": "Once"})
             assert (status, len(found["tokens"]) > 0) == (200, True)
             assert (await gateway.get("/v1/nothing"))[0] == 404
+
+    asyncio.run(check())
+
+
+async def cached_tokens(gateway: GatewayUnderTest, tenant: str, prompt: str) -> int:
+    body = {"model": NAME, "prompt": prompt, "max_tokens": 1}
+    status, answer = await gateway.post("/v1/completions", body, headers={"Authorization": f"Bearer {tenant}"})
+    assert status == 200, answer
+    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+
+@pytest.mark.parametrize(("shares", "found"), [(False, False), (True, True)])
+def test_tenants_of_a_gateway_share_no_prefixes(served: Served, tmp_path: Path, shares: bool, found: bool) -> None:
+    """The replica has no keys: it does not know them."""
+    keys = tmp_path / "keys.toml"
+    digests = {name: DIGEST_PREFIX + digest_of(name).hex() for name in ("ann", "bob")}
+    keys.write_text("".join(f'[tenants.{name}]\nkeys = ["{digest}"]\n' for name, digest in digests.items()))
+    prompt = f"{shares} " + "the same words again " * 20
+
+    async def check() -> None:
+        replica = ReplicaSettings(f"http://127.0.0.1:{served.port}", name="real")
+        async with gateway_over(replica, keys_file=str(keys), share_prefixes=shares) as gateway:
+            assert await cached_tokens(gateway, "ann", prompt) == 0
+            own = await cached_tokens(gateway, "ann", prompt)
+            assert own > 0, "a tenant's own prefixes are found"
+            assert (await cached_tokens(gateway, "bob", prompt) > 0) == found
+            if not shares:
+                chain = chain_of(msgspec.json.encode(prompt), f"{NAME}\0ann".encode())
+                await until(lambda: gateway.state.fleet.prefixes.knows_keys(chain))  # Salted ones, from events.
 
     asyncio.run(check())

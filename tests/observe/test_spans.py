@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import msgspec
 import pytest
+from helpers.span_receiver import SpanReceiver, receiving_spans
 from helpers.waiting import LIMIT_S
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from serve.front_under_test import MODEL, Front, endless, running_front
@@ -30,44 +29,14 @@ UNSAMPLED = "00-0af7651916cd43dd8448eb211c80319d-b7ad6b7169203331-00"
 pytestmark = pytest.mark.live
 
 
-class Receiver(HTTPServer):
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.spans: list[Any] = []
-        self.status = 200
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Receiver
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.server.status == 200:
-            assert self.path == "/v1/traces"
-            assert self.headers["Content-Type"] == "application/x-protobuf"
-            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-                for scope in resource.scope_spans:
-                    self.server.spans += scope.spans
-        self.send_response(self.server.status)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *args: object) -> None:
-        pass
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[SpanReceiver]:
+    with receiving_spans() as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
-def receiver() -> Iterator[Receiver]:
-    server = Receiver()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-
-
-@pytest.fixture(scope="module")
-def front(receiver: Receiver) -> Iterator[Front]:
+def front(receiver: SpanReceiver) -> Iterator[Front]:
     url = f"http://127.0.0.1:{receiver.server_port}"
     config = replace(Config(), server__port=0, observe__otlp_url=url)
     with pytest.MonkeyPatch.context() as patch, running_front(endless, config=config, step_s=0.002) as running:
@@ -83,7 +52,7 @@ def body(**more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_stages_are_children_of_a_span_in_the_callers_trace(front: Front, receiver: Receiver, stream: bool) -> None:
+def test_stages_are_children_of_a_span_in_the_callers_trace(front: Front, receiver: SpanReceiver, stream: bool) -> None:
     receiver.spans.clear()
     reply = post(front.port, CHAT, body(stream=stream), {"traceparent": PARENT, "tracestate": "vendor=1"})
     eventually(lambda: len(receiver.spans) >= 5, LIMIT_S)
@@ -119,7 +88,7 @@ def test_stages_are_children_of_a_span_in_the_callers_trace(front: Front, receiv
     ],
 )
 def test_a_span_says_what_was_asked_of_whom(
-    front: Front, receiver: Receiver, path: str, fields: dict[str, Any], operation: str
+    front: Front, receiver: SpanReceiver, path: str, fields: dict[str, Any], operation: str
 ) -> None:
     receiver.spans.clear()
     post(front.port, path, {"model": MODEL, **fields})
@@ -130,7 +99,7 @@ def test_a_span_says_what_was_asked_of_whom(
     assert attributes["gen_ai.provider.name"].string_value == "millrace"
 
 
-def test_errors_have_a_span_and_unsampled_traces_have_none(front: Front, receiver: Receiver) -> None:
+def test_errors_have_a_span_and_unsampled_traces_have_none(front: Front, receiver: SpanReceiver) -> None:
     receiver.spans.clear()
     post(front.port, CHAT, body(), {"traceparent": UNSAMPLED})
     assert get(front.port, "/health").status == 200
@@ -146,7 +115,7 @@ def pass_rounds(front: Front) -> None:
     asyncio.run_coroutine_threadsafe(asyncio.sleep(0.1), front.loop).result(LIMIT_S)
 
 
-def test_steps_have_spans_and_none_twice(receiver: Receiver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_have_spans_and_none_twice(receiver: SpanReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("millrace.serve.describe.tracing.STEPS_EVERY_S", 0.02)
     monkeypatch.setattr(exporter_module, "FLUSH_EVERY_S", 0.02)
     asked: list[int] = []
@@ -189,7 +158,7 @@ def test_steps_have_spans_and_none_twice(receiver: Receiver, monkeypatch: pytest
     assert numbers == list(range(1, len(numbers) + 1)), "every step once"
 
 
-def test_a_receiver_that_fails_costs_spans_only(front: Front, receiver: Receiver) -> None:
+def test_a_receiver_that_fails_costs_spans_only(front: Front, receiver: SpanReceiver) -> None:
     exporter = front.state.spans
     assert exporter is not None
     receiver.status = 400

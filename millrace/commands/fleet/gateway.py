@@ -36,6 +36,7 @@ _OPTIONS: dict[str, tuple[type, str]] = {
     "limits_store": (str, "share quotas and budgets with other gateways: sqlite:PATH or redis://HOST:PORT"),
     "discover": (str, "HOST:PORT whose addresses in DNS are replicas"),
     "decision_log": (str, "write every routing decision to this file"),
+    "otlp_url": (str, "send spans of requests and routing decisions to this OTLP/HTTP receiver"),
     "max_attempts": (int, "replicas that a request may try before its first token (default: 3)"),
     "probe_s": (float, "seconds between two looks at a replica (default: 1)"),
     "probe_timeout_s": (float, "seconds in which a replica must answer a probe (default: 5)"),
@@ -49,6 +50,11 @@ _OPTIONS: dict[str, tuple[type, str]] = {
     "drain_s": (float, "seconds that open requests may take after SIGTERM (default: 30)"),
 }
 
+_SWITCHES = {
+    "reuse_port": "let several gateways of this machine share the port",
+    "share_prefixes": "let tenants of --keys-file share cached prefixes",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", nargs="*", metavar="replay LOG", help="route the requests of a decision log again")
@@ -59,9 +65,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (kind, text) in _OPTIONS.items():
         metavar = {int: "N", float: "X", str: "TEXT"}[kind]
         parser.add_argument("--" + name.replace("_", "-"), type=kind, metavar=metavar, help=text)
-    parser.add_argument(
-        "--reuse-port", action="store_true", default=None, help="let several gateways of this machine share the port"
-    )
+    for name, text in _SWITCHES.items():
+        parser.add_argument("--" + name.replace("_", "-"), action="store_true", default=None, help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
     from_file, replicas = read_fleet(args.config) if args.config is not None else ({}, ())
     given: dict[str, Any] = {
-        name: getattr(args, name) for name in (*_OPTIONS, "reuse_port") if getattr(args, name) is not None
+        name: getattr(args, name) for name in (*_OPTIONS, *_SWITCHES) if getattr(args, name) is not None
     }
     settings = gateway_settings(from_file, given)
     replicas += parse_replicas(args.replicas)

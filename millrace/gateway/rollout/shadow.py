@@ -17,6 +17,7 @@ import msgspec
 from millrace.errors import BadRequest
 from millrace.gateway.replica import Replica
 from millrace.gateway.rollout.canary import place_of
+from millrace.serve.tenancy.cache_scope import SALT_HEADER
 
 MAX_OPEN = 16
 TIMEOUT_S = 300.0
@@ -71,6 +72,8 @@ class Shadow:
         answer: bytes,
     ) -> None:
         copied = {**body, "stream": False, **({"store": False} if "store" in body or path == "/v1/responses" else {})}
+        if not replica.is_millrace:
+            headers = {name: value for name, value in headers.items() if name != SALT_HEADER}
         began = time.monotonic()
         self.num_sent += 1
         try:

@@ -13,6 +13,8 @@ import msgspec
 from millrace.errors import ConfigError
 from millrace.gateway.routing.candidates import Asked, Candidate, Choice, Moment
 from millrace.model_router.router import Decision as ModelChoice
+from millrace.observe.tracing.otlp import Span
+from millrace.observe.tracing.request_trace import RequestTrace
 
 log = logging.getLogger("millrace.gateway")
 MAX_KEPT = 4096
@@ -30,6 +32,25 @@ class Decision(msgspec.Struct, frozen=True):
     """0 for the first replica of a request."""
     cause: str = "new"
     """new, retry, resume or hedge."""
+
+
+def decision_span(trace: RequestTrace | None, decision: Decision) -> Span | None:
+    """A span of the request's trace for what follows from the decision: the time until that replica is done."""
+    if trace is None:
+        return None
+    chosen = next(one for one in decision.candidates if one.name == decision.choice.replica)
+    return trace.call(
+        "route",
+        {
+            "millrace.route.policy": decision.policy,
+            "millrace.route.cause": decision.cause,
+            "millrace.route.replica": chosen.name,
+            "millrace.route.reason": decision.choice.reason,
+            "millrace.route.candidates": tuple(one.name for one in decision.candidates),
+            "millrace.route.matched_tokens": chosen.matched_tokens,
+            "millrace.route.outstanding_tokens": chosen.outstanding_tokens,
+        },
+    )
 
 
 class Outcome(msgspec.Struct, frozen=True):

@@ -22,7 +22,11 @@ class TraceContext:
 
     @property
     def header(self) -> str:
-        return f"00-{self.trace_id.hex()}-{self.span_id.hex()}-{int(self.is_sampled):02x}"
+        return self.header_for(self.span_id)
+
+    def header_for(self, span_id: bytes) -> str:
+        """The header that makes another server's span a child of this span."""
+        return f"00-{self.trace_id.hex()}-{span_id.hex()}-{int(self.is_sampled):02x}"
 
 
 def enter_context(traceparent: str | None, tracestate: str | None) -> TraceContext:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 Value = str | bool | int | float | tuple[str, ...]
-INTERNAL, SERVER = 1, 2
+INTERNAL, SERVER, CLIENT = 1, 2, 3
 """Span kinds."""
 KEPT = 4096
 """Encoded texts and attributes that are kept."""

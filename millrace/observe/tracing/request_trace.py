@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from millrace.link.messages import Finish
 from millrace.observe.tracing.context import TraceContext
-from millrace.observe.tracing.otlp import SERVER, Span, Value
+from millrace.observe.tracing.otlp import CLIENT, SERVER, Span, Value
 
 
 @dataclass(slots=True)
@@ -17,6 +17,17 @@ class RequestTrace:
     began: float = field(default_factory=time.monotonic)
     attributes: dict[str, Value] = field(default_factory=dict)
     _stages: list[tuple[str, float, float, dict[str, Value]]] = field(default_factory=list)
+
+    _calls: list[Span] = field(default_factory=list)
+
+    def call(self, name: str, attributes: dict[str, Value]) -> Span:
+        """A question to another server begins. The caller sets its end, or it ends with the request."""
+        context = self.context
+        span = Span(
+            context.trace_id, secrets.token_bytes(8), context.span_id, name, time.time_ns(), 0, CLIENT, attributes
+        )
+        self._calls.append(span)
+        return span
 
     def add_sequence(self, index: int, finish: Finish, received: float, submitted: float) -> None:
         """Stages of an ended sequence. Times are on `time.monotonic`."""
@@ -72,4 +83,6 @@ class RequestTrace:
             )
             for index, (stage, start, end, attributes) in enumerate(self._stages)
         ]
-        return [root, *children]
+        for call in self._calls:
+            call.end_ns = call.end_ns or root.end_ns
+        return [root, *children, *self._calls]

@@ -20,7 +20,7 @@ from millrace.serve.generate.generation import Generation
 from millrace.serve.generate.prompts import check_writes
 from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.state import FrontState
-from millrace.serve.tenancy.cache_scope import scope_of
+from millrace.serve.tenancy.cache_scope import SALT_HEADER, salted, scope_of
 from millrace.serve.tenancy.keyring import DEFAULT_TENANT, Tenant
 from millrace.serve.tenancy.owner import tenant_of
 from millrace.serve.tenancy.quotas import Reservation, reserve
@@ -39,6 +39,8 @@ def enter(
     if not generation.params.pooling:
         check_writes(state)
     tenant = tenant_of(request)
+    salt = salted(request.headers.get(SALT_HEADER, ""), generation.cache_salt)
+    generation = dataclasses.replace(generation, cache_salt=salt)
     generation = _for_tenant(state, generation, tenant, request[REQUEST_ID], received)
     deadline = min(generation.deadline, header_deadline(request, received))
     num_sequences = len(generation.prompts) * generation.num_sequences
