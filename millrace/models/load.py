@@ -434,10 +434,16 @@ class DecoderBuilder:
                 return StoredLinear(weight, bias)
             return (plain if isinstance(weight, Tensor) else grouped[has_blocks(weight)]).make(weight, bias)
 
-        weights = ExpertWeights(moe.num_experts, self._experts(layout))
+        weights = ExpertWeights(moe.num_experts, self._experts(layout), self._expert_biases(layout))
         is_stored = self.device.type != "cpu" and self._is_grouped(layout.experts[0][0].parts)
-        choice = self.choose("experts", in_features=hidden_size, inner_features=moe.inner_size, stored=is_stored)
-        experts: Experts = choice.make(weights, self.spec.activation, linear)
+        choice = self.choose(
+            "experts",
+            in_features=hidden_size,
+            inner_features=moe.inner_size,
+            stored=is_stored,
+            biased=moe.has_bias or moe.clamp is not None,
+        )
+        experts: Experts = choice.make(weights, moe.clamp or self.spec.activation, linear)
         router = self.linear(layout.router, "router_linear", "linear")
         norms_add = all(self.choices[op].version.name == "triton" for op in ("rms_norm", "add_rms_norm"))
 
@@ -453,6 +459,14 @@ class DecoderBuilder:
         gate_up, down = shared
         own = DenseMlp(self._gated_linear(ops, gate_up), self.summed(self.linear(down, "shared_down_linear")))
         return SharedMlp(mlp, own, None if gate is None else self.linear(gate, "shared_gate_linear", "linear"))
+
+    def _expert_biases(self, layout: MoeLayout) -> tuple[Tensor, Tensor] | None:
+        if not layout.experts[0][0].biases:
+            return None
+        gate_up, down = (
+            torch.stack([self._join(one.biases) for one in own]) for own in zip(*layout.experts, strict=True)
+        )
+        return gate_up, down
 
     def _experts(self, layout: MoeLayout) -> Iterator[tuple[Any, Any]]:
         for gate_up, down in layout.experts:

@@ -117,6 +117,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         decoder_sparse_step=2,
         mlp_only_layers=[1],
     ),
+    "gpt_oss": _sized(
+        "GptOss",
+        num_local_experts=5,
+        num_experts_per_tok=2,
+        sliding_window=6,
+        swiglu_limit=0.4,
+        rope_parameters={**_YARN, "truncate": False},
+    ),
+    "gpt_oss_plain": _sized("GptOss", num_local_experts=4, num_experts_per_tok=4, attention_bias=False, head_dim=20),
     "qwen3_next": _sized("Qwen3Next", **_DELTA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
     "qwen3_next_dense": _sized("Qwen3Next", **_DELTA, num_experts=0, tie_word_embeddings=True),
     "granite_hybrid": _sized("GraniteMoeHybrid", **_MAMBA),
@@ -163,10 +172,9 @@ class StateDictSource:
 
     @classmethod
     def of(cls, model: Any) -> StateDictSource:
-        is_mixtral = model.config.model_type == "mixtral"
         tensors: dict[str, torch.Tensor] = {}
         for name, tensor in model.state_dict().items():
-            for own, part in _as_stored(name, tensor.detach(), is_mixtral):
+            for own, part in _as_stored(name, tensor.detach(), model.config.model_type):
                 tensors[own] = part
         if model.config.tie_word_embeddings:
             tensors.pop("lm_head.weight", None)
@@ -185,17 +193,23 @@ class StateDictSource:
         return self.path
 
 
-def _as_stored(name: str, tensor: torch.Tensor, is_mixtral: bool) -> Iterable[tuple[str, torch.Tensor]]:
+def _as_stored(name: str, tensor: torch.Tensor, model_type: str) -> Iterable[tuple[str, torch.Tensor]]:
     """Experts are stacked in memory and separate in checkpoints."""
     base, _, own = name.rpartition(".")
+    is_mixtral = model_type == "mixtral"
     if is_mixtral:
         base = base.replace(".mlp.", ".block_sparse_moe.")
         name = name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
     if not base.endswith(".experts"):
         return [(name, tensor)]
     gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    end = "bias" if own.endswith("_bias") else "weight"
+    own = own.removesuffix("_bias")
     found = []
     for expert, whole in enumerate(tensor):
-        parts = {gate: whole.chunk(2)[0], up: whole.chunk(2)[1]} if own == "gate_up_proj" else {down: whole}
-        found += [(f"{base}.{expert}.{part}.weight", value.contiguous()) for part, value in parts.items()]
+        if model_type == "gpt_oss" and end == "weight":
+            whole = whole.t()
+        halves = (whole[::2], whole[1::2]) if model_type == "gpt_oss" else whole.chunk(2)
+        parts = {gate: halves[0], up: halves[1]} if own == "gate_up_proj" else {down: whole}
+        found += [(f"{base}.{expert}.{part}.{end}", value.contiguous()) for part, value in parts.items()]
     return found

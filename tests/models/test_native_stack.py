@@ -24,7 +24,7 @@ from millrace.run.table.inputs import last_tokens
 from millrace.sources.resolve import resolve_model
 
 CPU = torch.device("cpu")
-DENSE = [case for case in CASES if "moe" not in case and "mixtral" not in case and case not in HYBRIDS]
+DENSE = [case for case in CASES if case not in HYBRIDS and not any(word in case for word in ("moe", "mixtral", "oss"))]
 
 
 def load(case: str, dtype: torch.dtype) -> Decoder:

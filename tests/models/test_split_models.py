@@ -27,7 +27,7 @@ from millrace.ops.cpp import native as native_module
 from millrace.run.ranks.shared_mesh import SharedMesh
 
 CPU = torch.device("cpu")
-FAMILIES = ("llama_tied", "llama_bias", "qwen3", "gemma2", "mixtral_window", "qwen3_moe_sparse")
+FAMILIES = ("llama_tied", "llama_bias", "qwen3", "gemma2", "mixtral_window", "qwen3_moe_sparse", "gpt_oss")
 TOKENS = random.Random(3).choices(range(VOCAB), k=19)
 SMOL: dict[str, Any] = {
     "model_type": "llama",

@@ -16,18 +16,24 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 FAST = {"batched": BatchedAttention, "native": NativeAttention}
 
 
-def attend(version: Any, case: tuple[torch.Tensor, torch.Tensor, PlainRows], window: int | None = None) -> torch.Tensor:
+def attend(
+    version: Any,
+    case: tuple[torch.Tensor, torch.Tensor, PlainRows],
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     queries, kv, batch = case
-    result: torch.Tensor = version(queries, kv, version.prepare(batch, kv.shape[3], window))
+    result: torch.Tensor = version(queries, kv, version.prepare(batch, kv.shape[3], window), sinks)
     return result
 
 
 def compare(name: str, rows: list[tuple[int, int]], window: int | None = None, **sizes: Any) -> None:
     softcap, scale = sizes.pop("softcap", None), sizes.pop("scale", 0.3)
+    sinks = torch.linspace(-3, 6, sizes["heads"]) if sizes.pop("has_sinks", False) else None
     case = make_attention_case(rows, **sizes)
     arguments = (sizes["heads"], sizes["kv_heads"], sizes["head_dim"], scale, softcap)
-    expected = attend(ReferenceAttention(*arguments), case, window)
-    found = attend(FAST[name](*arguments), case, window)
+    expected = attend(ReferenceAttention(*arguments), case, window, sinks)
+    found = attend(FAST[name](*arguments), case, window, sinks)
     assert found.dtype == expected.dtype
     tolerance = TOLERANCE[sizes["dtype"]]
     torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
@@ -47,6 +53,7 @@ SIZES: dict[str, Any] = {"heads": 6, "kv_heads": 2, "head_dim": 16, "block_size"
     window=None,
     softcap=None,
     dtype=torch.bfloat16,
+    has_sinks=True,
     seed=0,
 )
 @given(
@@ -58,6 +65,7 @@ SIZES: dict[str, Any] = {"heads": 6, "kv_heads": 2, "head_dim": 16, "block_size"
     window=st.sampled_from([None, 1, 2, 7, 64, 65, 1000]),
     softcap=st.sampled_from([None, 2.0, 30.0]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    has_sinks=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_agrees_with_the_reference(
@@ -70,6 +78,7 @@ def test_agrees_with_the_reference(
     window: int | None,
     softcap: float | None,
     dtype: torch.dtype,
+    has_sinks: bool,
     seed: int,
 ) -> None:
     compare(
@@ -82,6 +91,7 @@ def test_agrees_with_the_reference(
         block_size=block_size,
         dtype=dtype,
         softcap=softcap,
+        has_sinks=has_sinks,
         seed=seed,
     )
 
@@ -104,6 +114,21 @@ def test_head_of_256(name: str) -> None:
     sizes = {**SIZES, "head_dim": 256, "heads": 4, "kv_heads": 1}
     compare(name, [(9, 80), (1, 200)], 32, **sizes)
     compare(name, [(9, 80), (1, 200)], 32, **{**sizes, "dtype": torch.bfloat16})
+
+
+def test_a_sink_takes_the_share_of_a_further_key_without_a_value() -> None:
+    """Against softmax over the scores and one more column, as gpt-oss was published."""
+    case = make_attention_case([(5, 9)], **SIZES)
+    queries, kv, batch = case
+    sinks = torch.linspace(-2, 4, 6)
+    keys, values = (part[batch.block_tables[0].long()].transpose(1, 2).flatten(0, 1)[:9] for part in kv)
+    scores = torch.einsum("qhd,khd->hqk", queries, keys.repeat_interleave(3, 1)) * 0.3
+    scores = scores.masked_fill(torch.arange(9) > torch.arange(4, 9)[:, None], float("-inf"))
+    weights = torch.cat([scores, sinks[:, None, None].expand(6, 5, 1)], 2).softmax(2)[:, :, :9]
+    expected = torch.einsum("hqk,khd->qhd", weights, values.repeat_interleave(3, 1)).flatten(1)
+    for version in (ReferenceAttention, *FAST.values()):
+        found = attend(version(6, 2, 16, 0.3), case, sinks=sinks)
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("name", FAST)

@@ -56,6 +56,7 @@ def compare(rows: list[tuple[int, int]], parts: int, held: str = "plain", **chan
     """Rows are (new tokens, tokens before them). The workspace is full of NaN before it is used."""
     sizes = {**SIZES, **changes}
     softcap, scale = sizes.pop("softcap", None), sizes.pop("scale", 0.3)
+    sinks = torch.linspace(-1, 5, sizes["heads"], device=device) if sizes.pop("has_sinks", False) else None
     queries, kv, batch = make_attention_case([(new, known + new) for new, known in rows], device=device, **sizes)
     tolerance = TOLERANCE[sizes["dtype"]]
     if held == "packed":
@@ -64,14 +65,14 @@ def compare(rows: list[tuple[int, int]], parts: int, held: str = "plain", **chan
     arguments = (sizes["heads"], sizes["kv_heads"], sizes["head_dim"], scale, softcap)
     reference, paged = ReferenceAttention(*arguments), PagedAttention(*arguments)
     read = kv if held == "packed" else cache
-    expected = reference(queries, read, reference.prepare(batch, sizes["block_size"], None)).float()
+    expected = reference(queries, read, reference.prepare(batch, sizes["block_size"], None), sinks).float()
     tiled = split(paged, batch, parts)
     # Shared by all layers of a device, and reachable through none of them.
     workspace = paged._split_workspace(torch.device(device))
     workspace.partial.fill_(float("nan"))
     workspace.lse.fill_(float("nan"))
     queries = with_own_keys(queries, kv, batch) if held == "packed" else queries
-    found = paged(queries, cache, paged.prepare(tiled, sizes["block_size"], None)).float()
+    found = paged(queries, cache, paged.prepare(tiled, sizes["block_size"], None), sinks).float()
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
     assert not workspace.lse[: len(queries) * sizes["heads"] * parts].isnan().any(), "a part was not written"
 
@@ -114,6 +115,11 @@ def test_float32_softcap_and_large_scores() -> None:
     compare([(9, 150)], 4, dtype=torch.float32)
     compare([(9, 150)], 4, softcap=5.0, scale=2.0)
     compare([(9, 150)], 4, scale=40.0)
+
+
+@pytest.mark.parametrize("held", FORMATS)
+def test_one_part_has_the_sinks(held: str) -> None:
+    compare([(9, 150), (3, 0)], 4, held, **FORMATS[held], has_sinks=True)
 
 
 def test_windows_and_steps_beyond_the_workspace_are_refused() -> None:

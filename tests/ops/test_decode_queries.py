@@ -55,7 +55,9 @@ class Case:
         heads: int = HEADS,
         kv_heads: int = KV_HEADS,
         head_dim: int = DIM,
+        has_sinks: bool = False,
     ) -> None:
+        self.sinks = torch.linspace(-1, 5, heads, device=device) if has_sinks else None
         self.lengths, self.num_queries, self.window = lengths, queries, window or 0
         rows = [(queries, length) for length in lengths]
         sizes: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "block_size": BLOCK}
@@ -69,7 +71,7 @@ class Case:
     def expected(self, kv: torch.Tensor) -> torch.Tensor:
         """The reference's result over a cache of any format."""
         reference = ReferenceAttention(*self.arguments)
-        return reference(self.queries, kv, reference.prepare(self.given, BLOCK, self.window or None))
+        return reference(self.queries, kv, reference.prepare(self.given, BLOCK, self.window or None), self.sinks)
 
     def check(self, tuning: DecodeTuning, held: str = "plain", **options: Any) -> None:
         workspace, kv = SplitWorkspace(512, self.shape, torch.device(device)), in_format(self.kv, held)
@@ -78,7 +80,7 @@ class Case:
         for _ in range(2):  # the second launch needs counters at zero
             out = torch.full_like(expected, float("nan"))
             decode(self.queries, kv, out, shape=self.shape, workspace=workspace, tuning=tuning, window=self.window,
-                   **options)  # fmt: skip
+                   sinks=self.sinks, **options)  # fmt: skip
             torch.testing.assert_close(out.float(), expected.float(), atol=CLOSE, rtol=CLOSE)
 
     def host_list(self, lengths: list[int]) -> torch.Tensor:
@@ -111,6 +113,12 @@ def test_more_queries_than_fit_a_tile(tuning: DecodeTuning, heads: int) -> None:
 @pytest.mark.parametrize("window", [2, 40])
 def test_windows(tuning: DecodeTuning, window: int) -> None:
     Case(LENGTHS, 4, window=window).check(tuning)
+
+
+@pytest.mark.parametrize("tuning", [SWAPPED, NARROW])
+@pytest.mark.parametrize("window", [None, 40])
+def test_sinks(tuning: DecodeTuning, window: int | None) -> None:
+    Case(LENGTHS, 4, window=window, has_sinks=True).check(tuning)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(3, 1), (5, 1), (1, 1)])

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.ops.base.activation_kind import ClampedSwiglu
 from millrace.ops.elementwise.activation import gated_reference
 from millrace.ops.linear.dense import NativeLinear, PlainLinear
 from millrace.ops.moe.experts import DenseExperts, ExpertWeights, GroupedExperts, LoopExperts
@@ -45,6 +46,22 @@ def test_experts(
     experts = make(ExpertWeights(num_experts, iter(pairs)), "silu", linear)
     found = experts(x, weights, ids)
     torch.testing.assert_close(found.double(), plain(x, weights, ids, pairs), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("make", [LoopExperts, DenseExperts])
+def test_biases_and_a_clamped_activation(make: type) -> None:
+    torch.manual_seed(3)
+    pairs = [(torch.randn(24, 10), torch.randn(10, 12)) for _ in range(4)]
+    biases, x = (torch.randn(4, 24), torch.randn(4, 10)), torch.randn(9, 10)
+    weights, ids = route(torch.randn(9, 4), 2, True)
+    experts = make(ExpertWeights(4, iter(pairs), biases), ClampedSwiglu(slope=1.7, limit=2.0), PlainLinear)
+    wanted = torch.zeros(9, 10)
+    for token, chosen in enumerate(ids.tolist()):
+        for place, expert in enumerate(chosen):
+            left, up = (x[token] @ pairs[expert][0].T + biases[0][expert]).chunk(2)
+            inner = left.clamp(max=2.0) / (1 + torch.exp(-1.7 * left.clamp(max=2.0))) * (up.clamp(-2.0, 2.0) + 1)
+            wanted[token] += weights[token, place] * (inner @ pairs[expert][1].T + biases[1][expert])
+    torch.testing.assert_close(experts(x, weights, ids), wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from helpers.stored_blocks import random_blocks
 from helpers.triton_mode import device, interpreted
 
 from millrace.errors import ModelError
+from millrace.ops.base.activation_kind import ClampedSwiglu, ExpertActivation
 from millrace.ops.linear.block_weight import BlockWeight
 from millrace.ops.linear.dense import PlainLinear
 from millrace.ops.linear.grouped_weight import GroupedWeight
@@ -63,18 +64,26 @@ def weight_of(kind: str, rows: int, columns: int, seed: int) -> GroupedWeight | 
     return BlockWeight(kind, torch.from_numpy(blocks).to(device), columns, DTYPE)
 
 
-def both(kind: str, hidden: int, inner: int, is_fixed: bool = False) -> tuple[StoredExperts, LoopExperts]:
+def both(
+    kind: str, hidden: int, inner: int, is_fixed: bool = False, activation: ExpertActivation = "silu"
+) -> tuple[StoredExperts, LoopExperts]:
     pairs = [
         (weight_of(kind, 2 * inner, hidden, 2 * expert), weight_of(kind, hidden, inner, 2 * expert + 1))
         for expert in range(EXPERTS)
     ]
     plain = [tuple(weight.dequantised().to(DTYPE) for weight in pair) for pair in pairs]
-    stored = StoredExperts(ExpertWeights(EXPERTS, iter(pairs)), "silu", PlainLinear, is_fixed)
-    return stored, LoopExperts(ExpertWeights(EXPERTS, plain), "silu", PlainLinear)  # type: ignore[arg-type]
+    biases = None
+    if activation != "silu":
+        sizes = ((EXPERTS, 2 * inner), (EXPERTS, hidden))
+        biases = tuple((torch.randn(size) * 0.3).to(device, DTYPE) for size in sizes)
+    stored = StoredExperts(ExpertWeights(EXPERTS, iter(pairs), biases), activation, PlainLinear, is_fixed)  # type: ignore[arg-type]
+    return stored, LoopExperts(ExpertWeights(EXPERTS, plain, biases), activation, PlainLinear)  # type: ignore[arg-type]
 
 
-def check(kind: str, tokens: int, hidden: int = HIDDEN, inner: int = INNER) -> None:
-    stored, loop = both(kind, hidden, inner)
+def check(
+    kind: str, tokens: int, hidden: int = HIDDEN, inner: int = INNER, activation: ExpertActivation = "silu"
+) -> None:
+    stored, loop = both(kind, hidden, inner, activation=activation)
     torch.manual_seed(5)
     x = torch.randn(tokens, hidden).to(device, DTYPE)
     ids = torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(tokens)]).to(device)
@@ -87,6 +96,10 @@ def check(kind: str, tokens: int, hidden: int = HIDDEN, inner: int = INNER) -> N
 @pytest.mark.parametrize("kind", ["plain", "zeros", "mxfp4", "fp8_outputs", "fp8_blocks", "fp8_odd_blocks", "Q5_0"])
 def test_every_kind_of_weight(kind: str) -> None:
     check(kind, 3)
+
+
+def test_biases_and_a_clamped_activation() -> None:
+    check("mxfp4", 5, activation=ClampedSwiglu(1.702, 0.5))
 
 
 def test_many_tokens_and_blocks_of_256() -> None:

@@ -23,19 +23,20 @@ HALF = torch.float16 if interpreted else torch.bfloat16
 SIZES: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 16, "block_size": 16, "dtype": HALF}
 
 
-def attend(version: Any, case: Any, window: int | None = None) -> torch.Tensor:
+def attend(version: Any, case: Any, window: int | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
     queries, kv, batch = case
-    result: torch.Tensor = version(queries, kv, version.prepare(batch, kv.shape[3], window))
+    result: torch.Tensor = version(queries, kv, version.prepare(batch, kv.shape[3], window), sinks)
     return result
 
 
 def compare(rows: list[tuple[int, int]], window: int | None = None, tiled: bool = False, **changes: Any) -> None:
     sizes = {**SIZES, **changes}
     softcap, scale = sizes.pop("softcap", None), sizes.pop("scale", 0.3)
+    sinks = torch.linspace(-3, 6, sizes["heads"], device=device) if sizes.pop("has_sinks", False) else None
     case = make_attention_case(rows, device=device, **sizes)
     arguments = (sizes["heads"], sizes["kv_heads"], sizes["head_dim"], scale, softcap)
-    expected = attend(ReferenceAttention(*arguments), case, window)
-    found = attend(PagedAttention(*arguments, tile_decode_rows=tiled), case, window)
+    expected = attend(ReferenceAttention(*arguments), case, window, sinks)
+    found = attend(PagedAttention(*arguments, tile_decode_rows=tiled), case, window, sinks)
     assert found.dtype == expected.dtype
     tolerance = TOLERANCE[sizes["dtype"]]
     torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
@@ -68,6 +69,12 @@ def test_windows(window: int) -> None:
 @pytest.mark.parametrize("softcap", [2.0, 30.0])
 def test_softcap(softcap: float) -> None:
     compare([(1, 70), (9, 130)], softcap=softcap, scale=2.0)
+
+
+@pytest.mark.parametrize(("tiled", "window"), [(False, None), (False, 20), (True, 20)])
+def test_sinks(tiled: bool, window: int | None) -> None:
+    """Rows of one split, of several, and tiles."""
+    compare([(1, 1), (1, 70), (9, 130), (1, 1500)], window, tiled, has_sinks=True)
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 32, 100])
@@ -134,8 +141,8 @@ def test_shared_prefix(shared: int, group: int) -> None:
     tables[:3, : batch.block_tables.shape[1]] = batch.block_tables
     tables[:3, : shared // 16] = tables[0, : shared // 16].clone()
     batch = replace(batch, block_tables=tables[:3])
-    arguments = (2 * group, 2, 16, 0.3)
-    expected = attend(ReferenceAttention(*arguments), (queries, kv, batch))
+    arguments, sinks = (2 * group, 2, 16, 0.3), torch.linspace(-1, 5, 2 * group, device=device)
+    expected = attend(ReferenceAttention(*arguments), (queries, kv, batch), sinks=sinks)
     tiled = TiledRows(
         torch.arange(5, dtype=torch.int32, device=device),
         torch.tensor([*lengths, 1], dtype=torch.int32, device=device),
@@ -143,7 +150,7 @@ def test_shared_prefix(shared: int, group: int) -> None:
         table_rows=torch.tensor([0, 1, 2, 4], dtype=torch.int32, device=device),
         shared_len=torch.tensor([shared], dtype=torch.int32, device=device),
     )
-    found = attend(PagedAttention(*arguments), (torch.cat((queries, queries[:1])), kv, tiled))
+    found = attend(PagedAttention(*arguments), (torch.cat((queries, queries[:1])), kv, tiled), sinks=sinks)
     tolerance = TOLERANCE[HALF]
     torch.testing.assert_close(found[:3].float(), expected.float(), atol=tolerance, rtol=tolerance)
     assert found[3].isfinite().all()

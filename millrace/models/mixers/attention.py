@@ -29,6 +29,8 @@ class AttentionMixer:
     kv_group: int
     kv_index: int
     """The KV tensor of the pool that holds this layer's keys and values, in the blocks of its group."""
+    sinks: Tensor | None = None
+    """float32 [heads]: a score of each head that takes its share of the softmax; see `Attention`."""
 
     @property
     def takes_fp8(self) -> bool:
@@ -44,7 +46,7 @@ class AttentionMixer:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        return "attention", self.rope is None, self.window
+        return "attention", self.rope is None, self.window, self.sinks is None
 
     def prepare(self, step: MixerStep) -> Any:
         return self._prepare(step, step.batch.rows)
@@ -59,13 +61,14 @@ class AttentionMixer:
         self.queries(self._qkv(hidden, step), step)
 
     def attend(self, qkv: Tensor, step: MixerStep) -> Tensor:
-        return step.attention(self.queries(qkv, step), step.kv[self.kv_index], step.prepared[self.shares])
+        queries = self.queries(qkv, step)
+        return step.attention(queries, step.kv[self.kv_index], step.prepared[self.shares], self.sinks)
 
     def attend_last(self, qkv: Tensor, step: MixerStep, last: LastTokens) -> Tensor:
         # First, since another kernel must run between this and attention (`Attention.prepare`).
         prepared = self._prepare(step, last.rows)
         queries = self.queries(qkv, step).index_select(0, last.index)
-        return step.attention(queries, step.kv[self.kv_index], prepared)
+        return step.attention(queries, step.kv[self.kv_index], prepared, self.sinks)
 
     def _prepare(self, step: MixerStep, rows: AttentionRows) -> Any:
         own = step.kv[self.kv_index]
@@ -103,4 +106,5 @@ def build_attention(builder: MixerBuilder, site: MixerSite) -> AttentionMixer:
         window=site.layer.window,
         kv_group=site.kv_group,
         kv_index=site.kv_index,
+        sinks=None if layout.sinks is None else builder.vector(layout.sinks),
     )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from millrace.errors import ModelError
+from millrace.models.spec import gpt_oss
 from millrace.models.spec.config_reader import ConfigReader
 from millrace.models.spec.hybrids import granite_hybrid, qwen3_next
 from millrace.models.spec.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
@@ -215,6 +216,10 @@ def _qwen3_moe(c: ConfigReader) -> dict[str, Any]:
     return {**_attention_bias(c), "qk_norm": True, "moe": moe, "layers": layers}
 
 
+def _gpt_oss_windows(c: ConfigReader, num_layers: int) -> Windows:
+    return _by_type(c, num_layers, lambda layer: layer % 2 == 0)
+
+
 _GEMMA_DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -360,6 +365,16 @@ FAMILIES: tuple[Family, ...] = (
         windows=_no_windows,
         defaults={"max_position_embeddings": 2048},
         names=WeightNames(mlp_gate_up=("shared_mlp.input_linear",), mlp_down="shared_mlp.output_linear"),
+    ),
+    Family(
+        name="gpt_oss",
+        model_types=("gpt_oss",),
+        architectures=("GptOssForCausalLM",),
+        traits=lambda c: gpt_oss.gpt_oss(c, _gpt_oss_windows(c, c.whole("num_hidden_layers"))),
+        windows=_gpt_oss_windows,
+        defaults=gpt_oss.DEFAULTS,
+        theta=150_000.0,
+        names=WeightNames(router="mlp.router"),
     ),
 )
 

@@ -57,13 +57,14 @@ class AttentionLayout:
     q_norm: TensorSpec | None
     k_norm: TensorSpec | None
     out: Matrix
+    sinks: TensorSpec | None = None
 
     def matrices(self) -> tuple[Matrix, ...]:
         return self.qkv, self.out
 
     def norms(self) -> tuple[TensorSpec, ...]:
         """Tensors that are kept in float32."""
-        return tuple(norm for norm in (self.q_norm, self.k_norm) if norm is not None)
+        return tuple(part for part in (self.q_norm, self.k_norm, self.sinks) if part is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,7 @@ def _attention(spec: ModelSpec, prefix: str) -> AttentionLayout:
         q_norm=head_norm("q_norm"),
         k_norm=head_norm("k_norm"),
         out=_matrix(attention, {"o_proj": spec.hidden_size}, spec.q_size, spec.out_bias),
+        sinks=TensorSpec(f"{attention}sinks", (spec.num_heads,)) if spec.attention_sinks else None,
     )
 
 
@@ -227,12 +229,13 @@ def _mlp(spec: ModelSpec, names: WeightNames, prefix: str) -> tuple[Matrix, Matr
 def _moe(spec: ModelSpec, names: WeightNames, prefix: str) -> MoeLayout:
     if spec.moe is None:
         raise ValueError("a layer has experts, but the spec has no MoeSpec")
-    inner, hidden = spec.moe.inner_size, spec.hidden_size
+    inner, hidden, biased = spec.moe.inner_size, spec.hidden_size, spec.moe.has_bias
     experts = []
     for expert in range(spec.moe.num_experts):
         gate, up, down = (name.format(e=expert) for name in (names.expert_gate, names.expert_up, names.expert_down))
-        experts.append((_matrix(prefix, {gate: inner, up: inner}, hidden), _matrix(prefix, {down: hidden}, inner)))
-    router = _matrix(prefix, {names.router: spec.moe.num_experts}, hidden)
+        gate_up = _matrix(prefix, {gate: inner, up: inner}, hidden, biased)
+        experts.append((gate_up, _matrix(prefix, {down: hidden}, inner, biased)))
+    router = _matrix(prefix, {names.router: spec.moe.num_experts}, hidden, biased)
     if not spec.moe.shared_size:
         return MoeLayout(router, tuple(experts))
     shared, size = f"{prefix}{names.shared_expert}.", spec.moe.shared_size

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from millrace.models.spec.kv_groups import LayerGroups, group_by_window, one_group
-from millrace.ops.base.activation_kind import Activation
+from millrace.ops.base.activation_kind import Activation, ClampedSwiglu
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors"]
 MixerKind = Literal["attention", "gated_attention", "gated_delta", "mamba2"]
@@ -45,6 +45,10 @@ class MoeSpec:
     """Inner size of an MLP that every token takes beside its experts; 0 for none."""
     gates_shared: bool = False
     """True if a token's share of that MLP is the sigmoid of a product of its own."""
+    has_bias: bool = False
+    """Of the router and of both matrices of every expert."""
+    clamp: ClampedSwiglu | None = None
+    """The experts' activation, if it is not the model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +141,8 @@ class ModelSpec:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    attention_sinks: bool = False
+    """True if each head of a layer has a score that takes its share of the softmax without a value."""
     sandwich_norms: bool = False
     """True if attention and MLP outputs are normalised before they are added to the residual."""
     tied_head: bool = False
@@ -218,10 +224,13 @@ class ModelSpec:
         attention = hidden * (2 * self.q_size + 2 * self.kv_size + gates)
         norms = self.num_layers * hidden * (4 if self.sandwich_norms else 2)
         per_layer = attention + (2 * self.head_dim if self.qk_norm else 0) + (hidden if self.out_bias else 0)
+        per_layer += self.num_heads if self.attention_sinks else 0
         per_layer += self.q_size + 2 * self.kv_size + gates if self.qkv_bias else 0
         dense = 3 * hidden * self.inner_size + (2 * self.inner_size + hidden if self.mlp_bias else 0)
         sparse = 0 if self.moe is None else self.moe.num_experts * hidden * (3 * self.moe.inner_size + 1)
         sparse += 0 if self.moe is None else hidden * (3 * self.moe.shared_size + self.moe.gates_shared)
+        if self.moe is not None and self.moe.has_bias:
+            sparse += self.moe.num_experts * (2 * self.moe.inner_size + hidden + 1)
         mlps = sum(sparse if layer.is_moe else dense for layer in self.layers)
         embeddings = self.vocab_size * hidden * (1 if self.tied_head else 2)
         return self.num_attention * per_layer + self._recurrent_parameters + norms + mlps + embeddings + hidden

@@ -102,6 +102,8 @@ class Shard:
             for part, rows in zip(parts, (queries, keys, keys), strict=bool(parts)):
                 yield part.name, Cut(rows=rows)
         yield from self._column_cuts(mixer.out, queries)
+        if mixer.sinks is not None:
+            yield mixer.sinks.name, Cut(rows=self.heads)
         if isinstance(layer.mlp, MoeLayout):
             pairs, inner = layer.mlp.experts, self.expert_inner
         else:

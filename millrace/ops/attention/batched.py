@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from millrace.ops.attention.reference import softmax
 from millrace.ops.attention.rows import AttentionRows, PlainRows, plain_rows
 from millrace.ops.elementwise.softcap import softcap as apply_softcap
 from millrace.ops.kv.cache import CacheFormat, read_kv
@@ -116,30 +117,33 @@ class BatchedAttention:
             masked = masked | (query_positions - keys >= window)
         return masked.repeat_interleave(self.group_size, dim=1)[:, None]
 
-    def __call__(self, queries: Tensor, kv: Tensor, prepared: list[Group]) -> Tensor:
+    def __call__(self, queries: Tensor, kv: Tensor, prepared: list[Group], sinks: Tensor | None = None) -> Tensor:
         if len(prepared) == 1:
-            return self._attend(queries, kv, prepared[0]).flatten(1)
+            return self._attend(queries, kv, prepared[0], sinks).flatten(1)
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for group in prepared:
             tokens = slice(group.first_token, group.first_token + group.num_rows * group.num_queries)
-            output[tokens] = self._attend(queries[tokens], kv, group)
+            output[tokens] = self._attend(queries[tokens], kv, group, sinks)
         return output.flatten(1)
 
-    def _attend(self, queries: Tensor, kv: Tensor, group: Group) -> Tensor:
+    def _attend(self, queries: Tensor, kv: Tensor, group: Group, sinks: Tensor | None) -> Tensor:
         if not group.num_queries:
             return queries
         keys, values = (self._lay_out(blocks, group) for blocks in self._gather(kv, group, queries.dtype))
-        if group.masked is None:
+        masked = group.masked
+        if masked is None and sinks is not None:
+            masked = self._causal(group.num_queries, queries.device)
+        if masked is None:
             by_head = queries.transpose(0, 1)[None]
             heads = F.scaled_dot_product_attention(
                 by_head, keys, values, is_causal=True, scale=self.scale, enable_gqa=self.group_size > 1
             )
             return heads[0].transpose(0, 1)
         packed = self._pack(queries, group)
-        if self.softcap is None:
-            attended = F.scaled_dot_product_attention(packed, keys, values, attn_mask=~group.masked, scale=self.scale)
+        if self.softcap is None and sinks is None:
+            attended = F.scaled_dot_product_attention(packed, keys, values, attn_mask=~masked, scale=self.scale)
         else:
-            attended = self._capped(packed, keys, values, group.masked, self.softcap)
+            attended = self._explicit(packed, keys, values, masked, sinks)
         return self._unpack(attended, group)
 
     def _gather(self, kv: Tensor, group: Group, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -164,7 +168,17 @@ class BatchedAttention:
         shape = (group.num_rows, self.num_kv_heads, group.num_queries, self.group_size, self.head_dim)
         return attended.view(shape).transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
-    def _capped(self, queries: Tensor, keys: Tensor, values: Tensor, masked: Tensor, cap: float) -> Tensor:
+    def _causal(self, queries: int, device: torch.device) -> Tensor:
+        """The mask of a row without context."""
+        hidden = torch.ones((queries, queries), dtype=torch.bool, device=device).triu(1)
+        return hidden.repeat_interleave(self.group_size, dim=0)[None, None]
+
+    def _explicit(self, queries: Tensor, keys: Tensor, values: Tensor, masked: Tensor, sinks: Tensor | None) -> Tensor:
+        """With a soft cap or sinks, which SDPA does not have."""
         scores = torch.matmul(queries.float(), keys.float().transpose(-1, -2)).mul_(self.scale)
-        scores = apply_softcap(scores, cap).masked_fill_(masked, float("-inf"))
-        return torch.matmul(torch.softmax(scores, dim=-1), values.float()).to(queries.dtype).contiguous()
+        if self.softcap is not None:
+            scores = apply_softcap(scores, self.softcap)
+        own = None if sinks is None else sinks.view(self.num_kv_heads, self.group_size)
+        own = None if own is None else own.repeat(1, queries.shape[2] // self.group_size)
+        weights = softmax(scores.masked_fill_(masked, float("-inf")), own)
+        return torch.matmul(weights, values.float()).to(queries.dtype).contiguous()

@@ -37,7 +37,9 @@ def can_take_long_rows(device: torch.device, dtype: torch.dtype, head_dim: int, 
     return head_dim % 8 == 0 and head_dim <= 128 and torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
 
 
-def attend_long_row(queries: Tensor, kv: Tensor, rows: PagedRows, row: LongRow, shape: AttentionShape) -> Tensor:
+def attend_long_row(
+    queries: Tensor, kv: Tensor, rows: PagedRows, row: LongRow, shape: AttentionShape, sinks: Tensor | None = None
+) -> Tensor:
     """Attention of one long row: [queries, heads · head_dim]. `queries` is a view of the fused projection, which also
     holds this step's values and its keys after RoPE."""
     from millrace.ops.triton.attention.long_rows import contiguous_kv, join
@@ -47,12 +49,23 @@ def attend_long_row(queries: Tensor, kv: Tensor, rows: PagedRows, row: LongRow, 
     keys, values = (part[tokens].transpose(0, 1) for part in _own_keys_values(queries, shape))
     own, own_lse = _cudnn(mine, keys, values, shape.scale, causal=True)
     if not row.context:
-        return own.transpose(0, 1).reshape(row.num_queries, -1)
+        return _rescaled(own.transpose(0, 1), own_lse, sinks).reshape(row.num_queries, -1)
     before_keys, before_values = contiguous_kv(kv, rows, row.row, row.context, shape, queries.dtype)
     before, before_lse = _cudnn(mine, before_keys, before_values, shape.scale, causal=False)
     out = torch.empty((row.num_queries, shape.num_heads * shape.head_dim), dtype=queries.dtype, device=queries.device)
     join(own, own_lse, before, before_lse, out)
-    return out
+    if sinks is None:
+        return out
+    by_head = out.view(row.num_queries, shape.num_heads, -1)
+    return _rescaled(by_head, torch.logaddexp(own_lse, before_lse), sinks).reshape(row.num_queries, -1)
+
+
+def _rescaled(attended: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """[queries, heads, head_dim] less the share of the softmax that sinks take; log-sum-exps [heads, queries]."""
+    if sinks is None:
+        return attended
+    share = torch.sigmoid(lse.float() - sinks[:, None])
+    return (attended.float() * share.t()[:, :, None]).to(attended.dtype)
 
 
 def _own_keys_values(queries: Tensor, shape: AttentionShape) -> tuple[Tensor, Tensor]:

@@ -43,7 +43,7 @@ class NativeAttention:
         addresses = (tensors[0].data_ptr(), tensors[1].data_ptr(), tensors[2].data_ptr())
         return PreparedNative(tensors, addresses, tensors[1].shape[0], tensors[2].shape[1], window or 0)
 
-    def __call__(self, queries: Tensor, kv: Tensor, prepared: PreparedNative) -> Tensor:
+    def __call__(self, queries: Tensor, kv: Tensor, prepared: PreparedNative, sinks: Tensor | None = None) -> Tensor:
         heads, kv_heads, head_dim = self._sizes
         tokens = queries.shape[0]
         out = torch.empty((tokens, heads * head_dim), dtype=queries.dtype)
@@ -65,5 +65,6 @@ class NativeAttention:
             prepared.window,
             self._scale,
             self._softcap,
+            None if sinks is None else sinks.data_ptr(),
         )
         return out

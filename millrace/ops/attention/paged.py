@@ -91,30 +91,34 @@ class PagedAttention:
             has_decode_rows=has_single and not self.tile_decode_rows,
         )
 
-    def __call__(self, queries: Tensor, kv: Tensor, prepared: PreparedRows) -> Tensor:
+    def __call__(self, queries: Tensor, kv: Tensor, prepared: PreparedRows, sinks: Tensor | None = None) -> Tensor:
         shape, long_rows = self._shape, prepared.step.long_rows
         if len(long_rows) == 1 and long_rows[0].num_queries == queries.shape[0]:
-            return attend_long_row(queries, kv, prepared.rows, long_rows[0], shape)
+            return attend_long_row(queries, kv, prepared.rows, long_rows[0], shape, sinks)
         out = torch.empty((queries.shape[0], shape.num_heads * shape.head_dim), dtype=queries.dtype, device=kv.device)
         for row in long_rows:
             tokens = slice(row.first_token, row.first_token + row.num_queries)
-            out[tokens] = attend_long_row(queries, kv, prepared.rows, row, shape)
+            out[tokens] = attend_long_row(queries, kv, prepared.rows, row, shape, sinks)
         if prepared.step.tiles is not None:
-            self._attend_tiles(queries, kv, out, prepared, prepared.step.tiles)
+            self._attend_tiles(queries, kv, out, prepared, prepared.step.tiles, sinks)
         if prepared.step.shared_len is not None:
-            self._attend_shared(queries, kv, out, prepared, prepared.step.shared_len)
+            self._attend_shared(queries, kv, out, prepared, prepared.step.shared_len, sinks)
         elif prepared.step.has_decode_rows:
-            self._attend_decode_rows(queries, kv, out, prepared)
+            self._attend_decode_rows(queries, kv, out, prepared, sinks)
         return out
 
-    def _attend_tiles(self, queries: Tensor, kv: Tensor, out: Tensor, prepared: PreparedRows, tiles: Tensor) -> None:
+    def _attend_tiles(
+        self, queries: Tensor, kv: Tensor, out: Tensor, prepared: PreparedRows, tiles: Tensor, sinks: Tensor | None
+    ) -> None:
         from millrace.ops.triton.attention import prefill as kernels
 
         tuning, parts = self._prefill_tuning(queries.dtype, is_fp8(kv)), prepared.step.context_parts
         split = kernels.ContextSplit(parts, self._split_workspace(kv.device)) if parts > 1 else None
-        kernels.prefill(queries, kv, out, tiles, prepared.rows, self._shape, tuning, prepared.window, split)
+        kernels.prefill(queries, kv, out, tiles, prepared.rows, self._shape, tuning, prepared.window, split, sinks)
 
-    def _attend_decode_rows(self, queries: Tensor, kv: Tensor, out: Tensor, prepared: PreparedRows) -> None:
+    def _attend_decode_rows(
+        self, queries: Tensor, kv: Tensor, out: Tensor, prepared: PreparedRows, sinks: Tensor | None
+    ) -> None:
         from millrace.ops.triton.attention import prefill as kernels
 
         shape, num_rows = self._shape, prepared.rows.seq_lens.shape[0]
@@ -133,9 +137,12 @@ class PagedAttention:
             all_single=prepared.step.tiles is None and not prepared.step.long_rows,
             listed=listed,
             queries_per_row=queries_per_row,
+            sinks=sinks,
         )
 
-    def _attend_shared(self, queries: Tensor, kv: Tensor, out: Tensor, prepared: PreparedRows, length: Tensor) -> None:
+    def _attend_shared(
+        self, queries: Tensor, kv: Tensor, out: Tensor, prepared: PreparedRows, length: Tensor, sinks: Tensor | None
+    ) -> None:
         """Attend to the shared prefix once for many rows, then to each row's own keys."""
         from millrace.ops.triton.attention import prefill as kernels
 
@@ -146,7 +153,9 @@ class PagedAttention:
         kernels.shared_prefix(queries, kv, rows, shape, self._shared)
         tuning = replace(self._decode_tuning(rows.seq_lens.shape[0], queries, kv), splits=1)
         workspace = self._split_workspace(kv.device)
-        kernels.decode(queries, kv, out, rows, shape, workspace, tuning, all_single=True, shared=self._shared)
+        kernels.decode(
+            queries, kv, out, rows, shape, workspace, tuning, all_single=True, shared=self._shared, sinks=sinks
+        )
 
     def _split_workspace(self, device: torch.device) -> SplitWorkspace:
         from millrace.ops.triton.attention.prefill import SplitWorkspace

@@ -34,14 +34,14 @@ class ReferenceAttention:
     ) -> PreparedReference:
         return PreparedReference(plain_rows(rows), block_size, window)
 
-    def __call__(self, queries: Tensor, kv: Tensor, prepared: PreparedReference) -> Tensor:
+    def __call__(self, queries: Tensor, kv: Tensor, prepared: PreparedReference, sinks: Tensor | None = None) -> Tensor:
         rows = prepared.rows
         output = torch.empty_like(queries, memory_format=torch.contiguous_format)
         for row, seq_len in enumerate(rows.seq_lens_host):
             start, end = rows.query_starts_host[row : row + 2]
             num_blocks = -(-seq_len // prepared.block_size)
             keys, values = self._gather(kv, rows.block_tables[row, :num_blocks].long(), seq_len)
-            output[start:end] = self._one_row(queries[start:end], keys, values, prepared.window)
+            output[start:end] = self._one_row(queries[start:end], keys, values, prepared.window, sinks)
         return output.flatten(1)
 
     def _gather(self, kv: Tensor, block_ids: Tensor, seq_len: int) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,9 @@ class ReferenceAttention:
         keys, values = blocks.repeat_interleave(self.num_heads // self.num_kv_heads, dim=1)
         return keys, values
 
-    def _one_row(self, queries: Tensor, keys: Tensor, values: Tensor, window: int | None) -> Tensor:
+    def _one_row(
+        self, queries: Tensor, keys: Tensor, values: Tensor, window: int | None, sinks: Tensor | None
+    ) -> Tensor:
         scores = torch.einsum("qhd,hkd->hqk", queries.float(), keys) * self.scale
         if self.softcap is not None:
             scores = apply_softcap(scores, self.softcap)
@@ -60,5 +62,13 @@ class ReferenceAttention:
         hidden = key_positions > query_positions
         if window is not None:
             hidden |= query_positions - key_positions >= window
-        weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+        weights = softmax(scores.masked_fill(hidden, float("-inf")), None if sinks is None else sinks[:, None])
         return torch.einsum("hqk,hkd->qhd", weights, values).to(queries.dtype)
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Of float32 scores, over the last dimension. `sinks` [..., heads, queries or 1]: one more score each."""
+    if sinks is None:
+        return torch.softmax(scores, dim=-1)
+    both = torch.cat([scores, sinks[..., None].expand(*scores.shape[:-1], 1)], dim=-1)
+    return torch.softmax(both, dim=-1)[..., :-1]

@@ -81,8 +81,11 @@ class Attention(Protocol):
         decides how rows are split, which any format could be."""
         ...
 
-    def __call__(self, queries: Tensor, kv: Tensor, prepared: Any) -> Tensor:
+    def __call__(self, queries: Tensor, kv: Tensor, prepared: Any, sinks: Tensor | None = None) -> Tensor:
         """queries [T, heads, head_dim], kv: one layer of the cache (ops/kv/cache.py) -> [T, heads · head_dim]
+
+        `sinks`, float32 [heads]: the score of a further key of each head, whose value is zero: it only takes its share
+        of the softmax. Its score is neither scaled nor soft-capped.
 
         On a GPU, queries are a view of the QKV projection: prefill reads this step's keys and values from the same
         buffer."""

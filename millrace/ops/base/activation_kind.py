@@ -1,7 +1,19 @@
-"""Names of the activation functions that gated MLPs use."""
+"""The activation functions of gated MLPs."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh", "gelu"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """gate · sigmoid(slope · gate) · (up + 1), with gate at most `limit` and up within ± `limit` (gpt-oss)."""
+
+    slope: float
+    limit: float
+
+
+ExpertActivation = Activation | ClampedSwiglu

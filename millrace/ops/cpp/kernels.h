@@ -20,7 +20,8 @@ void millrace_prepare_qkv(int dtype, int kv_dtype, void* qkv, const float* step_
 void millrace_attention(int dtype, int kv_dtype, const void* queries, int64_t query_stride, const void* kv,
                         void* out, const int32_t* query_starts, const int32_t* seq_lens, const int32_t* tables,
                         int64_t num_rows, int64_t table_width, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                        int64_t num_blocks, int64_t block_size, int64_t window, float scale, float softcap);
+                        int64_t num_blocks, int64_t block_size, int64_t window, float scale, float softcap,
+                        const float* sinks);
 
 void millrace_scale(int dtype, void* x, int64_t count, float by);
 
@@ -37,4 +38,4 @@ void attend_sharing(int dtype, int kv_dtype, const void* queries, int64_t query_
                     void* out, const int32_t* query_starts, const int32_t* seq_lens, const int32_t* tables,
                     int64_t num_rows, int64_t table_width, int64_t heads, int64_t kv_heads, int64_t head_dim,
                     int64_t num_blocks, int64_t block_size, int64_t window, float scale, float softcap,
-                    Sharing& sharing);
+                    Sharing& sharing, const float* sinks = nullptr);

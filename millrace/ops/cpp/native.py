@@ -89,7 +89,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "prepare_qkv": (None, (c_int, c_int, *[c_void_p] * 7, *[c_int64] * 7, c_float)),
     "attention": (
         None,
-        (c_int, c_int, c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 8, c_float, c_float),
+        (c_int, c_int, c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 8, c_float, c_float, c_void_p),
     ),
     "causal_conv": (None, (c_int, *[c_void_p] * 8, *[c_int64] * 4)),
     "recurrence": (None, (*[c_void_p] * 10, *[c_int64] * 6)),

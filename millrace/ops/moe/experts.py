@@ -10,13 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from millrace.ops.base.activation_kind import Activation
+from millrace.ops.base.activation_kind import Activation, ClampedSwiglu, ExpertActivation
 from millrace.ops.base.capability import capability
 from millrace.ops.base.unsummed import Unsummed
 from millrace.ops.base.version import Shape, Version
@@ -33,6 +34,8 @@ class ExpertWeights:
     count: int
     pairs: Iterable[tuple[Any, Any]]
     """(gate_up, down): Tensors, or any weight that `linear` accepts if the version calls it."""
+    biases: tuple[Tensor, Tensor] | None = None
+    """Of gate_up [E, 2 I] and of down [E, H]."""
 
 
 class Experts(ABC):
@@ -56,8 +59,11 @@ class Experts(ABC):
 MakeLinear = Callable[[Any, Tensor | None], Linear]
 
 
-def gate(gate_up: Tensor, activation: Activation) -> Tensor:
+def gate(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
     left, right = gate_up.chunk(2, dim=-1)
+    if isinstance(activation, ClampedSwiglu):
+        left, limit = left.clamp(max=activation.limit), activation.limit
+        return left * torch.sigmoid(left * activation.slope) * (right.clamp(-limit, limit) + 1)
     return activate(left, activation).mul_(right)
 
 
@@ -73,9 +79,15 @@ def combine(outputs: Tensor, order: Tensor, weights: Tensor) -> Tensor:
 class LoopExperts(Experts):
     """The reference: one expert after the other. The host waits for the number of tokens of each expert."""
 
-    def __init__(self, weights: ExpertWeights, activation: Activation, linear: MakeLinear) -> None:
-        self.experts = [(linear(gate_up, None), linear(down, None)) for gate_up, down in weights.pairs]
-        self.activation: Activation = activation
+    def __init__(self, weights: ExpertWeights, activation: ExpertActivation, linear: MakeLinear) -> None:
+        biases: Iterable[tuple[Tensor | None, Tensor | None]] = repeat((None, None))
+        if weights.biases is not None:
+            biases = zip(*weights.biases, strict=True)
+        self.experts = [
+            tuple(linear(matrix, bias) for matrix, bias in zip(pair, own, strict=True))
+            for pair, own in zip(weights.pairs, biases, strict=False)
+        ]
+        self.activation: ExpertActivation = activation
         self.num_bytes = sum(up.num_bytes + down.num_bytes for up, down in self.experts)
 
     def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
@@ -97,8 +109,9 @@ class LoopExperts(Experts):
 class StackedExperts(Experts):
     """Base of the versions that stack all experts into two tensors, [E, 2 I, H] and [E, H, I]."""
 
-    def __init__(self, weights: ExpertWeights, activation: Activation, linear: MakeLinear) -> None:
-        self.activation: Activation = activation
+    def __init__(self, weights: ExpertWeights, activation: ExpertActivation, linear: MakeLinear | None = None) -> None:
+        self.activation: ExpertActivation = activation
+        self.biases = weights.biases
         self.gate_up, self.down = _stack(weights)
         self.num_bytes = self.gate_up.nbytes + self.down.nbytes
 
@@ -141,48 +154,59 @@ class DenseExperts(StackedExperts):
         expert_weights.scatter_(1, expert_ids.long(), weights)
         total = torch.zeros_like(x, dtype=torch.float32)
         for expert in range(self.gate_up.shape[0]):
-            hidden = gate(F.linear(x, self.gate_up[expert]), self.activation)
-            total += F.linear(hidden, self.down[expert]).float() * expert_weights[:, expert, None]
+            first, second = (None, None) if self.biases is None else (part[expert] for part in self.biases)
+            hidden = gate(F.linear(x, self.gate_up[expert], first), self.activation)
+            total += F.linear(hidden, self.down[expert], second).float() * expert_weights[:, expert, None]
         return total.to(x.dtype)
 
 
-class TritonExperts(StackedExperts):
+class FusedExperts(StackedExperts):
+    """Base of the versions whose kernels have no biases, and only activations with a name (`_is_simple`)."""
+
+    def __init__(self, weights: ExpertWeights, activation: ExpertActivation) -> None:
+        if weights.biases is not None or isinstance(activation, ClampedSwiglu):
+            raise ValueError("fused experts have neither biases nor a clamped activation")
+        super().__init__(weights, activation)
+        self.kind: Activation = activation
+
+
+class TritonExperts(FusedExperts):
     """Triton products that gather each expert's tokens; tile sizes depend on the number of tokens."""
 
     def __init__(self, weights: ExpertWeights, activation: Activation, linear: MakeLinear) -> None:
         from millrace.ops.triton.moe import config as moe_config
         from millrace.ops.triton.moe import experts as moe
 
-        super().__init__(weights, activation, linear)
+        super().__init__(weights, activation)
         self._experts, self._routed, self._summed = moe.experts, moe.routed_experts, moe.summed
         self._gpu = moe_config.gpu_of(self.gate_up.device)
         self._counters = torch.zeros((2, weights.count), dtype=torch.int32, device=self.gate_up.device)
 
     def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-        return self._experts(x, weights, expert_ids, self.gate_up, self.down, self.activation, None, self._gpu)
+        return self._experts(x, weights, expert_ids, self.gate_up, self.down, self.kind, None, self._gpu)
 
     def routed(
         self, x: Tensor, logits: Tensor, top_k: int, renormalise: bool, *, route: Route, unsummed: bool = False
     ) -> Tensor | Unsummed:
         parts = self._routed(
-            x, logits, top_k, renormalise, self.gate_up, self.down, self.activation, self._counters, gpu=self._gpu
+            x, logits, top_k, renormalise, self.gate_up, self.down, self.kind, self._counters, gpu=self._gpu
         )
         return parts if unsummed else self._summed(parts)
 
 
-class FixedTritonExperts(StackedExperts):
+class FixedTritonExperts(FusedExperts):
     """As TritonExperts, with one tile size for any number of tokens: a token's sums do not depend on the batch."""
 
     def __init__(self, weights: ExpertWeights, activation: Activation, linear: MakeLinear) -> None:
         from millrace.ops.triton.moe import config as moe_config
         from millrace.ops.triton.moe import experts as moe
 
-        super().__init__(weights, activation, linear)
+        super().__init__(weights, activation)
         self._experts, self._config = moe.experts, moe_config.FIXED
         self._gpu = moe_config.gpu_of(self.gate_up.device)
 
     def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
-        return self._experts(x, weights, expert_ids, self.gate_up, self.down, self.activation, self._config, self._gpu)
+        return self._experts(x, weights, expert_ids, self.gate_up, self.down, self.kind, self._config, self._gpu)
 
 
 def _grouped_mm_missing(device: torch.device) -> str:
@@ -195,6 +219,11 @@ def _is_plain(shape: Shape) -> bool:
     return not shape.get("stored", False)
 
 
+def _is_simple(shape: Shape) -> bool:
+    """Without biases and with an activation of one name, which the fused kernels need."""
+    return _is_plain(shape) and not shape.get("biased", False)
+
+
 VERSIONS = (
     Version(
         op="experts",
@@ -202,7 +231,7 @@ VERSIONS = (
         make=TritonExperts,
         when="no permutation: two products that gather an expert's tokens; tile sizes depend on the number of tokens",
         devices=("cuda",),
-        fits=_is_plain,
+        fits=_is_simple,
         missing=triton_missing,
     ),
     Version(
@@ -212,7 +241,7 @@ VERSIONS = (
         when="as triton, with one tile size, so that the batch cannot change a token's result",
         devices=("cuda",),
         invariant_on=("cuda",),
-        fits=_is_plain,
+        fits=_is_simple,
         missing=triton_missing,
     ),
     Version(
@@ -222,7 +251,7 @@ VERSIONS = (
         when="tokens sorted by expert, two grouped products, no wait on the host",
         devices=("cuda",),
         dtypes=(torch.bfloat16,),
-        fits=lambda shape: _is_plain(shape) and shape["in_features"] % 8 == 0 and shape["inner_features"] % 8 == 0,
+        fits=lambda shape: _is_simple(shape) and shape["in_features"] % 8 == 0 and shape["inner_features"] % 8 == 0,
         missing=_grouped_mm_missing,
     ),
     Version(

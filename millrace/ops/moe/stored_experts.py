@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from millrace.errors import ModelError
-from millrace.ops.base.activation_kind import Activation
+from millrace.ops.base.activation_kind import ExpertActivation
 from millrace.ops.base.version import Version
 from millrace.ops.linear.block_weight import BlockWeight
 from millrace.ops.linear.grouped import grouped_operand
@@ -83,11 +83,11 @@ def _kind(weight: Stored) -> tuple[object, ...]:
 class _Product:
     """One of the two matrix products."""
 
-    def __init__(self, weight: Stored) -> None:
+    def __init__(self, weight: Stored, bias: Tensor | None = None) -> None:
         from millrace.ops.triton.blocks.product import operand
         from millrace.ops.triton.moe import stored_experts as kernels
 
-        self._multiply, self._tile_k = kernels.expert_product, 0
+        self._multiply, self._tile_k, self._bias = kernels.expert_product, 0, bias
         self._operand: BlockOperand | GroupedOperand
         if isinstance(weight, BlockWeight):
             self._operand = operand(weight.kind, weight.blocks, weight.in_features)
@@ -98,22 +98,23 @@ class _Product:
         self.num_bytes = weight.num_bytes
 
     def __call__(self, x: Tensor, groups: Groups, slots_per_row: int, tiles: ExpertTiles) -> Tensor:
-        return self._multiply(x, self._operand, self._tile_k, groups, slots_per_row, tiles)
+        return self._multiply(x, self._operand, self._tile_k, groups, slots_per_row, tiles, self._bias)
 
 
 class StoredExperts(Experts):
     """Two products that decode tiles in registers. `is_fixed`: with one tile size for any number of tokens."""
 
     def __init__(
-        self, weights: ExpertWeights, activation: Activation, linear: MakeLinear, is_fixed: bool = False
+        self, weights: ExpertWeights, activation: ExpertActivation, linear: MakeLinear, is_fixed: bool = False
     ) -> None:
         from millrace.ops.triton.moe import experts as moe
         from millrace.ops.triton.moe import stored_experts as kernels
 
         stacks = _stack(weights.pairs, weights.count)
-        self._gate_up, self._down = _Product(stacks[0]), _Product(stacks[1])
+        biases = weights.biases or (None, None)
+        self._gate_up, self._down = _Product(stacks[0], biases[0]), _Product(stacks[1], biases[1])
         self.num_bytes = self._gate_up.num_bytes + self._down.num_bytes
-        self.activation: Activation = activation
+        self.activation: ExpertActivation = activation
         self._count, self._is_fixed = weights.count, is_fixed
         self._group, self._combine = moe.group, moe.combine
         self._choose, self._fixed = kernels.choose_tiles, kernels.FIXED

@@ -5,6 +5,7 @@
 
 from millrace.sources.catalogue.entries import (
     BYTES_PER_WEIGHT,
+    SAFETENSORS_FAMILIES,
     UNSUPPORTED_FAMILIES,
     CatalogueEntry,
     entries,
@@ -12,4 +13,12 @@ from millrace.sources.catalogue.entries import (
     find_entry,
 )
 
-__all__ = ["BYTES_PER_WEIGHT", "UNSUPPORTED_FAMILIES", "CatalogueEntry", "entries", "entry_of_files", "find_entry"]
+__all__ = [
+    "BYTES_PER_WEIGHT",
+    "SAFETENSORS_FAMILIES",
+    "UNSUPPORTED_FAMILIES",
+    "CatalogueEntry",
+    "entries",
+    "entry_of_files",
+    "find_entry",
+]

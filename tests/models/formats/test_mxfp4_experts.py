@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.paged import PagedDriver
+from helpers.tiny_models import config_of, make_reference
 from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from millrace.errors import ModelError
 from millrace.models.formats.read import format_of
+from millrace.models.load import load_decoder
 from millrace.models.weights.safetensors_weights import SafetensorsWeights
+from millrace.sources.resolve import resolve_model
 
 EXPERTS, HIDDEN, INNER = 3, 64, 32
 PREFIX = "model.layers.0.mlp.experts"
@@ -73,6 +78,28 @@ def test_plain_experts_are_split_alike(tmp_path: Path) -> None:
         found = source.get(f"{PREFIX}.1.{own}.weight")
         assert tuple(found.shape) == source.shape(f"{PREFIX}.1.{own}.weight") == shape
         assert torch.equal(found, own_rows((down if own == "down_proj" else gate_up).mT, own, 1))
+
+
+def test_a_model_with_these_experts_gives_the_logits_of_transformers(tmp_path: Path) -> None:
+    """Its own experts take the values that the stored ones stand for."""
+    model = make_reference("gpt_oss", hidden_size=64, intermediate_size=32, num_local_experts=EXPERTS)
+    stored = {name: tensor.clone() for name, tensor in model.state_dict().items() if ".experts." not in name}
+    for layer, block in enumerate(model.model.layers):
+        for name in ("gate_up_proj", "down_proj"):
+            weight, prefix = getattr(block.mlp.experts, name), f"model.layers.{layer}.mlp.experts.{name}"
+            rows, columns = weight.shape[2], weight.shape[1]
+            blocks = torch.randint(0, 256, (EXPERTS, rows, columns // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(122, 125, blocks.shape[:3], dtype=torch.uint8)
+            weight.data = convert_moe_packed_tensors(blocks.clone(), scales.clone(), dtype=torch.float32)
+            stored |= {f"{prefix}_blocks": blocks, f"{prefix}_scales": scales}
+            stored[f"{prefix}_bias"] = getattr(block.mlp.experts, f"{name}_bias").detach().clone()
+    config = config_of(model) | {"quantization_config": CONFIG["quantization_config"]}
+    (tmp_path / "config.json").write_text(json.dumps(config, default=str))
+    save_file(stored, tmp_path / "model.safetensors")
+    decoder = load_decoder(resolve_model(str(tmp_path)), device=torch.device("cpu"), dtype=torch.float32)
+    tokens = list(range(3, 26))
+    theirs = model(torch.tensor([tokens])).logits[0]
+    torch.testing.assert_close(PagedDriver(decoder).run(0, tokens, 9), theirs, atol=2e-3, rtol=2e-3)
 
 
 def test_damaged_checkpoints_are_refused_by_name(tmp_path: Path) -> None:

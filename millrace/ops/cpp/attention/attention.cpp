@@ -159,7 +159,9 @@ struct Attention : UnitRows<T, C> {
                 continue;
             }
             T* target = this->target(unit, i);
-            float scale = 1.0f / sum_lanes(m.weights[i]);
+            float total = sum_lanes(m.weights[i]);
+            if (s.sinks) total += exp(splat(s.sinks[unit.head_of(s, i)] - m.largest[i]))[0];
+            float scale = 1.0f / total;
             for (int64_t d = 0; d < s.head_dim; d += LANES)
                 store_upto(target + d, load(m.sums_at(i) + d) * scale, s.head_dim - d);
         }
@@ -234,7 +236,9 @@ void attend(const Step& s, const T* queries, const C* kv, T* out, int64_t num_ro
 
 template <typename C>
 void attend_bf16(const Step& s, const bf16* queries, const C* kv, bf16* out, int64_t num_rows, bool parallel) {
-    if (!attend_amx(s, queries, kv, out, num_rows, parallel)) attend(s, queries, kv, out, num_rows, parallel);
+    // The version for the matrix unit has no sinks.
+    if (s.sinks || !attend_amx(s, queries, kv, out, num_rows, parallel))
+        attend(s, queries, kv, out, num_rows, parallel);
 }
 
 }  // namespace
@@ -243,11 +247,12 @@ void attend_sharing(int dtype, int kv_dtype, const void* queries, int64_t query_
                     void* out, const int32_t* query_starts, const int32_t* seq_lens, const int32_t* tables,
                     int64_t num_rows, int64_t table_width, int64_t heads, int64_t kv_heads, int64_t head_dim,
                     int64_t num_blocks, int64_t block_size, int64_t window, float scale, float softcap,
-                    Sharing& sharing) {
+                    Sharing& sharing, const float* sinks) {
     // With a window shorter than the row, a row starts at its own tile, so nothing is shared.
     bool shares = !sharing.levels.empty() && (!window || sharing.longest <= window);
     Step s{heads,        kv_heads, head_dim, heads / kv_heads, query_stride, num_blocks, block_size, table_width,
-           query_starts, seq_lens, tables,   window,           scale,        softcap,    shares ? &sharing : nullptr};
+           query_starts, seq_lens, tables,   window,           scale,        softcap,    shares ? &sharing : nullptr,
+           sinks};
     bool parallel = is_worth_threads(s, num_rows);
     if (dtype == F32 && kv_dtype == INT8)
         attend(s, (const float*)queries, (const int8_t*)kv, (float*)out, num_rows, parallel);
@@ -266,9 +271,11 @@ extern "C" {
 void millrace_attention(int dtype, int kv_dtype, const void* queries, int64_t query_stride, const void* kv,
                         void* out, const int32_t* query_starts, const int32_t* seq_lens, const int32_t* tables,
                         int64_t num_rows, int64_t table_width, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                        int64_t num_blocks, int64_t block_size, int64_t window, float scale, float softcap) {
+                        int64_t num_blocks, int64_t block_size, int64_t window, float scale, float softcap,
+                        const float* sinks) {
     Sharing sharing = find_sharing(query_starts, seq_lens, tables, num_rows, table_width, block_size);
     attend_sharing(dtype, kv_dtype, queries, query_stride, kv, out, query_starts, seq_lens, tables, num_rows,
-                   table_width, heads, kv_heads, head_dim, num_blocks, block_size, window, scale, softcap, sharing);
+                   table_width, heads, kv_heads, head_dim, num_blocks, block_size, window, scale, softcap, sharing,
+                   sinks);
 }
 }

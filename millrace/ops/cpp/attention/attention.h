@@ -20,7 +20,8 @@ struct Step {
     const int32_t *query_starts, *seq_lens, *tables;
     int64_t window;  // number of keys a query sees, including its own; 0: all
     float scale, softcap;
-    Sharing* sharing;  // or null
+    Sharing* sharing;    // or null
+    const float* sinks;  // per head a score without a value, which takes its share of the weights; or null
 };
 
 // A unit of work: query vectors of one row. The vectors of a KV head are numbered: vector v is token v / group and head

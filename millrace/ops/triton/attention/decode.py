@@ -32,6 +32,7 @@ from millrace.ops.triton.attention.paged_kv import (
     _scales_of,
     _scores,
     _whole,
+    _with_sinks,
     _zeros,
     cache_pointers,
     cache_sizes,
@@ -80,7 +81,7 @@ def _join(partial_ptr, lse_ptr, cell, active, d, VECTORS: tl.constexpr, GJ: tl.c
 def _decode_kernel(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, partial_ptr, lse_ptr, arrivals_ptr,
     listed_ptr, query_starts, seq_lens, table_rows, tables,
-    shared_len_ptr, shared_partial_ptr, shared_lse_ptr,
+    shared_len_ptr, shared_partial_ptr, shared_lse_ptr, sinks_ptr,
     softmax_scale, q_stride, table_stride, block_stride, splits, min_tiles,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, QUERIES: tl.constexpr, OWN: tl.constexpr, GP: tl.constexpr,
     GJ: tl.constexpr,
@@ -230,6 +231,13 @@ def _decode_kernel(
             sums = sums * mine[:, None] + shared * theirs_share[:, None]
             z = z * mine + theirs_share
             m = top_now
+    if sinks_ptr is not None:
+        # One of the splits has the sinks.
+        sinks = tl.load(sinks_ptr + heads, mask=is_query, other=float("-inf"))
+        sinks = tl.where(split == 0, sinks, float("-inf"))
+        shrink, m, z = _with_sinks(m, tl.where(m == float("-inf"), 0.0, z), sinks)
+        sums *= shrink[:, None]
+        z = tl.where(z > 0.0, z, 1.0)
     if active == 1:
         tl.store(
             out_ptr + (tokens * (KV_HEADS * GROUP * D) + heads * D)[:, None] + d[None, :],
@@ -330,6 +338,7 @@ def decode(
     shared: SharedPrefix | None = None,
     listed: Tensor | None = None,
     queries_per_row: int = 1,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of the rows with exactly `queries_per_row` queries; other rows are skipped. `all_single`: there are no
     other rows. With `shared`, whose partial results must already be computed, only the keys after the shared prefix are
@@ -357,7 +366,7 @@ def decode(
         queries, *cache_pointers(kv), out, workspace.partial, workspace.lse, workspace.arrivals,
         listed, rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables,
         None if shared is None else shared.length, None if shared is None else shared.partial,
-        None if shared is None else shared.lse,
+        None if shared is None else shared.lse, sinks,
         shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1), tuning.splits,
         tuning.min_tiles if listed is None else 1,
         KV_HEADS=shape.num_kv_heads, GROUP=shape.group, QUERIES=queries_per_row, OWN=own,

@@ -125,6 +125,16 @@ def _accumulate_swapped(
 
 
 @triton.jit
+def _with_sinks(m, z, sinks):
+    """(factor of the sums, m, z) after one more score per vector, whose value is zero; -inf adds nothing."""
+    scores = sinks * 1.4426950408889634  # as exponents of 2
+    top = tl.maximum(m, scores)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    shrink = tl.math.exp2(m - safe)
+    return shrink, top, z * shrink + tl.math.exp2(scores - safe)
+
+
+@triton.jit
 def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr):
     """Initial sums, in parts [ROWS, COLUMNS]."""
     zeros = tl.zeros([ROWS, COLUMNS], tl.float32)

@@ -32,6 +32,7 @@ from millrace.ops.triton.attention.paged_kv import (
     _places,
     _scales_of,
     _scores,
+    _with_sinks,
     _zeros,
     cache_pointers,
     cache_sizes,
@@ -253,7 +254,7 @@ def _attend_beside(
 @triton.jit
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, out_ptr, partial_ptr, lse_ptr,
-    tiles, query_starts, seq_lens, table_rows, tables,
+    tiles, query_starts, seq_lens, table_rows, tables, sinks_ptr,
     softmax_scale, q_stride, table_stride, block_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PART: tl.constexpr,
     BS: tl.constexpr, ITEMS: tl.constexpr, HEAD_ITEMS: tl.constexpr, FORMAT: tl.constexpr,
@@ -326,19 +327,26 @@ def _prefill_kernel(
             D, DP, BS, ITEMS, TILE, WINDOW, CAP, WIDE, PRECISION, DTYPE, STAGES, FORMAT, SPLIT, EARLY,
         )  # fmt: skip
 
+    sums = acc[0]
+    if sinks_ptr is not None:
+        # One of the programs that share the keys has the sinks.
+        sinks = tl.load(sinks_ptr + heads, mask=real, other=float("-inf"))
+        sinks = tl.where(tl.program_id(1) == 0, sinks, float("-inf"))
+        shrink, m, z = _with_sinks(m, z, sinks)
+        sums *= shrink[:, None]
     if SPLIT:
         # A program without keys stores zeros and a log-sum-exp of -inf.
         cell = (token * KV_HEADS + head) * tl.num_programs(1) + tl.program_id(1)
         at = cell * GROUP + i % GROUP
         tl.store(
             partial_ptr + at[:, None] * DP + d[None, :],
-            acc[0] / tl.where(z == 0.0, 1.0, z)[:, None],
+            sums / tl.where(z == 0.0, 1.0, z)[:, None],
             mask=real[:, None],
         )
         tl.store(lse_ptr + at, m + tl.math.log2(z), mask=real)
     else:
         out_at = token[:, None] * (KV_HEADS * GROUP * D) + heads[:, None] * D + d[None, :]
-        out = (acc[0] / tl.where(z == 0.0, 1.0, z)[:, None]).to(out_ptr.dtype.element_ty)
+        out = (sums / tl.where(z == 0.0, 1.0, z)[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + out_at, out, mask=real[:, None] & (d < D)[None, :])
 
 
@@ -379,6 +387,7 @@ def prefill(
     tuning: PrefillTuning,
     window: int = 0,
     split: ContextSplit | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Attention of tiles of queries. `tiles` [n, 2]: (row, first query of the row), or row -1 for an empty entry. They
     start in this order: a row's last tiles should come first, empty entries at the end. With a packed cache, `queries`
@@ -394,7 +403,7 @@ def prefill(
     _prefill_kernel[(tiles.shape[0] * shape.num_kv_heads, 1 if split is None else split.parts)](
         queries, *cache_pointers(kv), out,
         None if split is None else split.workspace.partial, None if split is None else split.workspace.lse,
-        tiles, rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables,
+        tiles, rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables, sinks,
         shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1),
         KV_HEADS=shape.num_kv_heads, GROUP=shape.group, **cache_sizes(kv, shape),
         BLOCK_M=tuning.block_m, TILE=tuning.tile,
