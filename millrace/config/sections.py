@@ -133,8 +133,8 @@ class ServerConfig:
     header_limit_kb: int = setting(8, "maximum header line in KiB; longer lines get a 431", minimum=1)
     manage_models: ManageModels = setting(
         "local",
-        "who may download and delete models (/api/pull, /api/delete); local: operators' keys, or without keys programs"
-        " on this machine while the server listens on loopback only",
+        "who may download and delete models (/api/pull, /api/delete) and add and remove adapters (/v1/adapters);"
+        " local: operators' keys, or without keys programs on this machine while the server listens on loopback only",
     )
     drain_timeout_s: float = setting(30.0, "seconds that running requests get to finish after SIGTERM", minimum=0.0)
 

@@ -204,8 +204,7 @@ class Engine:
     def _take_loaded(self, adapters: EngineAdapters) -> None:
         """Schedule requests whose adapter is on the device; end those whose adapter cannot be used."""
         now = self._clock()
-        for front, reply in adapters.advance(now):
-            self._channel.send(front, reply)
+        replies = adapters.advance(now)
         for request, params in adapters.take_ready():
             self._submit_ready(request, params)
         for failure, is_late in adapters.take_failed(now):
@@ -214,6 +213,8 @@ class Engine:
             if self.ready is not None:
                 self.ready = msgspec.structs.replace(self.ready, adapters=names)
             self._channel.send_all(AdapterNames(names))
+        for front, reply in replies:  # After the names, so that whoever was answered finds the adapter.
+            self._channel.send(front, reply)
 
     # -- told by the cycle -----------------------------------------------------------------------------------------
 

@@ -28,7 +28,10 @@ from millrace.link.messages import (
     FRONT_SHIFT,
     Abort,
     AbortFront,
+    AdapterAnswer,
+    AdapterFigures,
     AdapterNames,
+    AddAdapter,
     EndSearch,
     EngineFailed,
     EngineLoading,
@@ -63,6 +66,9 @@ log = logging.getLogger(__name__)
 STALL_S = 30.0
 """An engine with open requests that sends nothing for this long is not ready."""
 QUERY_TIMEOUT_S = 10.0
+ADAPTER_TIMEOUT_S = 120.0
+"""For reading an adapter's files."""
+NO_ADAPTERS = "The model takes no adapters: start its server with --adapters, --adapter-dir or --allow-adapters."
 MAX_NAMES_SHOWN = 20
 """Of adapters, in messages."""
 INCARNATION_SHIFT = 32
@@ -108,6 +114,8 @@ class EngineClient:
         """`ready`, or while the model is unloaded that of its last engine."""
         self.adapters: tuple[str, ...] | None = None
         """Names of the adapters that requests may ask for; None if the model takes none or was never loaded."""
+        self._added_adapters: dict[str, AddAdapter] = {}
+        """Added through this front: the next engine is told of them."""
         self.is_unloaded = channel is None
         """True if there is no engine and none is starting."""
         self.is_wanted = False
@@ -306,6 +314,36 @@ class EngineClient:
         request_id, self._next_id = self._next_id, self._next_id + 1
         return request_id
 
+    async def add_adapter(self, asked: AddAdapter) -> AdapterAnswer:
+        """Answered when its files were read. Engines that are started later are told of it, too."""
+        body = msgspec.json.encode(asked).decode()
+        reply = await self._ask(
+            lambda query_id: Query(self.front_index, query_id, "add_adapter", body), ADAPTER_TIMEOUT_S
+        )
+        answer = msgspec.json.decode(reply, type=AdapterAnswer) if reply else AdapterAnswer(error=NO_ADAPTERS)
+        if not answer.error:
+            self._added_adapters[asked.name] = asked
+        return answer
+
+    async def drop_adapter(self, name: str) -> AdapterAnswer:
+        reply = await self.query("drop_adapter", name, None)
+        return msgspec.json.decode(reply, type=AdapterAnswer) if reply else AdapterAnswer(error=NO_ADAPTERS)
+
+    async def adapter_figures(self) -> list[AdapterFigures]:
+        reply = await self.query("adapters", "", None)
+        return msgspec.json.decode(reply, type=AdapterAnswer).adapters if reply else []
+
+    def _use_adapters(self, names: tuple[str, ...]) -> None:
+        self.adapters = names
+        self._added_adapters = {name: asked for name, asked in self._added_adapters.items() if name in names}
+
+    def _add_adapters_again(self) -> None:
+        """Requests that go on with this engine find them: it takes messages in order."""
+        for asked in self._added_adapters.values():
+            query_id, self._next_query_id = self._next_query_id, self._next_query_id + 1
+            body = msgspec.json.encode(asked).decode()
+            self._channel.send(Query(self.front_index, query_id, "add_adapter", body))
+
     async def query(self, kind: QueryKind, name: str, tenant: str | None, value: str = "") -> bytes:
         """Explain or cancel the request with this name. Returns JSON, or b"" if the engine knows no such request."""
         return await self._ask(lambda query_id: Query(self.front_index, query_id, kind, name, tenant, value))
@@ -315,18 +353,16 @@ class EngineClient:
         reply = await self._ask(lambda query_id: Retire(self.front_index, query_id, idle_s))
         return msgspec.json.decode(reply, type=Idleness)
 
-    async def _ask(self, make_message: Callable[[int], ToEngine]) -> bytes:
+    async def _ask(self, make_message: Callable[[int], ToEngine], timeout_s: float = QUERY_TIMEOUT_S) -> bytes:
         if self.failure is not None or self.ready is None:
             raise EngineUnavailable(self.failure or "The engine is not loaded.")
         query_id, self._next_query_id = self._next_query_id, self._next_query_id + 1
         reply = self._queries[query_id] = asyncio.get_running_loop().create_future()
         self._channel.send(make_message(query_id))
         try:
-            return await asyncio.wait_for(reply, QUERY_TIMEOUT_S)
+            return await asyncio.wait_for(reply, timeout_s)
         except TimeoutError:
-            raise EngineUnavailable(
-                f"The engine did not answer within {QUERY_TIMEOUT_S:g} s; try again later."
-            ) from None
+            raise EngineUnavailable(f"The engine did not answer within {timeout_s:g} s; try again later.") from None
         finally:
             del self._queries[query_id]
 
@@ -432,7 +468,7 @@ class EngineClient:
             self.kv.on_events(message)
             return
         if isinstance(message, AdapterNames):
-            self.adapters = message.names
+            self._use_adapters(message.names)
             return
         if isinstance(message, EngineReady):
             self.adapters = message.adapters
@@ -441,6 +477,7 @@ class EngineClient:
                 self.kv.on_new_engine()
             self.ready, self.failure, self.limits = message, None, message
             self._recheck(message)
+            self._add_adapters_again()
             self.requests.resume()
         elif isinstance(message, EngineRetired):
             self.unload()

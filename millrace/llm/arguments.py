@@ -32,9 +32,21 @@ def read_config(model: str | None, keywords: Mapping[str, object]) -> Config:
         if name not in by_name:
             hint = _nearest(name, by_name) or "`millrace config` lists all settings."
             raise ConfigError(f"LLM() has no keyword argument '{name}'. {hint}", param=name)
+        if name == "adapters" and isinstance(value, Mapping):
+            value = _named_paths(value)
         setting = by_name[name]
         values[setting.key] = setting.convert(value, f"LLM(): keyword argument '{name}'")
     return load_config(None, values, origin="LLM()").config
+
+
+def _named_paths(adapters: Mapping[str, object]) -> str:
+    """{name: path} as the setting writes it."""
+    for name, path in adapters.items():
+        if "," in str(path):
+            raise ConfigError(
+                f"LLM(): the path of the adapter {name!r} has a comma: {path}. Rename it.", param="adapters"
+            )
+    return ",".join(f"{name}={path}" for name, path in adapters.items())
 
 
 def read_params(

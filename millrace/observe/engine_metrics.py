@@ -66,6 +66,7 @@ def engine_metrics(engine: EngineView) -> Iterator[Metric]:
         yield from _gauges(stats)
         yield from _kv(stats)
         yield from _mirror(stats)
+        yield from _adapters(stats)
         yield from _counters(stats)
         yield from _labelled_counters(stats)
         yield from _histograms(stats)
@@ -176,6 +177,44 @@ def _mirror(stats: EngineStats) -> Iterator[Metric]:
         ("differences", "Draws that the mirror found to differ. The first one ends it.", mirror.differences),
     ):
         yield CounterMetricFamily(f"millrace_mirror_{name}", text, value=value)
+
+
+def _adapters(stats: EngineStats) -> Iterator[Metric]:
+    adapters = stats.adapters
+    if adapters is None:
+        return
+    for name, text, value in (
+        ("slots", "Adapters that can be on the device at once.", adapters.slots),
+        ("resident", "Adapters on the device.", adapters.resident),
+        ("known", "Adapters that requests may name.", adapters.known),
+        ("waiting_requests", "Sequences that wait for their adapter.", adapters.held_requests),
+        ("host_bytes", "Host memory of adapters that have been read.", adapters.host_bytes),
+    ):
+        yield GaugeMetricFamily(f"millrace_adapter_{name}", text, value=value)
+    for name, text, value in (
+        ("loads", "Adapters read from their files.", adapters.loads),
+        ("fills", "Times that a slot on the device was filled.", adapters.fills),
+        ("slot_evictions", "Adapters that left the device for others.", adapters.slot_evictions),
+        ("host_evictions", "Adapters that left host memory for others.", adapters.host_evictions),
+    ):
+        yield CounterMetricFamily(f"millrace_adapter_{name}", text, value=value)
+    requests = GaugeMetricFamily(
+        "millrace_adapter_requests", "Open sequences by adapter and state.", labels=["adapter", "state"]
+    )
+    ended = CounterMetricFamily("millrace_adapter_ended_requests", "Ended sequences by adapter.", labels=["adapter"])
+    tokens = CounterMetricFamily(
+        "millrace_adapter_tokens", "Tokens of ended sequences by adapter and kind.", labels=["adapter", "kind"]
+    )
+    for one in adapters.each:
+        requests.add_metric([one.name, "running"], one.running)
+        requests.add_metric([one.name, "waiting"], one.waiting)
+        ended.add_metric([one.name], one.requests)
+        tokens.add_metric([one.name, "prompt"], one.prompt_tokens - one.cached_tokens)
+        tokens.add_metric([one.name, "cached"], one.cached_tokens)
+        tokens.add_metric([one.name, "output"], one.output_tokens)
+    yield requests
+    yield ended
+    yield tokens
 
 
 def _counters(stats: EngineStats) -> Iterator[Metric]:

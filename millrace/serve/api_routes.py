@@ -10,6 +10,7 @@ from millrace.errors import MillraceError
 from millrace.serve.anthropic import models as anthropic_models
 from millrace.serve.anthropic import routes as anthropic
 from millrace.serve.anthropic.write import error_body as anthropic_error_body
+from millrace.serve.describe import routes_adapters as adapters
 from millrace.serve.describe import routes_info as info
 from millrace.serve.describe import routes_kv, routes_load, routes_stats, routes_steps
 from millrace.serve.describe import routes_models as models
@@ -75,12 +76,17 @@ POST: dict[str, Handler] = {
     "/api/pull": ollama_library.pull,
     "/v1/models/{model:.+}/load": models.load,
     "/v1/models/{model:.+}/unload": models.unload,
+    "/v1/adapters": adapters.create,
+    "/v1/load_lora_adapter": adapters.load_lora,
+    "/v1/unload_lora_adapter": adapters.unload_lora,
     "/tokenize": info.tokenize,
     "/detokenize": info.detokenize,
 }
 GET: dict[str, Handler] = {
     "/v1/models": models.list_models,
     "/v1/models/{model:.+}": models.get_model,
+    "/v1/adapters": adapters.listing,
+    "/v1/adapters/{name:.+}": adapters.retrieve,
     _RESPONSE: responses.retrieve,
     "/v1/responses/{response_id}/input_items": responses.list_input_items,
     "/v1/chat/completions": stored_chat.listing,
@@ -120,6 +126,7 @@ DELETE: dict[str, Handler] = {
     "/v1/sessions/{session_id}": sessions.delete,
     "/v1/files/{file_id}": files.delete,
     "/v1/requests/{request_id}": requests.cancel,
+    "/v1/adapters/{name:.+}": adapters.delete,
     "/api/delete": ollama_library.delete,
 }
 

@@ -124,6 +124,14 @@ class ServedModels(Generic[State]):
         for name in (model.name, *model.aliases):
             self._named.setdefault(name, model)
 
+    def listed(self) -> list[tuple[ServedModel[State], str, str]]:
+        """(model, name, adapter) of all names that requests may give: models, their aliases, their adapters."""
+        found = []
+        for model in self._models:
+            found += [(model, name, "") for name in (model.name, *model.aliases)]
+            found += [(model, f"{model.name}:{adapter}", adapter) for adapter in model.client.adapters or ()]
+        return found
+
     def find(self, name: str) -> ServedModel[State]:
         found = self._named.get(name)
         if found is None and (adapted := self._adapter_of(name)) is not None:
@@ -155,8 +163,7 @@ class ServedModels(Generic[State]):
         return next(((model, name) for model in self._models if name in (model.client.adapters or ())), None)
 
     def _listed(self) -> str:
-        own = [model.name for model in self._models]
-        own += [f"{model.name}:{adapter}" for model in self._models for adapter in model.client.adapters or ()]
+        own = [name for model, name, adapter in self.listed() if adapter or name == model.name]
         names = [repr(name) for name in own[:MAX_NAMES_SHOWN]]
         further = len(own) - len(names)
         return ", ".join(names) + (f" and {further} more" if further else "")

@@ -31,10 +31,15 @@ SAME_OPTIONS = {
     "-c": "--max-context",
     "-m": "--source",
     "-t": "--threads",
+    "--max-loras": "--max-adapters",
+    "--max-loras-per-batch": "--max-adapters",
     "-tp": "--tensor-parallel",
     "-np": "--max-running",
 }
 """Options with the same meaning and the same kind of value: understood as ours."""
+
+LISTS = {"--lora-modules": "--adapters", "--lora-paths": "--adapters"}
+"""Options with several NAME=PATH behind them, of which ours takes one list with commas."""
 
 SWITCHES = {
     "--enforce-eager": "--no-graphs",
@@ -44,7 +49,9 @@ SWITCHES = {
 }
 """Options without a value: understood as ours."""
 
-_ADAPTERS = "LoRA adapters are not supported yet. Merge the adapter into the model's weights and serve those."
+_ADAPTERS = "Adapters are named with --adapters NAME=PATH (directories that PEFT has saved)"
+_ADAPTERS_ON = f"{_ADAPTERS}; --allow-adapters lets clients add more. Leave it out."
+_GGUF_ADAPTERS = f"{_ADAPTERS}; adapters as GGUF files are not supported."
 _IMAGES = "Images are not supported yet: models take text only."
 _ONE_GPU = "Several GPUs per model are not supported yet; use a smaller or quantised model (--quantization fp8)."
 _REPLICAS = "Start a server per GPU and `millrace gateway` in front of them; `millrace up fleet.toml` does both."
@@ -60,18 +67,6 @@ _BATCH = "Use --token-budget for the tokens of a step."
 
 ADVICE = {
     # Not there yet.
-    "--lora-modules": _ADAPTERS,
-    "--enable-lora": _ADAPTERS,
-    "--lora": _ADAPTERS,
-    "--lora-scaled": _ADAPTERS,
-    "--lora-init-without-apply": _ADAPTERS,
-    "--lora-paths": _ADAPTERS,
-    "--lora-dtype": _ADAPTERS,
-    "--max-loras": _ADAPTERS,
-    "--max-cpu-loras": _ADAPTERS,
-    "--max-lora-rank": _ADAPTERS,
-    "--max-loras-per-batch": _ADAPTERS,
-    "--fully-sharded-loras": _ADAPTERS,
     "--mmproj": _IMAGES,
     "--limit-mm-per-prompt": _IMAGES,
     "--mm-processor-kwargs": _IMAGES,
@@ -82,6 +77,13 @@ ADVICE = {
     "--split-mode": _ONE_GPU,
     "--main-gpu": "Choose the GPU with CUDA_VISIBLE_DEVICES in the environment.",
     # Called or done otherwise.
+    "--enable-lora": _ADAPTERS_ON,
+    "--lora": _GGUF_ADAPTERS,
+    "--lora-scaled": _GGUF_ADAPTERS,
+    "--lora-init-without-apply": _GGUF_ADAPTERS,
+    "--lora-dtype": "Adapters are computed in the model's dtype. Leave it out.",
+    "--max-cpu-loras": "Use --adapter-memory, in GiB, for adapters in host memory.",
+    "--fully-sharded-loras": "Adapters do not go with --tensor-parallel yet. Leave it out.",
     "--task": "Every model generates and embeds. Leave it out.",
     "--runner": "Every model generates and embeds. Leave it out.",
     "--reranking": _RERANKING,
@@ -161,9 +163,17 @@ COMMANDS = {
 def translated(arguments: list[str], own: set[str]) -> list[str]:
     """The arguments with foreign options replaced by ours, unless the command has that option itself (`own`)."""
     result = []
-    for item in arguments:
+    rest = list(arguments)
+    while rest:
+        item = rest.pop(0)
         flag, equals, value = item.partition("=")
         normal = flag.replace("_", "-") if flag.startswith("--") else flag
+        if normal in LISTS and LISTS[normal] in own:
+            values = [value] if equals else []
+            while rest and "=" in rest[0] and not rest[0].startswith("-"):
+                values.append(rest.pop(0))
+            result.append(f"{LISTS[normal]}={','.join(values)}")
+            continue
         ours = SAME_OPTIONS.get(normal) or SWITCHES.get(normal)
         if ours is not None and flag not in own and (ours in own):
             result.append(f"{ours}{equals}{value}")

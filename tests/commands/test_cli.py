@@ -160,9 +160,7 @@ def test_config_as_toml_is_a_file_that_config_accepts(tmp_path: Path, capsys: py
         (["config", "--Port=1"], "Unknown option '--Port'. Did you mean '--port'?"),
         (["serve", "--zzzzqqq"], "`millrace serve --help-all` lists the options."),
         (["serve", "--host-port"], "Unknown option '--host-port'. `millrace serve --help-all` lists the options."),
-        (["serve", "--lora-modules", "a=b"], "no option '--lora-modules' here. LoRA adapters are not supported yet."),
-        (["serve", "--lora_modules=a=b"], "no option '--lora_modules' here. LoRA adapters are not supported yet."),
-        (["run", "smollm2", "--lora", "file"], "LoRA adapters are not supported yet."),
+        (["run", "smollm2", "--lora", "file"], "adapters as GGUF files are not supported."),
         (["serve", "-ngl", "99"], "A model runs wholly on one device"),
         (["config", "--port"], "--port needs a value."),
         (["config", "--port", "abc"], "server.port is 'abc'; it must be a whole number from 0 to 65535."),
@@ -196,7 +194,7 @@ def test_misuse_is_one_sentence_and_exit_code_2(
 
 OTHER_ENGINES = {
     "vllm": (
-        "--enable-lora --max-loras --max-lora-rank --lora-modules --limit-mm-per-prompt --task"
+        "--enable-lora --max-cpu-loras --lora-dtype --limit-mm-per-prompt --task"
         " --pipeline-parallel-size --speculative-config --guided-decoding-backend --swap-space --trust-remote-code"
         " --enable-chunked-prefill --disable-log-stats --load-format --tokenizer --kv-transfer-config"
     ),
@@ -206,6 +204,13 @@ OTHER_ENGINES = {
     ),
     "ollama": "--keepalive --verbose --nowordwrap --insecure",
 }
+
+
+def test_vllms_list_of_adapters_is_understood(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--lora_modules", "a=/b", "c=/d", "--max-loras=3"]) == 0
+    shown = capsys.readouterr().out
+    assert '"a=/b,c=/d"' in shown
+    assert re.search(r"adapters.max_adapters +3", shown)
 
 
 @pytest.mark.parametrize("options", OTHER_ENGINES.values(), ids=OTHER_ENGINES)

@@ -185,7 +185,7 @@ class AdapterStore:
 def parse_adapters(text: str) -> dict[str, Path]:
     """NAME=PATH,NAME=PATH"""
     found: dict[str, Path] = {}
-    for item in filter(None, (part.strip() for part in text.replace(" ", ",").split(","))):
+    for item in filter(None, (part.strip() for part in text.split(","))):
         name, equals, path = item.partition("=")
         if not equals or not path:
             raise AdapterError(f"adapters has {item!r}; write NAME=PATH, several with commas.", param="adapters")

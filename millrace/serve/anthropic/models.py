@@ -53,7 +53,7 @@ def described(state: FrontState, model: ServedModel[FrontState], name: str) -> A
 def list_models(request: web.Request) -> web.Response:
     check_query(request, ("limit", "after_id", "before_id"))
     state, limit = request.app[STATE], page_of(request, most=MAX_PAGE, usual=20).limit
-    models = [described(state, model, name) for model in state.models for name in (model.name, *model.aliases)]
+    models = [described(state, model, name) for model, name, _ in state.models.listed()]
     if (before := request.query.get("before_id")) is not None:
         earlier = models[: _place(models, before, "before_id")]
         page, has_more = earlier[-limit:], len(earlier) > limit

@@ -169,6 +169,7 @@ def _all_paths() -> dict[str, Any]:
         **_stored_chat_paths(),
         **_cache_paths(),
         **_session_paths(),
+        **_adapter_paths(),
         **_file_paths(),
         **_batch_paths(),
         **_anthropic_paths(),
@@ -386,6 +387,35 @@ def _cache_paths() -> dict[str, Any]:
                 parameters=[one, of_model, of_tenant],
             ),
         },
+    }
+
+
+def _adapter_paths() -> dict[str, Any]:
+    one, of_model, errors = _in_path("name"), _in_query("model", type="string"), ("403", "404", "500", "503")
+    made = _operation("adapters", "addAdapter", "Add a LoRA adapter", "AdapterInfo", (*BODY_ERRORS, "403", "409"))
+    example = {"name": "pirate", "path": "/srv/adapters/pirate"}
+    said = {"description": "A sentence.", "content": {"text/plain": {"schema": {"type": "string"}}}}
+    load = _operation("adapters", "loadLora", "Add one, as with vLLM", said, (*BODY_ERRORS, "403", "409"))
+    unload = _operation("adapters", "unloadLora", "Remove one, as with vLLM", said, (*BODY_ERRORS, "403"))
+    lora = {"lora_name": "pirate", "lora_path": "/srv/adapters/pirate"}
+    return {
+        "/v1/adapters": {
+            "post": {**made, "requestBody": _body("AdapterRequest", example)},
+            "get": _operation(
+                *("adapters", "listAdapters", "List them", "AdapterInfoList", ("400", "404", "500", "503")),
+                parameters=[of_model],
+            ),
+        },
+        "/v1/adapters/{name}": {
+            "get": _operation(
+                "adapters", "retrieveAdapter", "Describe one", "AdapterInfo", errors[1:], parameters=[one, of_model]
+            ),
+            "delete": _operation(
+                "adapters", "deleteAdapter", "Remove one", "DeletedAdapter", errors, parameters=[one, of_model]
+            ),
+        },
+        "/v1/load_lora_adapter": {"post": {**load, "requestBody": _body("LoadLoraRequest", lora)}},
+        "/v1/unload_lora_adapter": {"post": {**unload, "requestBody": _body("UnloadLoraRequest", lora)}},
     }
 
 

@@ -8,7 +8,6 @@ from aiohttp import web
 
 from millrace.errors import NotImplementedYet
 
-_ADAPTERS = "They are planned. Until then merge an adapter into its model's weights and serve those."
 _DOCS = "GET /docs lists the endpoints of this server."
 
 ABSENT: dict[str, str] = {
@@ -30,15 +29,8 @@ ABSENT: dict[str, str] = {
     "/api/create": "Creating models is",
     "/api/copy": "Copying models is",
     "/api/blobs": "Blobs are",
-    "/v1/load_lora_adapter": "LoRA adapters are",
-    "/v1/unload_lora_adapter": "LoRA adapters are",
 }
 """Path (with everything below it) and the subject and verb of the error message."""
-
-INSTEAD = {
-    "LoRA adapters are": _ADAPTERS,
-}
-"""What is planned, and what there is."""
 
 
 def add_absent_routes(app: web.Application) -> None:
@@ -50,6 +42,6 @@ def add_absent_routes(app: web.Application) -> None:
 
 def _refusal(subject: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
     async def refuse(request: web.Request) -> web.StreamResponse:
-        raise NotImplementedYet(f"{subject} not supported yet. {INSTEAD.get(subject, _DOCS)}")
+        raise NotImplementedYet(f"{subject} not supported yet. {_DOCS}")
 
     return refuse

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from aiohttp import web
+from msgspec import UNSET
 
 from millrace.errors import Forbidden
 from millrace.serve.anthropic import models as anthropic
@@ -19,7 +20,7 @@ UNLOAD_WAIT_S = 10.0
 """How long the answer to an unload waits for the engine to stop."""
 
 
-def _model(state: FrontState, model: ServedModel[FrontState], name: str) -> Model:
+def _model(state: FrontState, model: ServedModel[FrontState], name: str, adapter: str = "") -> Model:
     limits = model.client.limits
     return Model(
         id=name,
@@ -27,8 +28,9 @@ def _model(state: FrontState, model: ServedModel[FrontState], name: str) -> Mode
         created=state.started,
         owned_by="millrace",
         max_model_len=limits.max_context if limits is not None else None,
-        root=model.name,
+        root=f"{model.name}:{adapter}" if adapter else model.name,
         status=model.status,
+        parent=model.name if adapter else UNSET,
     )
 
 
@@ -36,16 +38,15 @@ async def list_models(request: web.Request) -> web.Response:
     if anthropic.is_anthropic(request):
         return anthropic.list_models(request)
     state = request.app[STATE]
-    names = [(model, name) for model in state.models for name in (model.name, *model.aliases)]
-    return json_answer(request, ModelList("list", [_model(state, model, name) for model, name in names]))
+    return json_answer(request, ModelList("list", [_model(state, *named) for named in state.models.listed()]))
 
 
 async def get_model(request: web.Request) -> web.Response:
     state, name = request.app[STATE], request.match_info["model"]
-    model = state.models.find(name)
+    model, adapter = state.models.with_adapter(name)
     if anthropic.is_anthropic(request):
         return json_answer(request, anthropic.described(state, model, name))
-    described, own = _model(state, model, name), await state.for_model(name)
+    described, own = _model(state, model, name, adapter), await state.for_model(name)
     described.capabilities, described.sampling = own.capabilities, own.sampling_defaults.fields()
     described.suggestion = await asyncio.to_thread(_suggestion, await _num_parameters(model))
     return json_answer(request, described)

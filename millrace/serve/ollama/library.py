@@ -22,8 +22,7 @@ from millrace.serve.ollama.schemas import OllamaDeleteRequest, OllamaPullRequest
 from millrace.serve.ollama.translate import LATEST
 from millrace.serve.ollama.write import error_body
 from millrace.serve.state import STATE, FrontState
-from millrace.serve.tenancy.owner import is_operator
-from millrace.serve.tenancy.trust import is_from_here
+from millrace.serve.tenancy.trust import may_manage
 from millrace.sources import library
 from millrace.sources.resolve import check_is_name, resolve_model
 
@@ -178,9 +177,8 @@ def _name(body: OllamaDeleteRequest) -> str:
 def _check_may_manage(request: web.Request, state: FrontState) -> None:
     """Downloads fill the disk and deletions are final: by default only for operators' keys, and without keys only for
     programs on this machine."""
-    setting = state.config.server.manage_models
-    may = is_operator(request) if state.keyring is not None else is_from_here(request, state.config.server.host)
-    if setting == "never" or (setting == "local" and not may):
+    server = state.config.server
+    if not may_manage(request, server.manage_models, server.host, has_keys=state.keyring is not None):
         raise Forbidden(
             "This client may not download or delete models. The server's operator can allow it with"
             " --manage-models always or an operator's key (`millrace keys add --operator`), or use `millrace pull` and"

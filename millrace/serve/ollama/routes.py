@@ -101,7 +101,7 @@ async def _respond(
 ) -> web.StreamResponse:
     is_chat = isinstance(body, OllamaChatRequest)
     keep_s = check_keep_alive(body.keep_alive, request)
-    ping = partial(empty_line, model=state.model_name, is_chat=is_chat)
+    ping = partial(empty_line, model=state.answers_as, is_chat=is_chat)
 
     is_valid = False
 
@@ -137,13 +137,14 @@ async def _load(
     if keep_s is not None:
         await state.control.keep_alive(state.model_name, keep_s)
     reason: Literal["load", "unload"] = "unload" if keep_s == 0 else "load"
-    return json_answer(request, OllamaAnswer(state.model_name, now(), message, response, done=True, done_reason=reason))
+    return json_answer(request, OllamaAnswer(state.answers_as, now(), message, response, done=True, done_reason=reason))
 
 
 # ── models ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 async def tags(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    return json_answer(request, OllamaModels([await _model(state, model) for model in state.models]))
+    names = [(model, name) for model, name, adapter in state.models.listed() if adapter or name == model.name]
+    return json_answer(request, OllamaModels([await _model(state, model, name) for model, name in names]))
 
 
 async def loaded(request: web.Request) -> web.Response:
@@ -153,7 +154,7 @@ async def loaded(request: web.Request) -> web.Response:
 
 
 async def _loaded(state: FrontState, model: ServedModel[FrontState]) -> OllamaModel:
-    shown, ready = await _model(state, model), model.client.ready
+    shown, ready = await _model(state, model, model.name), model.client.ready
     if ready is not None:
         on_gpu = ready.device.startswith("cuda")
         shown.context_length, shown.size_vram = ready.max_context, shown.size if on_gpu else 0
@@ -172,7 +173,7 @@ async def show(request: web.Request) -> web.Response:
     if name is None:
         raise BadRequest("'model' is required.", param="model", code="missing_field")
     state = await state_of_model(name, state)
-    model, ready = await _model(state, state.models.find(state.model_name)), state.client.limits
+    model, ready = await _model(state, state.models.find(state.model_name), state.answers_as), state.client.limits
     info: dict[str, str | int | float | bool | None] = {"general.architecture": model.details.family}
     if ready is not None:
         info[f"{model.details.family}.context_length"] = ready.max_context
@@ -182,7 +183,7 @@ async def show(request: web.Request) -> web.Response:
     return json_answer(
         request,
         OllamaShowAnswer(
-            f"FROM {state.model_name}\n",
+            f"FROM {state.model_name}\n" + (f"ADAPTER {state.adapter}\n" if state.adapter else ""),
             "\n".join(f"{name:<30} {value:g}" for name, value in state.sampling_defaults.fields().items()),
             state.template.source,
             model.details,
@@ -197,7 +198,7 @@ async def version(request: web.Request) -> web.Response:
     return json_answer(request, OllamaVersion(OLLAMA_VERSION, __version__))
 
 
-async def _model(state: FrontState, model: ServedModel[FrontState]) -> OllamaModel:
+async def _model(state: FrontState, model: ServedModel[FrontState], name: str) -> OllamaModel:
     """From the model's files, so that it shows the same whether or not it is loaded."""
     facts, ready = await model.file_facts(), model.client.limits
     size = facts.num_bytes or (ready.memory_plan.get("weights", 0) if ready is not None else 0)
@@ -207,7 +208,7 @@ async def _model(state: FrontState, model: ServedModel[FrontState]) -> OllamaMod
     family = facts.family
     details = OllamaDetails("", facts.format, family, [family], _size_label(num_parameters), quantisation)
     at = _time(facts.modified) if facts.modified else _at(state)
-    return OllamaModel(model.name, model.name, at, size, digest, details)
+    return OllamaModel(name, name, at, size, digest, details)
 
 
 def _size_label(num_parameters: int) -> str:

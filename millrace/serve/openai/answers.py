@@ -207,9 +207,11 @@ class Model(msgspec.Struct):
     max_model_len: int | None
     """Maximum tokens of prompt and output together; null until the model was loaded for the first time."""
     root: str
-    """The model's own name; differs from `id` for an alias."""
+    """The model's own name; differs from `id` for an alias. Of an adapter: its `id`."""
     status: Literal["loaded", "loading", "unloaded", "failed"]
     """An unloaded model is loaded when a request names it."""
+    parent: str | UnsetType = UNSET
+    """Of an adapter: its model."""
     capabilities: list[str] | UnsetType = UNSET
     """Of one model: completion; chat, where it has a chat template; tools; thinking; embedding, if trained for it."""
     sampling: dict[str, float] | UnsetType = UNSET

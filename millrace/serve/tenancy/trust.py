@@ -23,6 +23,13 @@ def is_gateway(request: web.Request, host: str, gateway_key: str, *, has_keys: b
     return not gateway_key and is_from_here(request, host)
 
 
+def may_manage(request: web.Request, setting: str, host: str, *, has_keys: bool) -> bool:
+    """Whether the client may change what this machine holds, by `--manage-models`: with `local` operators' keys, and on
+    a server without keys programs on this machine."""
+    may = is_operator(request) if has_keys else is_from_here(request, host)
+    return setting == "always" or (setting == "local" and may)
+
+
 def is_from_here(request: web.Request, host: str) -> bool:
     """True if only programs on this machine can have sent the request. `host`: where the server listens.
 

@@ -1,0 +1,123 @@
+"""Adapters over HTTP: named in every dialect, listed, added, removed, and kept by the next engine."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from helpers.adapter_files import ATTENTION, write_adapter
+from helpers.served import Served, serving, wait_until
+from helpers.tiny_server import CONFIG, NAME, tiny_options
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+TURN = [{"role": "user", "content": "Why?"}]
+TINY_KV = ("--max-context", "512", "--kv-tokens", "4096")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Adapters `one` to `three`, and `watched`, a directory with the adapter `found`."""
+    root = tmp_path_factory.mktemp("adapters")
+    values = {name: value for name, value in CONFIG.items() if name != "architectures"}
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values))
+    for seed, name in enumerate(("one", "two", "three", "watched/found")):
+        write_adapter(root / name, base, rank=4, targets=ATTENTION, seed=seed, size=8.0)
+    (root / "broken").mkdir()
+    (root / "broken" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (root / "broken" / "adapter_model.bin").write_bytes(b"\x80\x04cos\nsystem\n.")
+    return root
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path) -> Iterator[Served]:
+    given = ("--lora-modules", f"one={folder / 'one'}", f"two={folder / 'two'}", "--allow-adapters")
+    watched = ("--adapter-dir", str(folder / "watched"))
+    with serving(*tiny_options(folder), *TINY_KV, *given, *watched) as server:
+        yield server
+
+
+def ask(served: Served, method: str, where: str, status: int = 200, /, **body: Any) -> Any:
+    found, answer = served.request(method, where, body or None)
+    assert found == status, answer
+    return answer
+
+
+def said(served: Served, model: str) -> str:
+    answer = ask(served, "POST", "/v1/completions", model=model, prompt="Why", max_tokens=12, temperature=0)
+    assert answer["model"] == model
+    text: str = answer["choices"][0]["text"]
+    return text
+
+
+def test_every_dialect_takes_the_name(served: Served) -> None:
+    name = f"{NAME}:one"
+    asked: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": TURN, "max_tokens": 12, "temperature": 0},
+        "/v1/responses": {"input": "Why?", "max_output_tokens": 12, "temperature": 0},
+        "/v1/messages": {"messages": TURN, "max_tokens": 12, "temperature": 0},
+        "/api/chat": {"messages": TURN, "stream": False, "options": {"num_predict": 12, "temperature": 0}},
+        "/api/generate": {"prompt": "Why?", "stream": False, "options": {"num_predict": 12, "temperature": 0}},
+        "/v1/embeddings": {"input": "Why?"},
+        "/api/embed": {"input": "Why?"},
+    }
+
+    def content(answer: dict[str, Any]) -> str:
+        parts = ("choices", "output", "content", "message", "response", "data", "embeddings")
+        return re.sub(r'"?id\'?: [^,]*', "", repr([answer.get(key) for key in parts]))
+
+    for path, body in asked.items():
+        adapted, base = (ask(served, "POST", path, **body, model=model) for model in (name, NAME))
+        assert (adapted["model"], base["model"]) == (name, NAME), path
+        assert content(adapted) != content(base), path
+    assert len({said(served, model) for model in (NAME, name, f"{NAME}:two", f"{NAME}:found")}) == 4
+
+
+def test_lists_show_adapters_beside_their_model(served: Served) -> None:
+    ids = {one["id"]: one.get("parent") for one in ask(served, "GET", "/v1/models")["data"]}
+    assert ids.items() >= {NAME: None, f"{NAME}:one": NAME, f"{NAME}:two": NAME, f"{NAME}:found": NAME}.items()
+    assert ask(served, "GET", f"/v1/models/{NAME}:one")["parent"] == NAME
+    assert f"{NAME}:one" in {one["name"] for one in ask(served, "GET", "/api/tags")["models"]}
+    assert "ADAPTER one" in ask(served, "POST", "/api/show", model=f"{NAME}:one")["modelfile"]
+    said(served, f"{NAME}:two")
+    two = ask(served, "GET", "/v1/adapters/two")
+    assert (two["id"], two["status"], two["max_rank"]) == (f"{NAME}:two", "resident", 4)
+    wait_until(lambda: served.metric('millrace_adapter_ended_requests_total{adapter="two"}') >= 1, "counted")
+
+
+def test_added_replaced_and_removed(served: Served, folder: Path) -> None:
+    path = str(folder / "three")
+    ask(served, "GET", "/v1/adapters/three", 404)
+    assert ask(served, "POST", "/v1/adapters", name="three", path=path)["id"] == f"{NAME}:three"
+    first = said(served, f"{NAME}:three")
+    assert ask(served, "POST", "/v1/adapters", 409, name="three", path=path)["error"]["code"] == "conflict"
+    ask(served, "POST", "/v1/adapters", name="three", path=str(folder / "two"), replace=True)
+    assert said(served, f"{NAME}:three") == said(served, f"{NAME}:two") != first
+    assert ask(served, "DELETE", f"/v1/adapters/{NAME}:three")["deleted"]
+    refused = ask(served, "POST", "/v1/completions", 404, model=f"{NAME}:three", prompt="Why")
+    assert f"{NAME}:one" in refused["error"]["message"]
+    assert "Success" in ask(served, "POST", "/v1/load_lora_adapter", lora_name="v", lora_path=path)
+    assert ask(served, "POST", "/v1/completions", model="v", prompt="Why", max_tokens=2)["model"] == f"{NAME}:v"
+    assert "Success" in ask(served, "POST", "/v1/unload_lora_adapter", lora_name="v")
+    ask(served, "POST", "/v1/unload_lora_adapter", 404, lora_name="v")
+
+
+def test_what_cannot_be_an_adapter_is_refused(served: Served, folder: Path) -> None:
+    refused = ask(served, "POST", "/v1/adapters", 400, name="bad", path=str(folder / "broken"))
+    assert "is a pickle, which can run any code" in refused["error"]["message"]
+    refused = ask(served, "POST", "/v1/adapters", 400, name="a b", path=str(folder / "one"))
+    assert "is no name for an adapter" in refused["error"]["message"]
+
+
+def test_the_next_engine_has_what_was_added(served: Served, folder: Path) -> None:
+    ask(served, "POST", "/v1/adapters", name="kept", path=str(folder / "three"))
+    before, starts = said(served, f"{NAME}:kept"), served.metric("millrace_engine_starts_total")
+    os.kill(served.child("engine_child"), signal.SIGKILL)
+    wait_until(lambda: served.metric("millrace_engine_starts_total") > starts, "the next engine")
+    wait_until(lambda: served.request("GET", "/v1/adapters/kept")[0] == 200, "the adapter is back")
+    assert said(served, f"{NAME}:kept") == before
