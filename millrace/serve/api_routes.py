@@ -86,7 +86,7 @@ GET: dict[str, Handler] = {
     "/v1/models": models.list_models,
     "/v1/models/{model:.+}": models.get_model,
     "/v1/adapters": adapters.listing,
-    "/v1/adapters/{name:.+}": adapters.retrieve,
+    "/v1/adapters/{name}": adapters.retrieve,
     _RESPONSE: responses.retrieve,
     "/v1/responses/{response_id}/input_items": responses.list_input_items,
     "/v1/chat/completions": stored_chat.listing,
@@ -126,7 +126,7 @@ DELETE: dict[str, Handler] = {
     "/v1/sessions/{session_id}": sessions.delete,
     "/v1/files/{file_id}": files.delete,
     "/v1/requests/{request_id}": requests.cancel,
-    "/v1/adapters/{name:.+}": adapters.delete,
+    "/v1/adapters/{name}": adapters.delete,
     "/api/delete": ollama_library.delete,
 }
 

@@ -60,6 +60,7 @@ CANNOT_RUN = {
     r'"model": "(reranker|classifier|sparse|colbert|\S*MiniLM\S*)"': "a model that these tests do not serve",
     r"^millrace launch(?!.* --print)": "starts a program that npm installs",
     r"^millrace models --check": "asks the hub",
+    r"smollm2-135m-instruct:pirate": "tests/serve/test_adapters_served.py makes adapters",
     r"^millrace keys remove": "the hash is made up",
     r"completion zsh": "needs zsh",
     r"/api/delete": "would delete a model, and this one is not there",

@@ -14,6 +14,7 @@ from millrace.cli import command_parsers
 OF_OTHERS = {
     "README.md": "gpu-memory-utilization pipeline-parallel-size kv-transfer-config max-model-len mmproj",
     "CONTRIBUTING.md": "strict",
+    "docs/adapters.md": "lora-modules",
     "docs/deployment.md": "no-deps gpus plat-name",
     "docs/notes/grammar-engines.md": "share",
 }
