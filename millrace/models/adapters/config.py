@@ -96,7 +96,7 @@ def _check_supported(path: Path, values: dict[str, Any]) -> None:
         if value != off and value not in (None, False, [], {}):
             raise AdapterError(
                 f"{path}: the adapter has {what}, which is not supported. Train it without {field}, or merge it into"
-                " its model (`millrace merge` cannot do that either; PEFT's merge_and_unload can)."
+                " its model with PEFT's merge_and_unload."
             )
     if values.get("bias", "none") != "none":
         raise AdapterError(

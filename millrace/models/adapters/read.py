@@ -6,14 +6,14 @@ import hashlib
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor
 
 from millrace.errors import AdapterError
-from millrace.models.adapters.config import WEIGHTS_FILE, AdapterConfig, read_config
+from millrace.models.adapters.config import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig, read_config
 from millrace.models.adapters.targets import AdapterTargets
 from millrace.ops.lora.weights import LinearLora, LoraPart, pack
 
@@ -28,7 +28,7 @@ _OTHERS = (
     ("bias", "biases"),
 )
 """What a tensor that is no LoRA matrix of a linear may be: (part of its name, what it is)."""
-_FLOATS = ("F16", "BF16", "F32", "F64")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +61,16 @@ def read_adapter(
     size = path.stat().st_size
     if size > max_bytes:
         raise AdapterError(f"{path} has {size:,} bytes; at most {max_bytes:,} are read. Raise --adapter-memory.")
-    digest = hashlib.sha256((folder / "adapter_config.json").read_bytes())
     try:
+        # Read, not mapped: a file that is cut while it is mapped would end the process.
         with path.open("rb") as file:
-            while chunk := file.read(1 << 20):
-                digest.update(chunk)
-        with safe_open(path, "pt") as tensors:
-            linears = _Reading(path, tensors, config, targets, dtype, max_rank).linears()
-    except (SafetensorError, OSError) as error:
+            data = file.read(size)
+        tensors = load(data)
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise AdapterError(f"{path} cannot be read as safetensors: {error}") from error
+    digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
+    digest.update(data)
+    linears = _Reading(path, tensors, config, targets, dtype, max_rank).linears()
     num_bytes = sum(linear.num_bytes for linear in linears.values())
     rank = max(max(linear.ranks) for linear in linears.values())
     return Adapter(linears, rank, num_bytes, digest.hexdigest(), config.base_model)
@@ -79,7 +80,7 @@ class _Reading:
     def __init__(
         self,
         path: Path,
-        tensors: Any,
+        tensors: dict[str, Tensor],
         config: AdapterConfig,
         targets: AdapterTargets,
         dtype: torch.dtype,
@@ -110,7 +111,7 @@ class _Reading:
     def _modules(self) -> dict[str, dict[str, str]]:
         """Module -> {"A": key, "B": key}."""
         modules: dict[str, dict[str, str]] = {}
-        for key in self._tensors.keys():  # noqa: SIM118 - a safetensors handle is no mapping
+        for key in self._tensors:
             match = _KEY.fullmatch(key)
             what = next((what for part, what in _OTHERS if part in key), None)
             if match is None or what is not None:
@@ -130,7 +131,7 @@ class _Reading:
 
     def _part(self, module: str, keys: dict[str, str], inputs: int, outputs: int) -> LoraPart:
         rank = self._config.rank_of(module)
-        shape = self._shape(keys["A"])
+        shape = self._tensors[keys["A"]].shape
         if len(shape) == 2 and shape[0] > self._max_rank:
             raise AdapterError(
                 f"{self._path}: {keys['A']} has rank {shape[0]}; adapters of this server may have at most"
@@ -140,21 +141,18 @@ class _Reading:
         b = self._tensor(keys["B"], (outputs, rank))
         return LoraPart(a, b.t().contiguous(), self._config.scale_of(module))
 
-    def _shape(self, key: str) -> tuple[int, ...]:
-        return tuple(self._tensors.get_slice(key).get_shape())
-
     def _tensor(self, key: str, shape: tuple[int, int]) -> Tensor:
-        found = self._tensors.get_slice(key)
-        if tuple(found.get_shape()) != shape:
+        found = self._tensors[key]
+        if tuple(found.shape) != shape:
             raise AdapterError(
-                f"{self._path}: {key} has shape {tuple(found.get_shape())}; this model and the adapter's ranks require"
+                f"{self._path}: {key} has shape {tuple(found.shape)}; this model and the adapter's ranks require"
                 f" {shape}. The adapter belongs to another model"
                 + (f" ({self._config.base_model})." if self._config.base_model else ".")
             )
-        if found.get_dtype() not in _FLOATS:
-            raise AdapterError(f"{self._path}: {key} has the type {found.get_dtype()}; it must be a float type.")
-        tensor: Tensor = self._tensors.get_tensor(key)
-        converted = tensor.to(self._dtype)
+        if found.dtype not in _FLOATS:
+            kind = str(found.dtype).removeprefix("torch.")
+            raise AdapterError(f"{self._path}: {key} has the type {kind}; it must be float16, bfloat16 or wider.")
+        converted = found.to(self._dtype)
         if not bool(torch.isfinite(converted).all()):
             raise AdapterError(f"{self._path}: {key} has values that are NaN or infinite. The file is damaged.")
-        return converted.contiguous()
+        return converted
