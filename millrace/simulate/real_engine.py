@@ -10,6 +10,7 @@ from millrace.engine.build import build_runner
 from millrace.engine.cycle import Confirmed
 from millrace.observe.slo.objective import Objective
 from millrace.plan.shapes.choice import make_shape_choice
+from millrace.run.facts import RunnerFacts
 from millrace.simulate.group import report_of
 from millrace.simulate.replica import Replica
 from millrace.simulate.requests import SimulatedRequest
@@ -20,9 +21,10 @@ class RealEngine:
     """A loaded model that is warm. Every run has a scheduler of its own, with an empty cache; compiled kernels and
     graphs stay."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, change: Callable[[RunnerFacts], RunnerFacts] = lambda facts: facts) -> None:
+        """`change`: of what the runner declares, to run without one of its abilities."""
         self.decided, self._runner = build_runner(config)
-        self.facts = self._runner.facts
+        self.facts = change(self._runner.facts)
         self._shapes = make_shape_choice(self.facts.shapes)
         """Knows which shapes have a graph."""
         warming = self.replica()

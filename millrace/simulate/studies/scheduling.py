@@ -203,31 +203,3 @@ STUDIES: dict[str, Study] = {
     ),
     **MORE_STUDIES,
 }
-
-
-def page(name: str, study: Study, found: Findings, profile: Profile, profile_name: str, seed: int) -> str:
-    """Markdown. Plots are in `NAME.svg`, or `NAME-2.svg` and so on."""
-    command = f"`millrace study {name} --profile {profile_name} --seed {seed}`"
-    machine = f"{profile.model} on {profile.device} ({profile.source}, error {100 * profile.error:.0f}% of a step)"
-    lines = [
-        f"# {study.title}",
-        "",
-        f"{study.question} {study.method}",
-        "",
-        f"{command}. Simulated: {machine}.",
-        "",
-        "| " + " | ".join(found.heads) + " |",
-        "| " + " | ".join("---" for _ in found.heads) + " |",
-        *("| " + " | ".join(_cell(value) for value in row) + " |" for row in found.rows),
-        "",
-        *(f"![{study.title}]({name}{'' if at == 0 else f'-{at + 1}'}.svg)" for at in range(len(found.plots))),
-        "",
-        f"**Conclusion.** {found.conclusion}",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}"
-    return str(value)

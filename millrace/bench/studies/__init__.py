@@ -1,0 +1,1 @@
+"""Questions that are answered by measuring this machine; those that simulations answer are in `simulate/studies`."""

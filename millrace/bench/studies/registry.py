@@ -1,0 +1,14 @@
+"""All measured studies by name."""
+
+from __future__ import annotations
+
+from millrace.bench.studies import answers, cold_start, constraints, formats, mechanisms
+from millrace.bench.studies.measured import MeasuredStudy
+
+MEASURED: dict[str, MeasuredStudy] = {
+    **formats.STUDIES,
+    **mechanisms.STUDIES,
+    **cold_start.STUDIES,
+    **constraints.STUDIES,
+    **answers.STUDIES,
+}

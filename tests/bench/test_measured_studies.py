@@ -1,0 +1,150 @@
+"""Measured studies: what they count, what they refuse, and that mechanisms are really switched off."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+import pytest
+
+from millrace.bench.studies import answers, mechanisms
+from millrace.bench.studies.constraints import Person, is_valid
+from millrace.bench.studies.measured import Asked, ratio_of_medians
+from millrace.bench.studies.registry import MEASURED
+from millrace.cli import main
+from millrace.config import Config, MemoryConfig, ModelConfig, RunConfig
+from millrace.errors import ConfigError
+from millrace.simulate.real_engine import RealEngine
+from millrace.simulate.requests import SimulatedRequest
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+END = 0
+
+
+class CountingModel:
+    """Reasons for five tokens and then ends; answers with the number of reasoning tokens that it was given."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.max_context = 2000
+        self.chat_template = SimpleNamespace(render=lambda messages: messages[0]["content"])
+        self.tokenizer = SimpleNamespace(encode=lambda text, add_special: [7] if "final answer is" in text else [1, 1])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def generate(self, prompts: list[list[int]], max_tokens: int, **_: object) -> list[Any]:
+        found = []
+        for prompt in prompts:
+            text = f"It is {prompt.count(5)}."
+            choice = SimpleNamespace(token_ids=[5, 5, 5, 5, 5, END][:max_tokens], stopped_by=END)
+            found.append(SimpleNamespace(text=text, choices=[choice]))
+        return found
+
+
+def test_reasoning_is_cut_at_each_budget_and_ends_before_its_end_token(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(answers, "LLM", CountingModel)
+    monkeypatch.setattr(answers, "BUDGETS", (0, 3, 8))
+    data = tmp_path / "problems.jsonl"
+    problems = [{"question": "How many?", "answer": f"As many.\n#### {right}"} for right in ("3", "5", "1,000")]
+    data.write_text("\n".join(map(json.dumps, problems)))
+    found = answers.thinking_length(Asked("a model", samples=3, data=data))
+    assert [row[:3] for row in found.rows] == [(0, 0.0, 0), (3, 3.0, 1), (8, 5.0, 1)]
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"question": "?", "answer": "no number"}'])
+def test_a_file_without_problems_is_refused(text: str, tmp_path: Path) -> None:
+    data = tmp_path / "problems.jsonl"
+    data.write_text(text)
+    with pytest.raises(ConfigError, match="problems"):
+        answers.thinking_length(Asked("a model", 3, data=data))
+    assert main(["study", "thinking-length"]) != 0  # No file at all.
+
+
+def test_the_first_number_of_an_answer_counts() -> None:
+    found = [answers.first_number(text) for text in ("$1,234.50 or 3", "-7", "none", "72 clips")]
+    assert found == [1234.5, -7, None, 72]
+
+
+def test_a_needle_is_as_deep_as_asked_and_the_text_as_long() -> None:
+    words = SimpleNamespace(tokenizer=SimpleNamespace(encode=lambda text, add_special: text.split()))
+    text = answers.haystack(random.Random(0), 1000, 0.5, "NEEDLE.", words)  # type: ignore[arg-type]
+    place = text.split().index("NEEDLE.")
+    assert 900 < len(text.split()) < 1000
+    assert place / len(text.split()) == pytest.approx(0.5, abs=0.05)
+
+
+def test_an_answer_fits_a_schema_or_does_not() -> None:
+    assert is_valid(Person, ' {"name": "a", "age": 3, "city": "b"}\n')
+    assert not is_valid(Person, '{"name": "a", "age": "3", "city": "b"}')
+    assert not is_valid(Person, 'Here it is: {"name": "a", "age": 3, "city": "b"}')
+
+
+def test_a_slow_phase_of_the_machine_does_not_change_a_ratio() -> None:
+    assert ratio_of_medians([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]) == 2
+
+
+def test_mechanisms_are_switched_off_and_what_a_cpu_lacks_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY))
+    model = f"random:{config}"
+    small = {"ROWS": (1, 2, 3), "OUTPUT": 4, "PREFIX": 64, "SUFFIX": 16, "KV_TOKENS": 1024}
+    for name, value in small.items():
+        monkeypatch.setattr(mechanisms, name, value)
+    depths = dict[str, set[int]]()
+
+    class Watched(RealEngine):
+        def replica(self, *given: Any, **named: Any) -> Any:
+            depths.setdefault(str(self.facts.slow_step_s), set()).add(self.facts.steps_in_flight)
+            return super().replica(*given, **named)
+
+    monkeypatch.setattr(mechanisms, "RealEngine", Watched)
+    monkeypatch.setattr(mechanisms.torch.cuda, "is_available", lambda: False)
+    found = mechanisms.mechanisms(Asked(model, samples=2))
+    assert depths == {"0.05": {1, 2}, "inf": {2}}
+    measured = {row[0]: row[1:] for row in found.rows}
+    assert set(measured) == set(mechanisms.CHANGES)
+    for name in ("no CUDA graphs", "no split of long contexts (FlashDecoding)"):
+        assert set(measured[name]) == {mechanisms.NOT_MEASURED}
+    assert measured["as shipped"][-2:] == (1, 1)
+
+
+def test_one_step_in_flight_gives_the_same_answers(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(TINY))
+    settings = Config(
+        model=ModelConfig(source=f"random:{config}"), memory=MemoryConfig(kv_tokens=512), run=RunConfig(device="cpu")
+    )
+    engine = RealEngine(settings, mechanisms.CHANGES["no overlap of steps"][2])
+    try:
+        done = engine.run([SimulatedRequest(0.0, 16, 5)] * 3)
+    finally:
+        engine.close()
+    assert [record.output_tokens for record in done.outcome.records] == [5, 5, 5]
+
+
+def test_measured_studies_take_no_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study"]) == 0
+    listed = capsys.readouterr().out
+    assert all(f"{name:<18}measured" in listed for name in MEASURED)
+    assert main(["study", "w4a8", "--profile", "h200-8b"]) == 2
+    assert main(["study", "chunk-size", "--profile", "h200-8b", "--samples", "3"]) == 2
