@@ -52,6 +52,7 @@ CANNOT_RUN = {
     r"^millrace (doctor|train-drafter) \./my-model": "a directory of the reader's",
     r"^millrace gateway (?!replay)": "a gateway serves until Ctrl-C; tests/gateway starts some",
     r"^millrace gateway replay|\bmillrace replay ": "reads what a gateway or an engine recorded",
+    r"^millrace router ask ": "needs two models; tests/model_router asks a small server",
     r"^millrace up (?!.*--check)|^millrace (status|restart|down) ": "needs a fleet that runs, as in tests/fleet",
     r"^millrace calibrate|^millrace study \S|^millrace tune ": "measures or simulates for minutes",
     r"^millrace (simulate|capacity) .*--rate": "simulates minutes of requests, as tests/simulate does shortly",

@@ -14,21 +14,31 @@ if TYPE_CHECKING:
 
     from millrace.model_router.examples import Example
 
-USAGE = "millrace router {train,eval} DATA [options]"
+USAGE = "millrace router {ask,train,eval} DATA [options]"
 EXAMPLES = """\
 examples:
+  millrace router ask questions.jsonl --small smollm2-135m --large qwen2.5-coder-1.5b --file answers.jsonl
+      both models of a running server answer; the answers become lines for train and eval
   millrace router train answers.jsonl --file router.json        learn where the small model is good enough
   millrace router eval answers.jsonl --file router.json         cost and quality by threshold, on lines held out
   millrace router eval answers.jsonl --file router.json --plot curve.svg
   millrace router eval answers.jsonl --cascade                  the same by the small model's confidence
-each line: {"messages": [...], "small": 0.4, "large": 1.0, "confidence": 0.7}; small and large are qualities, 0 to 1"""
+a question: {"messages": [...], "expected": "42", "max_tokens": 16}
+a line for train and eval: {"messages": [...], "small": 0.4, "large": 1.0, "confidence": 0.7};
+small and large are qualities, 0 to 1"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", metavar="WHAT", help="train or eval")
+    parser.add_argument("what", metavar="WHAT", help="ask, train or eval")
     parser.add_argument("data", metavar="DATA", type=Path, help="a file with one JSON object per line")
     parser.add_argument(
-        "--file", type=Path, default=Path("router.json"), help="the trained router (default: %(default)s)"
+        "--file", type=Path, help="the trained router (default: router.json); ask: the lines (answers.jsonl)"
+    )
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="ask: the server (default: %(default)s)")
+    parser.add_argument("--small", default="", metavar="MODEL", help="ask: the small model")
+    parser.add_argument("--large", default="", metavar="MODEL", help="ask: the large model")
+    parser.add_argument(
+        "--at-once", type=int, default=8, metavar="N", help="ask: requests at once (default: %(default)s)"
     )
     parser.add_argument(
         *("--tolerance",),
@@ -53,11 +63,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if not args.price_ratio > 0:
         raise UsageError(f"--price-ratio is {args.price_ratio:g}; it must be above 0.")
-    actions = {"train": _train, "eval": _eval}
+    actions = {"ask": _ask, "train": _train, "eval": _eval}
     if args.what not in actions:
-        raise UsageError(f"Unknown action '{args.what}'. Actions: train, eval.")
+        raise UsageError(f"Unknown action '{args.what}'. Actions: ask, train, eval.")
+    args.file = args.file or Path("answers.jsonl" if args.what == "ask" else "router.json")
     actions[args.what](args)
     return 0
+
+
+def _ask(args: argparse.Namespace) -> None:
+    from millrace.model_router.asking import ask_all, read_questions
+
+    if not args.small or not args.large or args.at_once < 1:
+        raise UsageError("`ask` needs --small MODEL and --large MODEL, and --at-once of 1 or more.")
+    questions, count, right = read_questions(args.data), 0, [0.0, 0.0]
+    with open(args.file, "w", encoding="utf-8") as out:
+        for line in ask_all(args.url, questions, args.small, args.large, args.at_once):
+            out.write(json.dumps(line, ensure_ascii=False) + "\n")
+            out.flush()
+            count += 1
+            right = [right[0] + line["small"], right[1] + line["large"]]
+    shown = {"file": str(args.file), "questions": count, "small_right": int(right[0]), "large_right": int(right[1])}
+    said = f"Wrote {args.file}: of {count} questions {right[0]:.0f} were answered right by {args.small},"
+    print(json.dumps(shown) if args.json else f"{said} {right[1]:.0f} by {args.large}.")
 
 
 def _train(args: argparse.Namespace) -> None:
