@@ -48,7 +48,8 @@ COMMANDS = {
     "ls": "list the downloaded models",
     "show": "print what a model is and what it needs",
     "kv": "compute the KV cache of a model: bytes per token and request, and what fits where",
-    "cache": "keep prompts cached on a running server: list, show, warm, remove",
+    "cache": "keep prompts cached on a running server: list, show, warm, remove, export, import",
+    "sessions": "conversations that a running server keeps: make, list, show, fork, renew, remove, export, import",
     "rm": "delete a downloaded model",
     "alias": "give a model a short name of your own",
     "ps": "list the running servers on this machine",
@@ -76,7 +77,7 @@ _FIGURES = frozenset({"cost", "explain", "load", "profile", "slo", "top", "trace
 _PLANNING = frozenset({"calibrate", "capacity", "replay", "simulate", "study", "tune"})
 """Commands whose modules are in `millrace/commands/planning`."""
 
-_LIBRARY = ("models", "pull", "ls", "show", "kv", "cache", "rm", "alias", "ps", "stop", "reload")
+_LIBRARY = ("models", "pull", "ls", "show", "kv", "cache", "sessions", "rm", "alias", "ps", "stop", "reload")
 """Commands whose modules are in `millrace/commands/library`."""
 
 _FLEET = ("gateway", "up", "status", "restart", "down", "router", "postmortem")

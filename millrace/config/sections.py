@@ -227,6 +227,11 @@ class MemoryConfig:
         minimum=0.0,
         maximum=0.9,
     )
+    kv_export_key: str = setting(
+        "",
+        "file with a key of at least 32 bytes that signs exported prefixes and sessions; replicas that import them have"
+        " the same; empty: nothing is exported or imported",
+    )
     kv_state_gib: float = setting(
         0.0,
         "memory in GiB for checkpoints of recurrent states, in models that have some: an equal prompt begins at the"

@@ -19,6 +19,7 @@ from millrace.engine.constrained import ConstrainedRequests
 from millrace.engine.drafting.find import DrafterSource, find_drafter
 from millrace.engine.figures.step_figures import ModelWork
 from millrace.engine.fingerprint import weights_digest
+from millrace.engine.fronts.transfers import Transfers
 from millrace.engine.grammars import make_grammars
 from millrace.engine.loop import Engine
 from millrace.engine.memory_plan import NO_DRAFTER, MemoryPlan, make_memory_plan
@@ -160,7 +161,25 @@ def _build_decoding(
             if isinstance(made, Runner)
             else None
         ),
+        transfers=Transfers(
+            *(scheduler.transfer, made.contents),
+            identity=_digest(_model_identity(config, decided)),
+            block_tokens=config.plan.block_size,
+            refused=_why_blocks_stay(config, decided),
+        ),
     )
+
+
+def _why_blocks_stay(config: Config, decided: Decided) -> str:
+    """Why prefixes cannot be exported and imported; empty if they can."""
+    kept = "Blocks are not exported or imported "
+    if config.run.tensor_parallel > 1:
+        return kept + "with --tensor-parallel: each rank has a part of them."
+    if config.plan.mirror or config.plan.step_log:
+        return kept + "with --mirror or --step-log, which repeat every step from its plan."
+    if decided.spec.recurrent is not None:
+        return kept + "for models with recurrent states, which a prefix needs too."
+    return "" if config.plan.prefix_cache else kept + "without --prefix-cache."
 
 
 def build_runner(config: Config) -> tuple[Decided, Runner | CudaRunner]:
@@ -373,9 +392,7 @@ def _ready(config: Config, decided: Decided) -> EngineReady:
     files, spec, device, plan = decided.files, decided.spec, decided.device, decided.plan
     precision, measured = decided.precision, device.measured_limits(decided.precision.dtype)
     dtype_name = str(precision.dtype).removeprefix("torch.")
-    identity = [__version__, torch.__version__, dtype_name, device.name(), str(config.model.seed)]
-    identity += [precision.quantization, plan.kv_dtype, json.dumps(files.config, sort_keys=True, default=str)]
-    identity.append(weights_digest(files.weights))
+    identity = [__version__, torch.__version__, device.name(), *_model_identity(config, decided)]
     if config.run.tensor_parallel > 1:  # Sums have another order.
         identity.append(f"ranks {config.run.tensor_parallel}")
     return EngineReady(
@@ -390,12 +407,24 @@ def _ready(config: Config, decided: Decided) -> EngineReady:
         notes=(*rank_notes(config, device), *plan.notes, *precision.notes, *_device_notes(device)),
         num_parameters=spec.num_parameters,
         step_ms=1e3 * target_step_s(config, device.defaults),
-        fingerprint="mr-" + hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12],
+        fingerprint="mr-" + _digest(identity)[:12],
         drafters=offered_drafters(config.plan.speculate, device.defaults.pads_drafts, decided.drafter_kind),
         device_bytes_per_s=measured.bytes_per_s,
         device_flops=measured.flops,
         adapters=tuple(sorted(parse_adapters(config.adapters.adapters))) if config.adapters.num_slots else None,
     )
+
+
+def _model_identity(config: Config, decided: Decided) -> list[str]:
+    """What determines the keys and values of a text, up to rounding."""
+    files, precision = decided.files, decided.precision
+    parts = [str(precision.dtype).removeprefix("torch."), str(config.model.seed), precision.quantization]
+    parts += [decided.plan.kv_dtype, json.dumps(files.config, sort_keys=True, default=str)]
+    return [*parts, weights_digest(files.weights)]
+
+
+def _digest(parts: list[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _device_notes(device: Device) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from millrace.engine.figures.step_figures import ModelWork, StepFigures
 from millrace.engine.figures.uncounted import UncountedSteps, UncountedTimes
 from millrace.engine.fronts.kv_events import KvEventFeed
 from millrace.engine.fronts.outbox import Outbox
+from millrace.engine.fronts.transfers import Transfers
 from millrace.engine.ledger import Ledger
 from millrace.engine.ranks.group import RankGroup
 from millrace.engine.ranks.mirror import Mirror
@@ -31,6 +32,7 @@ from millrace.engine.rates import MeasuredRates
 from millrace.engine.watchdog import Watchdog
 from millrace.host import idle_memory
 from millrace.host.time_slice import request_short_slices
+from millrace.link.block_parts import PartAnswer, PartOfPrefix
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import (
     Abort,
@@ -92,13 +94,15 @@ class Engine:
         mirror: Mirror | None = None,
         ranks: RankGroup | None = None,
         adapters: Callable[[Shares], EngineAdapters | None] = lambda _: None,
+        transfers: Transfers | None = None,
     ) -> None:
         """`facts`: the runner's. `constrained`: None if the model's tokenizer cannot be used with grammars. `work`:
         bytes and FLOPs of the model's steps; None if unknown. `has_figures`: False counts no more than reports need.
         `drafter`: who proposes drafts where the runner does not say. `mirror`, `ranks`: closed with the engine.
-        `adapters`: makes them, given the figures by adapter."""
+        `adapters`: makes them, given the figures by adapter. `transfers`: None if there is no KV cache."""
         self._scheduler, self._facts = scheduler, facts
         self._constrained, self._mirror, self._ranks = constrained, mirror, ranks
+        self._transfers = transfers
         self._device = device
         self._channel = channel
         self._clock = clock
@@ -356,7 +360,7 @@ class Engine:
         else:
             self._scheduler.abort(request_id, reason, message)
 
-    def _handle_rare(self, message: AbortFront | EndSearch | Hello | Query | Retire | WatchKv) -> None:
+    def _handle_rare(self, message: AbortFront | EndSearch | Hello | PartOfPrefix | Query | Retire | WatchKv) -> None:
         if isinstance(message, EndSearch):
             self._ledger.close_search(message.finish)
             self._used_at = self._clock()
@@ -372,12 +376,24 @@ class Engine:
             self._retire(message)
         elif isinstance(message, WatchKv):
             self._kv_events.watch(message.front, is_on=message.is_on)
+        elif isinstance(message, PartOfPrefix):
+            self._channel.send(message.front, Reply(message.query_id, msgspec.msgpack.encode(self._transfer(message))))
         elif message.kind in ADAPTER_QUERIES:
             reply = Reply(message.query_id) if self.adapters is None else self.adapters.answer(message)
             if reply is not None:
                 self._channel.send(message.front, reply)
         else:
             self._channel.send(message.front, Reply(message.query_id, self._answer(message)))
+
+    def _transfer(self, part: PartOfPrefix) -> PartAnswer:
+        if self._transfers is None:
+            return PartAnswer("This model has no KV cache.")
+        self._scheduler.run_deferred()
+        try:
+            return self._transfers.answer(part, self._clock())
+        except Exception as error:
+            log.exception("a part of a prefix could not be read or written")
+            return PartAnswer(f"The blocks could not be copied: {error}")
 
     def _retire(self, message: Retire) -> None:
         """Stop if no request is open and none was for the time asked. A request that is still on its way is kept by its
@@ -403,6 +419,10 @@ class Engine:
         if query.kind == "copy_handle":
             found = self._scheduler.copy_handle(query.name, query.tenant or "", query.value, self._clock())
             return msgspec.json.encode(found)
+        if query.kind == "prefix_facts":
+            transfers = self._transfers
+            facts = None if transfers is None else transfers.facts(query.name, query.tenant or "", self._clock())
+            return b"" if facts is None else msgspec.msgpack.encode(facts)
         entries = self._ledger.named(query.name, query.tenant)
         if not entries:
             return b""

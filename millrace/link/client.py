@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import msgspec
 
 from millrace.errors import EngineUnavailable, ModelNotFound, Overloaded
+from millrace.link.block_parts import PartAnswer, PartOfPrefix
 from millrace.link.channel import FrontChannel, NoEngine
 from millrace.link.kv_listeners import KvListeners
 from millrace.link.limits import check_allowed_ends, check_named_ids, checked_ids, overflow, text_too_long
@@ -347,6 +348,13 @@ class EngineClient:
     async def query(self, kind: QueryKind, name: str, tenant: str | None, value: str = "") -> bytes:
         """Explain or cancel the request with this name. Returns JSON, or b"" if the engine knows no such request."""
         return await self._ask(lambda query_id: Query(self.front_index, query_id, kind, name, tenant, value))
+
+    async def move_part(self, part: PartOfPrefix) -> PartAnswer:
+        """Read or write blocks of a prefix. Its `front` and `query_id` are filled in."""
+        reply = await self._ask(
+            lambda query_id: msgspec.structs.replace(part, front=self.front_index, query_id=query_id)
+        )
+        return msgspec.msgpack.decode(reply, type=PartAnswer)
 
     async def retire(self, idle_s: float = math.inf) -> Idleness:
         """Stop the engine if it has been idle for `idle_s` seconds. Returns how much it is used."""

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from millrace.link.block_parts import PartOfPrefix
 from millrace.link.frames import HEADER
 from millrace.params import FinishReason, Retain, SamplingParams
 
@@ -90,7 +91,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     front: int
 
 
-HandleQuery = Literal["handles", "drop_handles", "renew_handle", "copy_handle"]
+HandleQuery = Literal["handles", "drop_handles", "renew_handle", "copy_handle", "prefix_facts"]
 AdapterQuery = Literal["adapters", "add_adapter", "drop_adapter"]
 QueryKind = Literal["explain", "cancel", "steps"] | HandleQuery | AdapterQuery
 
@@ -214,7 +215,7 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """The engine stops at once, without finishing open requests."""
 
 
-ToEngine = NewRequest | Abort | AbortFront | EndSearch | Hello | Query | Retire | WatchKv | Stop
+ToEngine = NewRequest | Abort | AbortFront | EndSearch | Hello | Query | PartOfPrefix | Retire | WatchKv | Stop
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -460,7 +461,7 @@ class StepTokens(msgspec.Struct, frozen=True, tag="tokens"):
 
 
 class Reply(msgspec.Struct, frozen=True, tag="reply"):
-    """The answer to a `Query`: JSON, or empty if there is no such request."""
+    """The answer to a `Query`: JSON, or empty if there is no such request. Blocks of prefixes travel as msgpack."""
 
     query_id: int
     body: bytes = b""

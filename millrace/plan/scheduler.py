@@ -32,6 +32,7 @@ from millrace.plan.kv.host_tier import HostTier, HostTierSettings
 from millrace.plan.kv.prefix import PrefixIndex
 from millrace.plan.kv.retention import Retention, RetentionSettings
 from millrace.plan.kv.slot_index import SlotIndex
+from millrace.plan.kv.transfer import PrefixTransfer
 from millrace.plan.planner.journal import WatchedBlocks
 from millrace.plan.planner.protocol import (
     NONE_FORCED,
@@ -114,6 +115,7 @@ class Scheduler:
             parts = (num_slots, self.block_size, settings.state_bytes, self.prefix.hash_of)
             self.prefix.checkpoints = Checkpoints(*parts)
         self.retention = Retention(settings.retention, self.pool, self.prefix, groups.num_groups)
+        self.transfer = PrefixTransfer(self.pool, self.prefix, self.retention, groups)
         self._choice = RowChoice(self.rows, self.budget)
         self.host_tier: HostTier | None = None
         if host_index is not None:

@@ -34,6 +34,7 @@ from millrace.plan.step import (
     StepShape,
     Variant,
 )
+from millrace.run.device.block_contents import BlockContents
 from millrace.run.device.device import Device, Pending
 from millrace.run.drafting.device_chain import paged
 from millrace.run.drafting.device_drafts import drafts_of, masks_drafts
@@ -91,6 +92,7 @@ class CudaRunner:
         self._table, self._sampler, self._drafts, self._chain = state.table, state.sampler, state.drafts, state.chain
         self._states = state.states
         self._copier = make_copier(state, device, settings)
+        self.contents = BlockContents([state.kv, state.draft_kv], device, settings.kv_dtype)
         self._writer = PacketWriter(
             max_rows=settings.max_rows,
             block_size=settings.block_size,

@@ -33,6 +33,7 @@ from millrace.plan.step import (
 )
 from millrace.run.cpu.model_drafter import make_model_drafter
 from millrace.run.cpu.native_step import NativeStep
+from millrace.run.device.block_contents import BlockContents
 from millrace.run.device.block_copier import JointCopier, OrderedCopier
 from millrace.run.device.device import Device, Pending
 from millrace.run.drafting.drafted_rows import DraftedRows, VerifiedStep
@@ -202,6 +203,7 @@ class Runner:
         self._state_pool = make_state_pool(decoder, device, settings)
         pools, slots = [kv for kv in (self._kv, self._draft_kv) if kv], settings.host_slots
         self._copier = JointCopier([OrderedCopier(kv, slots, device) for kv in pools]) if slots else None
+        self.contents = BlockContents(pools, device, settings.kv_dtype)
         spec, max_rows = decoder.spec, settings.max_rows
         num_groups = spec.kv_groups.num_groups
         self._table = RequestTable(device, max_rows=max_rows, max_blocks=settings.context_blocks, num_groups=num_groups)

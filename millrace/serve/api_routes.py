@@ -25,6 +25,7 @@ from millrace.serve.ollama.write import error_body as ollama_error_body
 from millrace.serve.openai import embeddings as openai_embeddings
 from millrace.serve.openai import routes as openai
 from millrace.serve.openai.kept import prefixes
+from millrace.serve.openai.kept import routes_moves as moves
 from millrace.serve.openai.kept import routes_sessions as sessions
 from millrace.serve.openai.kept import routes_stored as stored_chat
 from millrace.serve.openai.translate_chat import prepare_chat
@@ -58,7 +59,9 @@ POST: dict[str, Handler] = {
     "/v1/conversations/{conversation_id}": conversations.update,
     "/v1/conversations/{conversation_id}/items": conversations.add_items,
     "/v1/cache": prefixes.create,
+    "/v1/cache/import": prefixes.import_file,
     "/v1/sessions": sessions.create,
+    "/v1/sessions/import": moves.import_session,
     "/v1/sessions/{session_id}/turns": sessions.turn,
     "/v1/sessions/{session_id}/fork": sessions.fork,
     "/v1/sessions/{session_id}/renew": sessions.renew,
@@ -97,8 +100,10 @@ GET: dict[str, Handler] = {
     "/v1/conversations/{conversation_id}/items/{item_id}": conversations.retrieve_item,
     "/v1/sessions": sessions.listing,
     "/v1/sessions/{session_id}": sessions.describe,
+    "/v1/sessions/{session_id}/export": moves.export_session,
     "/v1/cache": prefixes.listing,
     "/v1/cache/{name}": prefixes.describe,
+    "/v1/cache/{name}/export": prefixes.export,
     "/v1/files": files.listing,
     "/v1/files/{file_id}": files.describe,
     "/v1/files/{file_id}/content": files.content,

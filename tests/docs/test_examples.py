@@ -109,7 +109,9 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workshop]:
     """A workshop whose server is started as README does, and ended by `millrace stop`."""
     made = Workshop(tmp_path_factory.mktemp("examples"))
     log = made.folder / "server.log"
+    (made.folder / "export.key").write_text("0123456789abcdef" * 2)
     options = ("--port", "0", "--kv-tokens", "16384", "--audit-log", str(made.folder / "audit.jsonl"))
+    options += ("--kv-export-key", "export.key")
     with log.open("wb") as out:
         process = subprocess.Popen(
             ["millrace", "serve", "smollm2", *options], stdout=out, stderr=out, env=made.environment, cwd=made.folder

@@ -6,13 +6,13 @@ import argparse
 import json
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from millrace.terminal.parser import UsageError
-from millrace.terminal.server_options import add_server, ask_server, send_to_server
+from millrace.terminal.server_options import add_server, ask_server, download, send_to_server, upload
 from millrace.terminal.table import print_table
 
-USAGE = "millrace cache {ls,show,warm,rm} [NAME] [options]"
+USAGE = "millrace cache {ls,show,warm,rm,export,import} [NAME] [options]"
 EXAMPLES = """\
 A prompt that begins with a kept one starts behind it. Memory for this: --kv-retained.
 
@@ -20,22 +20,33 @@ examples:
   millrace cache warm manual --file manual.txt --ttl-s 3600      compute a text and keep it for an hour
   millrace cache ls
   millrace cache show manual
-  millrace cache rm manual"""
+  millrace cache export manual --file manual.kv                  a signed file, for a replica of the same model
+  millrace cache rm manual
+  millrace cache import manual --file manual.kv"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", metavar="WHAT", help="ls, show, warm or rm")
-    parser.add_argument("name", nargs="?", default="", metavar="NAME", help="name of the handle (show, warm, rm)")
-    parser.add_argument("--file", type=Path, metavar="FILE", help="the text to keep cached (warm)")
+    parser.add_argument("what", metavar="WHAT", help="ls, show, warm, rm, export or import")
+    parser.add_argument("name", nargs="?", default="", metavar="NAME", help="name of the handle")
+    parser.add_argument(
+        "--file", type=Path, metavar="FILE", help="the text to keep cached (warm), or the signed file (export, import)"
+    )
     parser.add_argument("--ttl-s", type=float, default=300.0, metavar="X", help="seconds to keep it (default: 300)")
     parser.add_argument("--json", action="store_true", help="print the server's answer")
     add_server(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    actions = {"ls": _list, "show": _show, "warm": _warm, "rm": _remove}
+    actions = {
+        "ls": _list,
+        "show": _show,
+        "warm": _warm,
+        "rm": _remove,
+        "export": _export,
+        "import": _import,
+    }
     if args.what not in actions:
-        raise UsageError(f"Unknown action '{args.what}'. Actions: ls, show, warm, rm.")
+        raise UsageError(f"Unknown action '{args.what}'. Actions: {', '.join(actions)}.")
     if args.what != "ls" and not args.name:
         raise UsageError(f"`cache {args.what}` needs the NAME of a handle.")
     actions[args.what](args)
@@ -84,5 +95,23 @@ def _warm(args: argparse.Namespace) -> None:
 
 def _remove(args: argparse.Namespace) -> None:
     path = f"/v1/cache/{quote(args.name, safe='')}"
-    gone = send_to_server(args, "DELETE", path + (f"?model={quote(args.model)}" if args.model else ""))
+    gone = send_to_server(args, "DELETE", path + _of_model(args))
     print(json.dumps(gone) if args.json else f"{args.name} is no longer kept.")
+
+
+def _export(args: argparse.Namespace) -> None:
+    target = args.file or Path(f"{args.name}.kv")
+    size = download(args, f"/v1/cache/{quote(args.name, safe='')}/export" + _of_model(args), target)
+    print(json.dumps({"file": str(target), "bytes": size}) if args.json else f"{target}: {size / 2**20:.1f} MiB.")
+
+
+def _import(args: argparse.Namespace) -> None:
+    if args.file is None:
+        raise UsageError("`cache import` needs --file FILE with an exported prompt.")
+    made = upload(args, "/v1/cache/import" + _of_model(args, name=args.name), args.file)
+    print(json.dumps(made) if args.json else f"{made['id']}: {made['tokens']:,} tokens kept, none computed.")
+
+
+def _of_model(args: argparse.Namespace, **query: str) -> str:
+    query |= {"model": args.model} if args.model else {}
+    return f"?{urlencode(query)}" if query else ""

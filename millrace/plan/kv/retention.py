@@ -45,6 +45,10 @@ class Handle:
     created: float
     expires: float
     is_hint: bool
+    tokens: bytes
+    """As int32 bytes."""
+    salt: bytes
+    has_adapter: bool
 
 
 class Retention:
@@ -96,7 +100,17 @@ class Retention:
         created = now if before is None else before.created
         # The new one first, so that blocks of both stay where they are.
         handle = Handle(
-            request.tenant, name, digests, num_columns * size, wanted.ttl_s, created, now + wanted.ttl_s, wanted.is_hint
+            owner=request.tenant,
+            name=name,
+            digests=digests,
+            num_tokens=num_columns * size,
+            ttl_s=wanted.ttl_s,
+            created=created,
+            expires=now + wanted.ttl_s,
+            is_hint=wanted.is_hint,
+            tokens=bytes(request.history[: 4 * num_columns * size]),
+            salt=request.salt,
+            has_adapter=bool(request.adapter),
         )
         self._count(handle, 1)
         if before is not None:
@@ -120,10 +134,15 @@ class Retention:
             request.tenant, handle.name, digests, wanted
         ):
             return  # The handle was replaced meanwhile, or is full.
-        longer = dataclasses.replace(handle, digests=digests, num_tokens=num_columns * size)
+        tokens = bytes(request.history[: 4 * num_columns * size])
+        longer = dataclasses.replace(handle, digests=digests, num_tokens=num_columns * size, tokens=tokens)
         self._count(longer, 1)
         self._count(handle, -1)
         self._handles[request.tenant, handle.name] = longer
+
+    def find(self, name: str, owner: str, now: float) -> Handle | None:
+        self.advance(now)
+        return self._handles.get((owner, name))
 
     def renew(self, name: str, owner: str, ttl_s: float, now: float) -> int:
         """The handle lives so much longer from now on. Returns how many there are with this name."""

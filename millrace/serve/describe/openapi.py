@@ -54,7 +54,7 @@ _TYPES = (
     answers.TokenizerInfo,
     *(stored_chat.StoredList, stored_chat.StoredDeleted, routes_stored.ChatUpdate),
     *(prefixes.CacheRequest, prefixes.CreatedHandle, prefixes.CacheHandle),
-    *(prefixes.CacheHandles, prefixes.DeletedHandle),
+    *(prefixes.CacheHandles, prefixes.DeletedHandle, prefixes.ImportedHandle),
     *(sessions.SessionRequest, sessions.SessionChange, sessions.SessionAnswer),
     *(sessions.SessionList, sessions.SessionDeleted),
     *(adapters.AdapterRequest, adapters.AdapterInfo, adapters.AdapterInfoList, adapters.DeletedAdapter),

@@ -170,6 +170,7 @@ def _all_paths() -> dict[str, Any]:
         **_cache_paths(),
         **_session_paths(),
         **_adapter_paths(),
+        **_export_paths(),
         **_file_paths(),
         **_batch_paths(),
         **_anthropic_paths(),
@@ -417,6 +418,27 @@ def _adapter_paths() -> dict[str, Any]:
         "/v1/load_lora_adapter": {"post": {**load, "requestBody": _body("LoadLoraRequest", lora)}},
         "/v1/unload_lora_adapter": {"post": {**unload, "requestBody": _body("UnloadLoraRequest", lora)}},
     }
+
+
+def _export_paths() -> dict[str, Any]:
+    octets = {"description": "The signed file.", "content": {"application/octet-stream": {"schema": {}}}}
+    errors, model = ("400", "403", "404", "409", "429", "500", "503"), _in_query("model", type="string")
+    body = {"required": True, "content": {"application/octet-stream": {"schema": {}}}}
+    kinds: tuple[tuple[str, str, str, str, str, list[Any], Any], ...] = (
+        ("cache", "name", "CacheHandle", "a kept prompt", "ImportedHandle", [model], _in_query("name", type="string")),
+        ("sessions", "session_id", "Session", "a session", "SessionAnswer", [], _in_query("id", type="string")),
+    )
+    paths: dict[str, Any] = {}
+    for tag, at, what, shown, answer, of_model, renamed in kinds:
+        one = {"parameters": [_in_path(at), *of_model]}
+        post = _operation(
+            tag, f"import{what}", f"Import {shown} from a file", answer, (*errors, "408"), parameters=[model, renamed]
+        )
+        paths[f"/v1/{tag}/{{{at}}}/export"] = {
+            "get": _operation(tag, f"export{what}", f"Export {shown} as a signed file", octets, errors, **one)
+        }
+        paths[f"/v1/{tag}/import"] = {"post": {**post, "requestBody": body}}
+    return paths
 
 
 def _session_paths() -> dict[str, Any]:

@@ -47,3 +47,9 @@ def scope_of(tenant: Tenant, salt: str, *, share_prefixes: bool) -> str:
     if _is_private(tenant, share_prefixes=share_prefixes):
         return f"{_MARK}{tenant.name}{_MARK}{salt}"
     return f"{_MARK}{_MARK}{salt}" if salt.startswith(_MARK) else salt
+
+
+def salt_of(tenant: Tenant, scope: str) -> str:
+    """The `cache_salt` of a request of this tenant, given its scope."""
+    own = f"{_MARK}{tenant.name}{_MARK}"
+    return scope.removeprefix(own) if scope.startswith(own) else scope.removeprefix(_MARK + _MARK)

@@ -30,7 +30,9 @@ from millrace.serve.openai.translate_chat import prepare_chat
 from millrace.serve.openai.translate_completions import prepare_completion
 from millrace.serve.served_models import ServedModel
 from millrace.serve.state import STATE, FrontState
-from millrace.serve.tenancy.owner import is_operator, owner_of
+from millrace.serve.tenancy.owner import is_operator, owner_of, tenant_of
+from millrace.serve.transfer.kv_file import read_key
+from millrace.serve.transfer.prefixes import facts_of, handle_export, put_in, receive, send_export
 
 _NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -95,6 +97,16 @@ class CacheHandles(msgspec.Struct, kw_only=True):
     """KV memory of the handles that the key may see."""
     max_bytes: int
     """That the handles of all tenants may have together."""
+
+
+class ImportedHandle(msgspec.Struct, kw_only=True):
+    """The answer to POST /v1/cache/import."""
+
+    id: str
+    object: Literal["cache.handle"] = "cache.handle"
+    model: str
+    tokens: int
+    ttl_s: float
 
 
 class DeletedHandle(msgspec.Struct, kw_only=True):
@@ -215,6 +227,36 @@ async def delete(request: web.Request) -> web.Response:
     if not any(reply and msgspec.json.decode(reply, type=int) for reply in replies):
         raise _missing(request)
     return json_answer(request, DeletedHandle(id=name))
+
+
+async def export(request: web.Request) -> web.StreamResponse:
+    """A signed file with the prompt's tokens, keys and values."""
+    check_query(request, ("model",))
+    state = await request.app[STATE].for_model(request.query.get("model"))
+    read_key(state.config.memory.kv_export_key)
+    name = request.match_info["name"]
+    facts = await facts_of(state, name, owner_of(request))
+    return await send_export(request, state, facts, handle_export(facts, name))
+
+
+async def import_file(request: web.Request) -> web.Response:
+    check_query(request, ("model", "name"))
+    state = await request.app[STATE].for_model(request.query.get("model"))
+    read_key(state.config.memory.kv_export_key)
+    name = request.query.get("name")
+    if name is not None and not _NAME.fullmatch(name):
+        raise BadRequest(
+            f"name is {name[:80]!r}; use 1 to 128 letters, digits and the characters . _ : -", param="name"
+        )
+    received = await receive(request, state, await facts_of(state, "", owner_of(request)))
+    with received.parts:
+        header = received.header
+        if header.session:
+            raise BadRequest("The file holds a session; send it to /v1/sessions/import.", code="kv_file_session")
+        retain = Retain(header.ttl_s, name or header.name, is_hint=False)
+        await put_in(state, received, tenant_of(request), retain)
+    answer = ImportedHandle(id=retain.name, model=state.model_name, tokens=len(header.tokens) // 4, ttl_s=header.ttl_s)
+    return json_answer(request, answer)
 
 
 def _missing(request: web.Request) -> NotFound:

@@ -198,8 +198,12 @@ async def listing(request: web.Request) -> web.Response:
 async def describe(request: web.Request) -> web.Response:
     check_query(request, ())
     state, owner = request.app[STATE], owner_of(request)
-    session = await state.store.run(store.get, request.match_info["session_id"], owner)
-    return json_answer(request, _shown(session, (await _kept(state, owner)).get((session.model, session.handle))))
+    return json_answer(request, await described_session(state, request.match_info["session_id"], owner))
+
+
+async def described_session(state: FrontState, session_id: str, owner: str) -> SessionAnswer:
+    session = await state.store.run(store.get, session_id, owner)
+    return _shown(session, (await _kept(state, owner)).get((session.model, session.handle)))
 
 
 async def renew(request: web.Request) -> web.Response:

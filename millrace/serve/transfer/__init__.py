@@ -1,0 +1,1 @@
+"""Kept prefixes and sessions as signed files, which move between replicas of a model."""
