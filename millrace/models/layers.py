@@ -138,17 +138,21 @@ class SharedMlp:
 class DecoderLayer:
     """A mixer and an MLP, each a branch of the residual. Norm weights are float32 and include the family's offset."""
 
-    input_norm: Tensor
+    input_norm: Tensor | None
     mixer: Mixer
     mixer_out_norm: Tensor | None
-    mlp_norm: Tensor
+    mlp_norm: Tensor | None
     mlp: Mlp
     mlp_out_norm: Tensor | None
 
     @property
     def kind(self) -> tuple[object, ...]:
         """Everything that decides which kernels it launches."""
-        return *self.mixer.kind, type(self.mlp), self.mixer_out_norm is None, self.mlp_out_norm is None
+        return (
+            *self.mixer.kind,
+            type(self.mlp),
+            *(norm is None for norm in (self.input_norm, self.mixer_out_norm, self.mlp_out_norm)),
+        )
 
 
 @dataclass(frozen=True, slots=True)

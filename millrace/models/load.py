@@ -400,10 +400,10 @@ class DecoderBuilder:
     def layer(self, ops: DecoderOps, place: tuple[int, int], spec: LayerSpec, layout: LayerLayout) -> DecoderLayer:
         kv_group, kv_index = place
         return DecoderLayer(
-            input_norm=self.norm(layout.input_norm),
+            input_norm=self.optional_norm(layout.input_norm),
             mixer=MIXERS[spec.mixer](self, MixerSite(spec, layout.mixer, kv_group, kv_index)),
             mixer_out_norm=self.optional_norm(layout.mixer_out_norm),
-            mlp_norm=self.norm(layout.mlp_norm),
+            mlp_norm=self.optional_norm(layout.mlp_norm),
             mlp=self._mlp(ops, layout.mlp),
             mlp_out_norm=self.optional_norm(layout.mlp_out_norm),
         )

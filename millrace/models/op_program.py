@@ -84,8 +84,10 @@ class OpProgram:
         layers, last, spans, adapters = self.layers, batch.last, self._spans(batch), batch.adapters
         step = MixerStep(batch, kv, self.ops.attention, self._angles_of(batch), spans)
         step.prepare([layer.mixer for layer in layers])
-        takes_fp8 = _takes_fp8(layers[0].mixer, batch)
-        hidden = self.ops.rms_norm(residual, layers[0].input_norm, self._eps, quantise=takes_fp8)
+        hidden, first = residual, layers[0]
+        if first.input_norm is not None:
+            takes_fp8 = _takes_fp8(first.mixer, batch)
+            hidden = self.ops.rms_norm(residual, first.input_norm, self._eps, quantise=takes_fp8)
         for index, layer in enumerate(layers):
             _tap(batch.taps, index, residual)
             step.adapters = addends = None if adapters is None else adapters.of_layer(index)
@@ -118,9 +120,13 @@ class OpProgram:
         result = branch(x)
         return result if branch.norm is None else self.ops.rms_norm(result, branch.norm, self._eps)
 
-    def _add(self, branch: Branch, x: Any, residual: Tensor, norm: Tensor, quantise: bool) -> tuple[Any, Tensor]:
-        """Add the branch's output for x to the residual, which may be overwritten: (norm of the sum, sum)."""
+    def _add(self, branch: Branch, x: Any, residual: Tensor, norm: Tensor | None, quantise: bool) -> tuple[Any, Tensor]:
+        """Add the branch's output for x to the residual, which may be overwritten: (norm of the sum, sum). Without a
+        norm the next branch reads the sum itself."""
         ops, module = self.ops, branch.module
+        if norm is None:
+            total = residual + self._result(branch, x)
+            return total, total
         if branch.norm is None and branch.adapters is None and module.adds(residual.shape[0]):
             module.add_to(x, residual)
             return ops.rms_norm(residual, norm, self._eps, quantise=quantise), residual

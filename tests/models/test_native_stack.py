@@ -24,7 +24,8 @@ from millrace.run.table.inputs import last_tokens
 from millrace.sources.resolve import resolve_model
 
 CPU = torch.device("cpu")
-DENSE = [case for case in CASES if case not in HYBRIDS and not any(word in case for word in ("moe", "mixtral", "oss"))]
+OTHERS = ("moe", "mixtral", "gpt_oss", "olmo2")
+DENSE = [case for case in CASES if case not in HYBRIDS and not any(word in case for word in OTHERS)]
 
 
 def load(case: str, dtype: torch.dtype) -> Decoder:
@@ -93,7 +94,7 @@ def test_last_tokens_alone_have_the_same_results_as_among_all(case: str, dtype: 
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in DENSE])
-def test_models_with_experts_or_states_have_no_native_stack(case: str) -> None:
+def test_models_with_other_layers_have_no_native_stack(case: str) -> None:
     assert load(case, torch.float32).native_stack is None
 
 
@@ -146,3 +147,5 @@ def test_a_field_that_the_kernels_do_not_know_is_never_ignored() -> None:
     assert not native_stack_missing(decoder.spec, decoder.choices)
     unknown = replace(decoder.spec, layers=(replace(decoder.spec.layers[0], mixer="unknown"),))  # type: ignore[arg-type]
     assert native_stack_missing(unknown, decoder.choices) == "its mixer is 'unknown'"
+    with_sinks = replace(decoder.spec, attention_sinks=True)
+    assert native_stack_missing(with_sinks, decoder.choices) == "its attention_sinks is True"

@@ -148,7 +148,7 @@ def eagle_tensors(spec: DrafterSpec) -> dict[str, tuple[int, ...]]:
     columns = num_states * spec.target_hidden_size if spec.kind == "eagle3" else 2 * hidden
     found = {part.name: part.shape for part in all_tensors(layout) if part.name.startswith("model.layers.")}
     if spec.kind == "eagle" and not spec.has_input_norm:
-        del found[layout.layers[0].input_norm.name]
+        del found[FIRST_LAYER + "input_layernorm.weight"]
     optional = {
         "fc.bias": (spec.fc_bias, (hidden,)),
         FIRST_LAYER + "hidden_norm.weight": (spec.kind == "eagle3", (hidden,)),

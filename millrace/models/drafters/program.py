@@ -156,7 +156,10 @@ class EagleDrafter:
         normed = self._norm(residual, norm)
         return DraftStates(normed if self.spec.returns_normed else residual, normed)
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """x itself without a weight."""
+        if weight is None:
+            return x
         normed: Tensor = self._ops.rms_norm(x, weight, self._eps)
         return normed
 

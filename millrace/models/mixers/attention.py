@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from millrace.models.adapters.targets import QKV
@@ -20,6 +21,20 @@ from millrace.ops.linear.dense import Linear
 
 
 @dataclass(frozen=True, slots=True)
+class ProjectionNorms:
+    q_norm: Tensor
+    k_norm: Tensor
+    rms_norm: Callable[..., Tensor]
+    eps: float
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        queries, keys = len(self.q_norm), len(self.k_norm)
+        q, k, v = torch.split(qkv, [queries, keys, qkv.shape[1] - queries - keys], dim=1)
+        normed = (self.rms_norm(x.contiguous(), weight, self.eps) for x, weight in ((q, self.q_norm), (k, self.k_norm)))
+        return torch.cat([*normed, v], dim=1)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMixer:
     qkv: Linear
     prepare_qkv: PrepareQkv
@@ -29,6 +44,8 @@ class AttentionMixer:
     kv_group: int
     kv_index: int
     """The KV tensor of the pool that holds this layer's keys and values, in the blocks of its group."""
+    projection_norms: ProjectionNorms | None = None
+    """Norms that take all heads together; `prepare_qkv` has those of single heads."""
     sinks: Tensor | None = None
     """float32 [heads]: a score of each head that takes its share of the softmax; see `Attention`."""
 
@@ -78,7 +95,7 @@ class AttentionMixer:
         qkv: Tensor = apply_by_span(self.qkv, hidden, step.spans)
         if step.adapters is not None:
             step.adapters.add(QKV, hidden, qkv)
-        return qkv
+        return qkv if self.projection_norms is None else self.projection_norms(qkv)
 
     def queries(self, qkv: Tensor, step: MixerStep) -> Tensor:
         """The queries, after keys and values have been written."""
@@ -91,6 +108,11 @@ def build_attention(builder: MixerBuilder, site: MixerSite) -> AttentionMixer:
     spec, layout = builder.spec, site.layout
     assert isinstance(layout, AttentionLayout)
     prepare = builder.choose("qkv", head_dim=spec.head_dim)
+    q_norm, k_norm = builder.optional_norm(layout.q_norm), builder.optional_norm(layout.k_norm)
+    whole = None
+    if spec.qk_norm_span == "projection" and q_norm is not None and k_norm is not None:
+        whole = ProjectionNorms(q_norm, k_norm, builder.choose("rms_norm").make(), spec.norm_eps)
+        q_norm = k_norm = None
     return AttentionMixer(
         qkv=builder.linear(layout.qkv, "qkv_linear"),
         prepare_qkv=prepare.make(
@@ -98,13 +120,14 @@ def build_attention(builder: MixerBuilder, site: MixerSite) -> AttentionMixer:
             spec.num_kv_heads,
             spec.head_dim,
             spec.norm_eps,
-            builder.optional_norm(layout.q_norm),
-            builder.optional_norm(layout.k_norm),
+            q_norm,
+            k_norm,
         ),
         out=builder.summed(builder.linear(layout.out, "out_linear")),
         rope=site.layer.rope,
         window=site.layer.window,
         kv_group=site.kv_group,
         kv_index=site.kv_index,
+        projection_norms=whole,
         sinks=None if layout.sinks is None else builder.vector(layout.sinks),
     )

@@ -277,6 +277,21 @@ FAMILIES: tuple[Family, ...] = (
         },
     ),
     Family(
+        name="olmo2",
+        model_types=("olmo2",),
+        architectures=("Olmo2ForCausalLM",),
+        traits=lambda c: {
+            **_attention_bias(c),
+            "qk_norm": True,
+            "qk_norm_span": "projection",
+            "input_norms": False,
+            "sandwich_norms": True,
+        },
+        windows=_no_windows,
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+        names=WeightNames(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm"),
+    ),
+    Family(
         name="smollm3",
         model_types=("smollm3",),
         architectures=("SmolLM3ForCausalLM",),

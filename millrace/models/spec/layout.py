@@ -96,10 +96,10 @@ MixerLayout = AttentionLayout | RecurrentLayout
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    input_norm: TensorSpec
+    input_norm: TensorSpec | None
     mixer: MixerLayout
     mixer_out_norm: TensorSpec | None
-    mlp_norm: TensorSpec
+    mlp_norm: TensorSpec | None
     mlp: tuple[Matrix, Matrix] | MoeLayout
     """(gate_up, down), or a mixture of experts."""
     mlp_out_norm: TensorSpec | None
@@ -128,30 +128,30 @@ def layout_of(spec: ModelSpec) -> ModelLayout:
 def _layer(spec: ModelSpec, names: WeightNames, index: int, layer: LayerSpec) -> LayerLayout:
     prefix = f"model.layers.{index}."
 
-    def norm(name: str) -> TensorSpec:
-        return TensorSpec(f"{prefix}{name}.weight", (spec.hidden_size,))
+    def norm(name: str, exists: bool) -> TensorSpec | None:
+        return TensorSpec(f"{prefix}{name}.weight", (spec.hidden_size,)) if exists else None
 
     return LayerLayout(
-        input_norm=norm(names.input_norm),
+        input_norm=norm(names.input_norm, spec.input_norms),
         mixer=MIXER_LAYOUTS[layer.mixer](spec, prefix),
-        mixer_out_norm=norm(names.attention_out_norm) if spec.sandwich_norms else None,
-        mlp_norm=norm(names.mlp_norm),
+        mixer_out_norm=norm(names.attention_out_norm, spec.sandwich_norms),
+        mlp_norm=norm(names.mlp_norm, spec.input_norms),
         mlp=_moe(spec, names, prefix) if layer.is_moe else _mlp(spec, names, prefix),
-        mlp_out_norm=norm(names.mlp_out_norm) if spec.sandwich_norms else None,
+        mlp_out_norm=norm(names.mlp_out_norm, spec.sandwich_norms),
     )
 
 
 def _attention(spec: ModelSpec, prefix: str) -> AttentionLayout:
     attention = prefix + "self_attn."
 
-    def head_norm(name: str) -> TensorSpec | None:
-        return TensorSpec(f"{attention}{name}.weight", (spec.head_dim,)) if spec.qk_norm else None
+    def norm(name: str, size: int) -> TensorSpec | None:
+        return TensorSpec(f"{attention}{name}.weight", (size,)) if spec.qk_norm else None
 
     rows = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
     return AttentionLayout(
         qkv=_matrix(attention, rows, spec.hidden_size, spec.qkv_bias),
-        q_norm=head_norm("q_norm"),
-        k_norm=head_norm("k_norm"),
+        q_norm=norm("q_norm", spec.qk_norm_sizes[0]),
+        k_norm=norm("k_norm", spec.qk_norm_sizes[1]),
         out=_matrix(attention, {"o_proj": spec.hidden_size}, spec.q_size, spec.out_bias),
         sinks=TensorSpec(f"{attention}sinks", (spec.num_heads,)) if spec.attention_sinks else None,
     )

@@ -141,8 +141,12 @@ class ModelSpec:
     out_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_span: Literal["head", "projection"] = "head"
+    """What a norm of queries, or of keys, takes together: each head, or all heads of the layer."""
     attention_sinks: bool = False
     """True if each head of a layer has a score that takes its share of the softmax without a value."""
+    input_norms: bool = True
+    """False if attention and MLPs read the residual as it is; then their outputs are normalised (`sandwich_norms`)."""
     sandwich_norms: bool = False
     """True if attention and MLP outputs are normalised before they are added to the residual."""
     tied_head: bool = False
@@ -164,6 +168,11 @@ class ModelSpec:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def qk_norm_sizes(self) -> tuple[int, int]:
+        """Weights of the norms of queries and of keys, if there are such norms."""
+        return (self.head_dim, self.head_dim) if self.qk_norm_span == "head" else (self.q_size, self.kv_size)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -222,8 +231,8 @@ class ModelSpec:
         """Number of all weights, embedding and norms included."""
         hidden, gates = self.hidden_size, self._gate_size
         attention = hidden * (2 * self.q_size + 2 * self.kv_size + gates)
-        norms = self.num_layers * hidden * (4 if self.sandwich_norms else 2)
-        per_layer = attention + (2 * self.head_dim if self.qk_norm else 0) + (hidden if self.out_bias else 0)
+        norms = self.num_layers * hidden * 2 * (self.input_norms + self.sandwich_norms)
+        per_layer = attention + (sum(self.qk_norm_sizes) if self.qk_norm else 0) + (hidden if self.out_bias else 0)
         per_layer += self.num_heads if self.attention_sinks else 0
         per_layer += self.q_size + 2 * self.kv_size + gates if self.qkv_bias else 0
         dense = 3 * hidden * self.inner_size + (2 * self.inner_size + hidden if self.mlp_bias else 0)

@@ -128,6 +128,12 @@ def shard_of(spec: ModelSpec, rank: int, size: int) -> Shard:
             " --tensor-parallel out.",
             param=_SETTING,
         )
+    if spec.qk_norm and spec.qk_norm_span == "projection":
+        raise ConfigError(
+            f"{_SETTING} is {size}, but norms over the heads of all ranks are not computed so far. Leave"
+            " --tensor-parallel out.",
+            param=_SETTING,
+        )
     if size > spec.num_heads:
         raise ConfigError(
             f"{_SETTING} is {size}, but the model has {spec.num_heads} attention heads, and each rank needs one. Set"

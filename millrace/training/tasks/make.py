@@ -73,24 +73,18 @@ def _spec(kind: str, target: ModelSpec, vocabulary: Vocabulary, decoder: ModelSp
 def _one_layer(target: ModelSpec) -> ModelSpec:
     """A plain Llama layer of the target's width."""
     inner = target.inner_size if target.moe is None else 3 * target.hidden_size
-    return replace(
-        target,
+    return ModelSpec(
         family="llama",
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
         inner_size=inner,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        max_context=target.max_context,
         layers=(LayerSpec(),),
         ropes=target.ropes[:1],
+        norm_eps=target.norm_eps,
         attention_scale=target.head_dim**-0.5,
-        norm_offset=0.0,
-        activation="silu",
-        attention_softcap=None,
-        logit_softcap=None,
-        embedding_scale=1.0,
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
-        sandwich_norms=False,
-        tied_head=False,
-        moe=None,
         has_kv_groups=False,
     )
