@@ -237,7 +237,8 @@ def test_asynchronous_code(tmp_path: Path, tiny: LLM) -> None:
         async with closed as opened:
             assert "device='cpu" in repr(opened)
             one, two = await asyncio.gather(
-                opened.generate("ab", max_tokens=3, ignore_eos=True), opened.generate("ba", max_tokens=2)
+                opened.generate("ab", max_tokens=3, ignore_eos=True),
+                opened.generate("ba", max_tokens=2, ignore_eos=True),
             )
             assert (one[0].num_tokens, two[0].finish_reason) == (3, "length")
             assert len((await opened.embed("ab"))[0]) == 48

@@ -72,12 +72,13 @@ bool all() { return agrees<F>(1) & agrees<F>(3) & agrees<F>(5) & agrees<F>(16); 
 int main() {
     puts(millrace_int8_kernel());
     bool good = all<FORMAT_Q4_0>() & all<FORMAT_Q4_1>() & all<FORMAT_Q5_1>() & all<FORMAT_Q8_0>();
-    good = good & all<FORMAT_Q4_K>() & all<FORMAT_Q5_K>() & all<FORMAT_Q6_K>();
+    good = good & all<FORMAT_Q4_K>() & all<FORMAT_Q5_K>() & all<FORMAT_Q6_K>() & all<FORMAT_BYTES>();
     return good ? 0 : 1;
 }
 """
 
 
+@pytest.mark.timeout(1000)
 @pytest.mark.live
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compiles for x86-64")
 @pytest.mark.parametrize("name", SETS)
@@ -91,7 +92,7 @@ def test_products_are_those_of_the_portable_kernel(name: str, tmp_path: Path) ->
     options = ["-O1", "-std=c++20", "-Wno-psabi", "-ffp-contract=off", "-I", str(SOURCES)]
     needed = [str(SOURCES / name) for name in NEEDED]
     command = [compiler, *flags, *options, str(source), *needed, "-pthread", "-o", str(program)]
-    subprocess.run(command, check=True, timeout=240)
+    subprocess.run(command, check=True, timeout=900)
     if not features <= processor_features():
         return  # it compiles
     done = subprocess.run([str(program)], check=False, timeout=60, capture_output=True, text=True)

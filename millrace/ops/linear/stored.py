@@ -29,6 +29,9 @@ FORMATS: Final = {
     "Q4_K": 9,
     "Q5_K": 10,
     "Q6_K": 11,
+    "IQ4_NL": 6,  # rewritten as Q8_0
+    # Rewritten as bytes.
+    **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), 12),
 }
 """GGUF formats that the C++ kernels read, and their codes; the same as in cpp/linear/linear.h."""
 Order = Literal["tiles", "dot"]
@@ -67,17 +70,28 @@ class StoredWeight:
 
 
 def packed_bytes(kind: str, rows: int, columns: int) -> int:
-    """Size of what `pack_stored` returns: the bytes in the file, padded to whole panels."""
+    """Size of what `pack_stored` returns: the bytes in the file, or of the bytes that stand for an I-quant, padded to
+    whole panels."""
     return int(native().with_gil.quantised_bytes(FORMATS[kind], rows, columns))
 
 
 def pack_stored(kind: str, blocks: Any, rows: int, columns: int, order: Order = "tiles") -> Tensor:
     """Pack rows of GGUF blocks, given as the contiguous bytes of the file."""
+    blocks = as_kernels_read(kind, blocks)
     packed = torch.empty(packed_bytes(kind, rows, columns), dtype=torch.uint8)
     native().without_gil.quantised_pack(
         FORMATS[kind], ORDERS[order], blocks.ctypes.data, packed.data_ptr(), rows, columns
     )
     return packed
+
+
+def as_kernels_read(kind: str, blocks: Any) -> Any:
+    """I-quants as bytes, other formats unchanged."""
+    if not kind.startswith("IQ"):
+        return blocks
+    from millrace.ops.linear.byte_blocks import byte_blocks  # imports gguf, which is slow
+
+    return byte_blocks(kind, blocks)
 
 
 def round_to_int8(x: Tensor) -> Tensor:

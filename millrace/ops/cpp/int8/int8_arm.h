@@ -97,8 +97,10 @@ inline __attribute__((always_inline)) void tile_scales(const Panel& panel, int64
     const char* bytes = panel.byte_scales + tile * byte_scale_bytes(f);
     for (int g = 0; g < f.groups; g++) {
         if (f.super) load_bytes(bytes + g * quantised::ROWS, !f.offset, small);
-        for (int part = 0; part < PARTS; part++)
+        for (int part = 0; part < PARTS; part++) {
+            if (f.unit != 1) small[part] = vmulq_n_f32(small[part], f.unit);
             out.scales[g][part] = f.super ? vmulq_f32(scales[part], small[part]) : scales[part];
+        }
         if (f.super && f.offset) load_bytes(bytes + (f.groups + g) * quantised::ROWS, false, small);
         for (int part = 0; part < PARTS; part++) {
             float32x4_t offset = vdupq_n_f32(0);

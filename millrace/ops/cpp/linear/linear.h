@@ -21,6 +21,7 @@ enum LinearFormat : int32_t {
     FORMAT_Q4_K,
     FORMAT_Q5_K,
     FORMAT_Q6_K,
+    FORMAT_BYTES,
 };
 
 // The order of a quantised part's integers, which decides how it is multiplied.

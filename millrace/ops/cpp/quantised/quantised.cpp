@@ -156,11 +156,13 @@ inline void row_6(const char* tile, const Scales& scales, bf16* out) {
 }
 
 // Eight bits: converted one by one.
-template <int R>
+template <int F, int R>
 inline void row_8(const char* tile, const Scales& scales, bf16* out) {
-    __m512 scale = _mm512_set1_ps(scales.scales[0][R]);
-    __m512 first = _mm512_mul_ps((__m512)load_bytes<vsb>(tile + R * 32), scale);
-    __m512 second = _mm512_mul_ps((__m512)load_bytes<vsb>(tile + R * 32 + 16), scale);
+    auto product = [&](int half, int group) {
+        __m512 integers = (__m512)load_bytes<vsb>(tile + R * 32 + half * 16);
+        return _mm512_mul_ps(integers, _mm512_set1_ps(scales.scales[group][R]));
+    };
+    __m512 first = product(0, 0), second = product(1, format_of(F).groups - 1);
     _mm512_storeu_si512(out + R * TILE_K, both(first, second));
 }
 
@@ -170,7 +172,7 @@ inline void two_rows(const char* tile, const Scales& scales, bf16* out) {
     if constexpr (bits == 4) two_rows_4<F, R>(tile, scales, out);
     if constexpr (bits == 5) row_5<F, R>(tile, scales, out), row_5<F, R + 1>(tile, scales, out);
     if constexpr (bits == 6) row_6<F, R>(tile, scales, out), row_6<F, R + 1>(tile, scales, out);
-    if constexpr (bits == 8) row_8<R>(tile, scales, out), row_8<R + 1>(tile, scales, out);
+    if constexpr (bits == 8) row_8<F, R>(tile, scales, out), row_8<F, R + 1>(tile, scales, out);
 }
 
 template <int F, int... PAIR>

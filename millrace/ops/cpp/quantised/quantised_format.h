@@ -5,7 +5,7 @@
 
 namespace quantised {
 
-constexpr int FIRST_FORMAT = FORMAT_Q4_0, NUM_FORMATS = FORMAT_Q6_K - FORMAT_Q4_0 + 1;
+constexpr int FIRST_FORMAT = FORMAT_Q4_0, NUM_FORMATS = FORMAT_BYTES - FORMAT_Q4_0 + 1;
 constexpr int64_t ROWS = 16, TILE_K = 32, SUPER_TILES = 8;
 
 struct Format {
@@ -15,6 +15,7 @@ struct Format {
     bool offset;     // has offsets
     bool super;      // 8-bit scales under one float16 per 256 inputs
     int file_bytes;  // bytes of one block in the file: 256 inputs if super, else 32
+    float unit = 1;  // of the 8-bit scales
 };
 
 constexpr Format FORMATS[NUM_FORMATS] = {
@@ -28,6 +29,7 @@ constexpr Format FORMATS[NUM_FORMATS] = {
     {4, 0, 1, true, true, 144},    // Q4_K
     {5, 0, 1, true, true, 176},    // Q5_K
     {6, 32, 2, false, true, 210},  // Q6_K
+    {8, 0, 2, false, true, 274, 0.125f},  // the I-quants, rewritten by ops/linear/byte_blocks.py
 };
 
 constexpr const Format& format_of(int format) { return FORMATS[format - FIRST_FORMAT]; }

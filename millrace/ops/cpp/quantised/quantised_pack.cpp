@@ -99,6 +99,12 @@ void read_q6_k(const uint8_t* p, int block, Group32& out) {
     memcpy(out.scales, p + 192 + 2 * block, 2);
 }
 
+void read_bytes(const uint8_t* p, int block, Group32& out) {
+    out.scale = half_at(p);
+    memcpy(out.scales, p + 2 + 2 * block, 2);
+    memcpy(out.integers, p + 18 + 32 * block, 32);
+}
+
 void read_group(int format, const uint8_t* row, int64_t tile, Group32& out) {
     const Format& f = format_of(format);
     int block = tile % SUPER_TILES;
@@ -107,6 +113,7 @@ void read_group(int format, const uint8_t* row, int64_t tile, Group32& out) {
     if (format == FORMAT_Q2_K) return read_q2_k(p, block, out);
     if (format == FORMAT_Q3_K) return read_q3_k(p, block, out);
     if (format == FORMAT_Q6_K) return read_q6_k(p, block, out);
+    if (format == FORMAT_BYTES) return read_bytes(p, block, out);
     read_q45_k(format, p, block, out);
 }
 

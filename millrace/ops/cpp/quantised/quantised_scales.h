@@ -45,7 +45,7 @@ inline __attribute__((always_inline)) void read_scales(const Panel& panel, int64
     const char* byte_scales = panel.byte_scales + tile * byte_scale_bytes(f);
     for (int g = 0; g < f.groups; g++) {
         vf small = f.offset ? load_bytes<vb>(byte_scales + g * ROWS) : load_bytes<vsb>(byte_scales + g * ROWS);
-        out.scales[g] = scale * small;
+        out.scales[g] = scale * (f.unit == 1 ? small : small * f.unit);
         if (f.offset) out.offsets[g] = -(offset * load_bytes<vb>(byte_scales + (f.groups + g) * ROWS));
     }
 }
