@@ -29,6 +29,8 @@ COMMANDS = {
     "chat": "chat with a model in the terminal, or with a server",
     "generate": "complete one prompt and print the text",
     "train-drafter": "train a drafter for speculative decoding from a model's own answers",
+    "train-adapter": "train a LoRA adapter of a model from examples, as PEFT writes it",
+    "merge": "add a LoRA adapter to its model's weights and write the result",
     "bench": "measure this machine, or any OpenAI-compatible server",
     "load": "send a workload to a server: latencies, goodput, the highest rate that meets objectives",
     "simulate": "run a trace through the engine's scheduler with step times instead of a device",
@@ -82,6 +84,9 @@ _LIBRARY = ("models", "pull", "ls", "show", "kv", "cache", "sessions", "rm", "al
 
 _FLEET = ("gateway", "up", "status", "restart", "down", "router", "postmortem")
 """Commands whose modules are in `millrace/commands/fleet`."""
+
+_ADAPTERS = ("train-adapter", "merge")
+"""Commands whose modules are in `millrace/commands/adapters`."""
 
 _SETUP = ("doctor", "completion")
 """Commands whose modules are in `millrace/commands/setup`."""
@@ -169,6 +174,7 @@ def module_of(name: str) -> str:
         "figures.": _FIGURES,
         "planning.": _PLANNING,
         "fleet.": _FLEET,
+        "adapters.": _ADAPTERS,
     }
     room = next((room for room, names in rooms.items() if name in names), "")
     return f"millrace.commands.{room}{name.replace('-', '_')}"

@@ -13,13 +13,13 @@ import torch
 from millrace.errors import ConfigError
 from millrace.training.answers import Answer
 from millrace.training.batches import make_batch, plan_batches
-from millrace.training.options import Reporter, TrainOptions
-from millrace.training.tasks.task import Losses, Task
+from millrace.training.options import LoopOptions, Reporter
+from millrace.training.tasks.task import Learned, Losses
 
 WARM_UP = 0.04
 """Share of the training in which the learning rate rises."""
 MAX_NORM = 1.0
-_CHECKPOINT = "checkpoint.pt"
+CHECKPOINT = "checkpoint.pt"
 LOG_EVERY = 10
 
 
@@ -32,7 +32,7 @@ class Curves:
     features: list[float] = field(default_factory=list)
     measured_at: list[int] = field(default_factory=list)
     acceptance: list[list[float]] = field(default_factory=list)
-    """Per measurement the rate of each drafted place."""
+    """Per measurement the rate of each drafted place; of an adapter its loss."""
 
 
 @dataclass(slots=True)
@@ -45,14 +45,14 @@ class Progress:
 class Loop:
     def __init__(
         self,
-        task: Task,
+        task: Learned,
         answers: Sequence[Answer],
-        options: TrainOptions,
+        options: LoopOptions,
         batch_tokens: int,
         device: torch.device,
         measure: Callable[[], tuple[float, ...]],
     ) -> None:
-        """`measure`: acceptance of each drafted place now, on a part of the held-out answers."""
+        """`measure`: acceptance of each drafted place now, on held-out answers; of an adapter the loss."""
         self._task, self._answers, self._options, self._device = task, answers, options, device
         self._batch_tokens, self._measure = batch_tokens, measure
         self._lengths = [len(answer.token_ids) for answer in answers]
@@ -135,7 +135,7 @@ class Loop:
     # --- checkpoints ---
 
     def _path(self) -> Path:
-        return self._options.output / _CHECKPOINT
+        return self._options.output / CHECKPOINT
 
     def _save(self) -> None:
         progress, curves = self.progress, self.progress.curves
@@ -158,7 +158,7 @@ class Loop:
         state = torch.load(path, map_location=self._device, weights_only=True)
         if state["kind"] != self._options.kind:
             raise ConfigError(
-                f"{path} trains a drafter of kind {state['kind']}; resume it with --kind {state['kind']}.", param="kind"
+                f"{path} is of kind {state['kind']}. Resume it with the options of the first run.", param="kind"
             )
         try:
             self._task.module.load_state_dict(state["module"])

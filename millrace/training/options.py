@@ -46,6 +46,34 @@ class TrainOptions:
         return self.learning_rate or _LEARNING_RATES[self.kind]
 
 
+class LoopOptions(Protocol):
+    """What the optimiser's loop reads of them."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def output(self) -> Path: ...
+
+    @property
+    def resume(self) -> bool: ...
+
+    @property
+    def epochs(self) -> float: ...
+
+    @property
+    def minutes(self) -> float: ...
+
+    @property
+    def save_every(self) -> int: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def peak_rate(self) -> float: ...
+
+
 class Reporter(Protocol):
     """Shows progress. `total` 0: unknown."""
 

@@ -252,6 +252,15 @@ class MedusaModule(nn.Module):
         return [head(hidden) for head in self.heads]
 
 
+def can_train(spec: ModelSpec) -> bool:
+    """Whether `DraftModule` computes this model: Llama-like, with nothing that its layers lack."""
+    is_plain = spec.moe is None and not spec.sandwich_norms and not spec.attention_sinks
+    has_no_caps = spec.attention_softcap is None and spec.logit_softcap is None
+    has_no_scales = not spec.norm_offset and spec.embedding_scale == 1.0 and spec.hidden_scale == 1.0
+    has_one_rope = all(layer.rope == 0 and layer.mixer == "attention" for layer in spec.layers)
+    return is_plain and has_no_caps and has_no_scales and has_one_rope and spec.activation == "silu"
+
+
 class DraftModule(nn.Module):
     """A small decoder of Llama layers, with the names of a Hugging Face checkpoint."""
 

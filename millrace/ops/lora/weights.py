@@ -38,6 +38,18 @@ class LinearLora:
     def num_bytes(self) -> int:
         return self.a.nbytes + self.b.nbytes
 
+    def parts(self, in_features: int, out_sizes: Sequence[int]) -> list[tuple[int, int, Tensor, Tensor, float]]:
+        """(first output, end, A, B, scale) of each part that the adapter changes."""
+        found, first, at_a, at_b = [], 0, 0, 0
+        for size, rank, scale in zip(out_sizes, self.ranks, self.scales, strict=False):
+            if rank:
+                a = self.a[at_a : at_a + rank * in_features].view(rank, in_features)
+                b = self.b[at_b : at_b + rank * size].view(rank, size)
+                found.append((first, first + size, a, b, scale))
+                at_a, at_b = at_a + a.numel(), at_b + b.numel()
+            first += size
+        return found
+
     def to(self, device: torch.device) -> LinearLora:
         return LinearLora(self.a.to(device), self.b.to(device), self.ranks, self.scales)
 
@@ -97,14 +109,4 @@ class LoraTable:
     def parts(self, slot: int) -> list[tuple[int, int, Tensor, Tensor, float]]:
         """(first output, end, A, B, scale) of each part that the slot's adapter changes."""
         lora = self._columns.held[slot].get(self._index)
-        if lora is None:
-            return []
-        found, first, at_a, at_b = [], 0, 0, 0
-        for size, rank, scale in zip(self.out_sizes, lora.ranks, lora.scales, strict=True):
-            if rank:
-                a = lora.a[at_a : at_a + rank * self.in_features].view(rank, self.in_features)
-                b = lora.b[at_b : at_b + rank * size].view(rank, size)
-                found.append((first, first + size, a, b, scale))
-                at_a, at_b = at_a + a.numel(), at_b + b.numel()
-            first += size
-        return found
+        return [] if lora is None else lora.parts(self.in_features, self.out_sizes)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from millrace.errors import ModelError
-from millrace.models.drafters.modules import DraftModule
+from millrace.models.drafters.modules import DraftModule, can_train
 from millrace.models.drafters.spec import DrafterSpec
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.training.target import Batch, Target
@@ -21,8 +21,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 
 def draft_spec(target: ModelSpec, num_layers: int) -> tuple[ModelSpec, tuple[int, ...]]:
     """(spec of the draft model, the target's layers that it starts from). Refuses families that the module lacks."""
-    is_plain = target.moe is None and not target.sandwich_norms and target.activation == "silu"
-    if not is_plain or target.norm_offset or target.embedding_scale != 1.0 or any(x.rope != 0 for x in target.layers):
+    if not can_train(target):
         raise ModelError(
             f"A draft model cannot be made from a {target.family} model; Llama-like models are supported. Train"
             " --kind eagle or --kind medusa instead."

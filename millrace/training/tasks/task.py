@@ -25,14 +25,18 @@ class Losses:
     """Mean distance to the target's hidden states; 0 for kinds that do not learn them."""
 
 
-class Task(Protocol):
-    @property
-    def spec(self) -> DrafterSpec: ...
+class Learned(Protocol):
+    """What the optimiser's loop needs: parameters and their loss."""
 
     @property
     def module(self) -> nn.Module: ...
 
     def losses(self, batch: Batch) -> Losses: ...
+
+
+class Task(Learned, Protocol):
+    @property
+    def spec(self) -> DrafterSpec: ...
 
     def correct(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """bool [depth, B, T] each: whether the draft at this depth of the chain that starts at a place is the target's

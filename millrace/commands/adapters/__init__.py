@@ -1,0 +1,1 @@
+"""Commands that make and use LoRA adapters: train-adapter, merge."""
