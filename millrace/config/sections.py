@@ -8,7 +8,7 @@ from typing import Any, Literal
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "fp8", "int8"]
 QuantizationSetting = Literal["auto", "none", "fp8", "int8"]
-KvDtype = Literal["auto", "full", "packed", "fp8", "float16", "int8"]
+KvDtype = Literal["auto", "full", "packed", "fp8", "float16", "int8", "int4"]
 DeviceKind = Literal["auto", "cpu", "cuda"]
 Speculation = Literal["off", "ngram", "suffix", "draft", "medusa", "eagle", "replay", "auto"]
 Batching = Literal["continuous", "static"]
@@ -214,7 +214,7 @@ class MemoryConfig:
     kv_dtype: KvDtype = setting(
         "auto",
         "KV cache format; full: the model's dtype; packed: bfloat16 in 12 bits (GPU); float16: float32 models on a CPU;"
-        " auto: packed on a GPU, float16 beside INT8 products, else full; smallest: fp8 (GPU), int8 (CPU)",
+        " auto: packed on a GPU, float16 beside INT8 products, else full; smaller: fp8 (GPU), int8, int4 (CPU)",
     )
     kv_eviction: EvictionName = setting(
         "lru",

@@ -18,8 +18,15 @@ from millrace.simulate.profile import Profile
 
 RoutingName = Literal["round-robin", "least-tokens", "power-of-two", "weighted", "prefix", "session"]
 """The gateway's policies."""
-KvFormat = Literal["full", "packed", "fp8", "float16", "int8"]
-KV_SHARES: dict[KvFormat, float] = {"full": 1.0, "packed": 0.75, "fp8": 0.53, "float16": 1.0, "int8": 0.53}
+KvFormat = Literal["full", "packed", "fp8", "float16", "int8", "int4"]
+KV_SHARES: dict[KvFormat, float] = {
+    "full": 1.0,
+    "packed": 0.75,
+    "fp8": 0.53,
+    "float16": 1.0,
+    "int8": 0.53,
+    "int4": 0.28,
+}
 """Bytes of a token against 16 bits, with a 32-bit scale per vector of 128."""
 GIB = 1 << 30
 

@@ -33,7 +33,7 @@ LLAMA: dict[str, Any] = {
 GEMMA = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 6, "sliding_window": 64}
 
 
-HYBRID = config_of(make_reference("granite_hybrid"))
+HYBRID = config_of(make_reference("granite_hybrid", head_dim=64))
 
 
 @pytest.mark.parametrize("config", [LLAMA, GEMMA, HYBRID], ids=["one group", "windows", "recurrent"])
@@ -44,6 +44,7 @@ HYBRID = config_of(make_reference("granite_hybrid"))
         ("bfloat16", torch.bfloat16, "full"),
         ("float16", torch.float32, "float16"),
         ("int8", torch.bfloat16, "int8"),
+        ("int4", torch.bfloat16, "int4"),
     ],
 )
 def test_a_request_takes_what_the_engine_plans_and_allocates(

@@ -104,8 +104,23 @@ def vectors_of(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> np
     return np.stack([*llm.embed(prompts), *llm.embed(prompts, pooling="mean")])
 
 
-@pytest.mark.parametrize("kv_dtype", ["float16", "int8"])
-def test_any_combination_gives_the_answers_of_lone_runs(kv_dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+TIGHT: dict[str, Any] = {"kv_tokens": 200, "max_running": 12}
+# Three drafts, however long a step takes, so that the tokens that a grammar forces are always among them.
+DRAFTING: dict[str, Any] = {"kv_tokens": 4000, "max_running": 3, "draft_tokens": 3, "step_ms": 0.0}
+DRAFTING["drafter"] = DEFAULT_MODEL
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "all_limits"),
+    [
+        ("float16", (TIGHT, DRAFTING | {"speculate": "draft"})),
+        ("int8", (TIGHT,)),
+        ("int4", (TIGHT, DRAFTING | {"speculate": "auto"})),
+    ],
+)
+def test_any_combination_gives_the_answers_of_lone_runs(
+    kv_dtype: str, all_limits: tuple[dict[str, Any], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(kv_dtype)
     rounds = [requests_of(rng) for _ in range(2)]
     with monkeypatch.context() as patch, LLM(dtype="float32", kv_dtype=kv_dtype, **ALONE) as llm:
@@ -113,10 +128,7 @@ def test_any_combination_gives_the_answers_of_lone_runs(kv_dtype: str, monkeypat
         expected = [[answers_of(llm, [request])[0] for request in requests] for requests in rounds]
         vectors = vectors_of(llm, rounds[0])
     num_hits = num_forced = num_guided = 0
-    # Three drafts, however long a step takes, so that the tokens that a grammar forces are always among them.
-    speculate = {"float16": "draft", "int8": "auto"}[kv_dtype]
-    own_draft = {"speculate": speculate, "drafter": DEFAULT_MODEL, "draft_tokens": 3, "step_ms": 0.0}
-    for limits in ({"kv_tokens": 200, "max_running": 12}, {"kv_tokens": 4000, "max_running": 3} | own_draft):
+    for limits in all_limits:
         settings = {name: rng.choice(values) for name, values in SETTINGS.items()} | limits
         if not settings["prefix_cache"]:
             settings["kv_host_gib"] = 0.0  # the host tier holds blocks of the prefix cache

@@ -140,7 +140,7 @@ def runner_of(
 @pytest.mark.parametrize("num_blocks", [60, 300], ids=["preempting", "roomy"])
 @pytest.mark.parametrize(
     ("case", "kv_dtype"),
-    [("llama_tied", "full"), ("qwen3", "int8"), ("gemma3", "full"), ("qwen2_window", "full")],
+    [("llama_tied", "full"), ("qwen3", "int8"), ("gemma3", "int4"), ("qwen2_window", "full")],
 )
 def test_a_model_is_a_perfect_draft_model_of_itself(case: str, kv_dtype: KvFormat, num_blocks: int) -> None:
     """In C++ and op by op, with windows and several KV groups."""

@@ -83,7 +83,7 @@ def drawn_together(runner: Runner, shares_prefix: bool) -> list[list[int]]:
     return drawn
 
 
-@pytest.mark.parametrize("kv_dtype", ["full", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["full", "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", ["llama_tied", "gemma3"])
 def test_rows_draw_the_same_with_shared_blocks_as_with_their_own(

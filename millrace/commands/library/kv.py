@@ -25,7 +25,7 @@ examples:
   millrace kv ./config.json --context 32768 --requests 64
   millrace kv llama3.1-8b --memory-gb 80 --svg memory.svg"""
 
-FORMATS = ("float32", "bfloat16", "float16", "fp8", "int8", "packed")
+FORMATS = ("float32", "bfloat16", "float16", "fp8", "int8", "int4", "packed")
 FLOAT32_MODELS = ("float32", "float16")
 """Formats of models that compute in float32; the others are shown for bfloat16 models."""
 MEMORIES_GB = (16, 24, 48, 80, 141, 180)
@@ -127,7 +127,7 @@ def _formats(spec: ModelSpec) -> list[str]:
     def holds(kv_dtype: str) -> bool:
         if kv_dtype == "packed":
             return can_pack(spec.head_dim) and spec.rotates_whole_heads
-        return kv_dtype not in ("fp8", "int8") or spec.head_dim % HEAD_UNIT == 0
+        return kv_dtype not in ("fp8", "int8", "int4") or spec.head_dim % HEAD_UNIT == 0
 
     return [one for one in FORMATS if holds(one)]
 

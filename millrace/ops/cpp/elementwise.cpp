@@ -171,6 +171,23 @@ void quantise_head(const T* x, int8_t* out, float* scale, int64_t dim) {
     }
 }
 
+// Stores a head in four bits: value = number * scale + lowest, both bfloat16 in the halves of one word.
+inline void quantise_head(const float* x, nibbles* out, uint32_t* word, int64_t dim) {
+    vf low = load(x), high = low;
+    for (int64_t i = LANES; i < dim; i += LANES) low = min(low, load(x + i)), high = max(high, load(x + i));
+    float first = -max_lanes(-low), step = (max_lanes(high) - first) / 15;
+    uint32_t lowest = to_bf16(splat(first))[0], scale = to_bf16(splat(step))[0];
+    if (!(step > 0) || scale == 0) scale = 0x3f80;  // 1
+    *word = scale | lowest << 16;
+    vf by = widen(vh{} + uint16_t(scale)), from = widen(vh{} + uint16_t(lowest));
+    constexpr float NEAREST = 12582912.0f;  // 1.5 x 2^23: adding it rounds to an integer, ties to even
+    for (int64_t i = 0; i < dim; i += LANES, out += LANES / 2) {
+        vf number = ((load(x + i) - from) / by + NEAREST) - NEAREST;
+        vb items = __builtin_convertvector(min(max(number, splat(0.0f)), splat(15.0f)), vb);
+        for (int k = 0; k < LANES / 2; k++) out[k].bits = items[k] | items[k + LANES / 2] << 4;
+    }
+}
+
 // Writes keys and values to a cache of items C: the model's dtype, or float16 if that is float32.
 template <typename T, typename C>
 struct WideCache {
@@ -209,6 +226,30 @@ struct NarrowCache {
     }
 };
 
+// The same for a four-bit cache, whose keys are rotated.
+template <typename T>
+struct FourBitCache {
+    uint32_t* kv;
+    const QkvShape& s;
+
+    void put(int64_t block, int64_t head, int64_t offset, const T* key, const T* value, const float* norm,
+             const float* angles) const {
+        constexpr int MAX_HEAD = 512;
+        T prepared[MAX_HEAD];
+        float numbers[MAX_HEAD];
+        prepare_head(key, prepared, norm, angles, s);
+        int64_t words = s.head_dim / 8, head_words = s.block_size * (words + 1);
+        uint32_t* start = kv + (block * s.kv_heads + head) * head_words;
+        const T* both[] = {prepared, value};
+        for (const T* x : both) {
+            for (int64_t i = 0; i < s.head_dim; i += LANES) store(numbers + i, load(x + i));
+            if (x == prepared) rotate_numbers(numbers, s.head_dim);
+            quantise_head(numbers, (nibbles*)(start + offset * words), start + s.block_size * words + offset, s.head_dim);
+            start += s.num_blocks * s.kv_heads * head_words;
+        }
+    }
+};
+
 template <typename T, typename C>
 void prepare_qkv(T* qkv, const float* step_angles, const float* q_norm, const float* k_norm, const C& cache,
                  const int64_t* block_ids, const int64_t* offsets, int64_t tokens, const QkvShape& s) {
@@ -227,6 +268,8 @@ void prepare_qkv(int kv_dtype, T* qkv, const float* step_angles, const float* q_
                  const int64_t* block_ids, const int64_t* offsets, int64_t tokens, const QkvShape& s) {
     if (kv_dtype == INT8)
         prepare_qkv(qkv, step_angles, q_norm, k_norm, NarrowCache<T>{(int8_t*)kv, s}, block_ids, offsets, tokens, s);
+    else if (kv_dtype == INT4)
+        prepare_qkv(qkv, step_angles, q_norm, k_norm, FourBitCache<T>{(uint32_t*)kv, s}, block_ids, offsets, tokens, s);
     else if (kv_dtype == F16)
         prepare_qkv(qkv, step_angles, q_norm, k_norm, WideCache<T, f16>{(f16*)kv, s}, block_ids, offsets, tokens, s);
     else

@@ -46,8 +46,8 @@ MAX_CACHED_OBJECTS: Final = 8
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 """Codes of the dtypes in the kernels; the same as in vec.h."""
-KV_DTYPES: Final = {**DTYPES, torch.int8: 2, torch.float16: 3}
-"""Codes of the dtypes of a KV cache; float16 is for float32 models."""
+KV_DTYPES: Final = {**DTYPES, torch.int8: 2, torch.float16: 3, torch.int32: 4}
+"""Codes of the dtypes of a KV cache; float16 is for float32 models, int32 holds four-bit numbers."""
 MAX_ROWS_WITH_GIL: Final = 64
 """Up to this many rows an elementwise call keeps the GIL: it is too short for releasing it to pay off."""
 

@@ -32,9 +32,14 @@ struct f16 {
     uint16_t bits;
 };
 
-// Values of the `dtype` and `kv_dtype` arguments; the same numbers as in ops/cpp/native.py. INT8 and F16 are for a KV
-// cache only, F16 for that of a float32 model.
-enum { F32 = 0, BF16 = 1, INT8 = 2, F16 = 3 };
+// Two integers from 0 to 15. Byte i of each eight holds number i of sixteen in its lower half and i + 8 in its upper.
+struct nibbles {
+    uint8_t bits;
+};
+
+// Values of the `dtype` and `kv_dtype` arguments; the same numbers as in ops/cpp/native.py. INT8, F16 and INT4 are for a
+// KV cache only, F16 for that of a float32 model.
+enum { F32 = 0, BF16 = 1, INT8 = 2, F16 = 3, INT4 = 4 };
 
 inline vf splat(float x) { return vf{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
@@ -86,6 +91,21 @@ inline vf load(const int8_t* p) {
     vb v;
     memcpy(&v, p, sizeof v);
     return __builtin_convertvector(v, vf);
+#endif
+}
+
+inline vf load(const nibbles* p) {
+#if defined(__AVX512F__)
+    __m128i both = _mm_loadl_epi64((const __m128i*)p);
+    both = _mm_unpacklo_epi64(both, _mm_srli_epi16(both, 4));
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_and_si128(both, _mm_set1_epi8(15))));
+#else
+    typedef uint8_t bytes __attribute__((vector_size(16)));
+    const bytes shifts = {0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4};
+    bytes both;
+    memcpy(&both, p, 8);
+    memcpy((char*)&both + 8, p, 8);
+    return __builtin_convertvector((both >> shifts) & 15, vf);
 #endif
 }
 
@@ -274,4 +294,24 @@ inline vf exp(vf x) {
 inline vf tanh(vf x) {
     vf bounded = min(max(x, splat(-20.0f)), splat(20.0f));
     return 1.0f - 2.0f / (exp(2.0f * bounded) + 1.0f);
+}
+
+// Walsh-Hadamard transforms of as many numbers as the largest power of two that divides `dim`, a multiple of LANES. The
+// same sums in the same order as `rotate` in ops/kv/four_bits.py.
+inline void rotate_numbers(float* x, int64_t dim) {
+    const vi lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (int64_t d = 0; d < dim; d += LANES) {
+        vf v = load(x + d);
+        v = other_lanes<1>(v) + ((lanes & 1) != 0 ? -v : v);
+        v = other_lanes<2>(v) + ((lanes & 2) != 0 ? -v : v);
+        v = other_lanes<4>(v) + ((lanes & 4) != 0 ? -v : v);
+        v = other_lanes<8>(v) + ((lanes & 8) != 0 ? -v : v);
+        store(x + d, v);
+    }
+    for (int64_t half = LANES, size = dim & -dim; half < size; half *= 2)
+        for (int64_t d = 0; d < dim; d += d % (2 * half) == half - LANES ? half + LANES : LANES) {
+            vf first = load(x + d), second = load(x + d + half);
+            store(x + d, first + second);
+            store(x + d + half, first - second);
+        }
 }

@@ -8,6 +8,9 @@ int8 (CPU). Within a block, each head stores the items of all its tokens, then t
 has its own scale, which maps its largest item to the largest number of the format; so outliers of other tokens or heads
 cost no range, and no calibration is needed.
 
+Four bits (CPU): each layer is [2, blocks, kv_heads, block_size, head_dim / 8 + 1] of int32. Within a block, each head
+stores the bytes of all its tokens, then a word for each with its scale and lowest number, as in `four_bits.py`.
+
 Packed (GPU): each layer is [2, blocks, kv_heads, block_size, 3 · head_dim / 4 + 2] of int16, bfloat16 in twelve bits as
 in `packed.py`. A block stores the words of its heads one after the other, each in three planes: the first third of
 every token's words, the second, the last; so each load covers whole memory lines. After the words of the keys come the
@@ -23,6 +26,7 @@ import torch
 from torch import Tensor
 
 from millrace.ops.base.quantised import FP8, FP8_MAX
+from millrace.ops.kv.four_bits import from_four_bits, rotate, rotation_size, to_four_bits
 from millrace.ops.kv.packed import pack, packed_items, unpack
 
 CacheFormat = Literal["plain", "packed", "fp8"]
@@ -33,6 +37,8 @@ SCALE_BYTES = 4
 SCALE_WORDS = 2
 """16-bit words per token and head for scales in a packed cache: two after the keys; after the values they are
 unused."""
+SCALE_INT32 = 1
+"""32-bit words of the scale and lowest number of a four-bit key or value."""
 INT8_MAX = 127
 FLOAT16_MAX = 65504
 
@@ -45,6 +51,12 @@ def write_kv(keys_values: Tensor, kv: Tensor, block_ids: Tensor, offsets: Tensor
         words, powers = pack(keys_values.to(torch.bfloat16))
         scales[:, block_ids, :, offsets] = powers.to(torch.bfloat16)
         items[:, block_ids, :, offsets] = words.view(*words.shape[:-1], *items.shape[-2:])
+        return
+    if is_four_bit(kv):
+        packed, scales = four_bit_parts(kv)
+        keys, values = keys_values.float().unbind(1)
+        numbers, factors = to_four_bits(torch.stack((rotate(keys), values), dim=1))
+        packed[:, block_ids, :, offsets], scales[:, block_ids, :, offsets] = numbers, factors
         return
     if not is_eight_bit(kv):
         if kv.dtype == torch.float16:
@@ -71,6 +83,10 @@ def read_kv(kv: Tensor, block_ids: Tensor) -> Tensor:
     if is_packed(kv):
         items, scales = packed_parts(kv)
         return unpack(items[:, block_ids].flatten(-2), scales[:, block_ids].float())
+    if is_four_bit(kv):
+        packed, factors = four_bit_parts(kv)
+        keys, values = from_four_bits(packed[:, block_ids], factors[:, block_ids])
+        return torch.stack((rotate(keys) / rotation_size(keys.shape[-1]), values))
     if not is_eight_bit(kv):
         return kv[:, block_ids].float()
     if is_fp8(kv):
@@ -90,6 +106,10 @@ def is_eight_bit(kv: Tensor) -> bool:
     return kv.dtype in (torch.uint8, torch.int8)
 
 
+def is_four_bit(kv: Tensor) -> bool:
+    return kv.dtype == torch.int32
+
+
 def is_packed(kv: Tensor) -> bool:
     return kv.dtype == torch.int16
 
@@ -103,6 +123,8 @@ def format_of(kv: Tensor) -> CacheFormat:
 def head_dim_of(kv: Tensor) -> int:
     if is_packed(kv):
         return (kv.shape[4] - SCALE_WORDS) * 4 // 3
+    if is_four_bit(kv):
+        return (kv.shape[4] - SCALE_INT32) * 8
     return kv.shape[4] - SCALE_BYTES if is_eight_bit(kv) else kv.shape[4]
 
 
@@ -115,6 +137,15 @@ def fp8_parts(kv: Tensor) -> tuple[Tensor, Tensor]:
 def int8_parts(kv: Tensor) -> tuple[Tensor, Tensor]:
     """The same for an int8 cache."""
     return _eight_bit_parts(kv, torch.int8)
+
+
+def four_bit_parts(kv: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of a four-bit cache: bytes uint8 [2, blocks, kv_heads, block_size, head_dim / 2], and bfloat16 [..., 2],
+    the scale and the lowest number of each."""
+    block_size, words = kv.shape[3], kv.shape[4] - SCALE_INT32
+    flat = kv.flatten(3)
+    packed = flat[..., : block_size * words].view(torch.uint8).view(*kv.shape[:4], 4 * words)
+    return packed, flat[..., block_size * words :].view(torch.bfloat16).view(*kv.shape[:4], 2)
 
 
 def _eight_bit_parts(kv: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """The KV pool on the device: tensors cut into blocks that the scheduler assigns by id. A block has a part in each of
 them: the keys and values of one layer of the KV group that uses the block (`models/spec/kv_groups.py`).
 
-Layout of a tensor: [2, num_blocks, num_kv_heads, block_size, head_dim], keys first; for the packed and 8-bit formats
+Layout of a tensor: [2, num_blocks, num_kv_heads, block_size, head_dim], keys first; for the formats of 12, 8 and 4 bits
 see `ops/kv/cache.py`. The tokens of a head are contiguous within a block, so attention reads them as a stream. Block 0
 is scratch: padding may write to it and no row reads it.
 """
@@ -20,15 +20,15 @@ from torch import Tensor
 from millrace.config import KvDtype
 from millrace.errors import ConfigError
 from millrace.models.spec.model_spec import ModelSpec
-from millrace.ops.kv.cache import SCALE_BYTES, SCALE_WORDS
+from millrace.ops.kv.cache import SCALE_BYTES, SCALE_INT32, SCALE_WORDS
 from millrace.ops.kv.packed import can_pack, packed_items
 from millrace.ops.linear.fp8 import FP8_CAPABILITY, fp8_missing
 from millrace.ops.triton import hopper_missing, triton_missing
 
-KvFormat = Literal["full", "packed", "fp8", "float16", "int8"]
+KvFormat = Literal["full", "packed", "fp8", "float16", "int8", "int4"]
 """memory.kv_dtype with `auto` resolved."""
 HEAD_UNIT = 16
-"""In the 8-bit formats head_dim must be a multiple of this, so that heads are read in whole words."""
+"""In the formats of 8 and 4 bits head_dim must be a multiple of this, so that heads are read in whole words."""
 
 
 def resolve_kv_dtype(
@@ -55,7 +55,7 @@ def resolve_kv_dtype(
     elif requested == "float16":
         objection = float16_objection(dtype, device)
     else:
-        objection = _eight_bits_objection(requested, device, spec.head_dim)
+        objection = _few_bits_objection(requested, device, spec.head_dim)
     if objection:
         raise ConfigError(f"memory.kv_dtype is {requested}, which {objection}", param="memory.kv_dtype")
     return requested
@@ -100,8 +100,8 @@ def float16_objection(dtype: torch.dtype, device: torch.device) -> str:
     return ""
 
 
-def _eight_bits_objection(requested: Literal["fp8", "int8"], device: torch.device, head_dim: int) -> str:
-    objection = _fp8_objection(device) if requested == "fp8" else _int8_objection(device)
+def _few_bits_objection(requested: Literal["fp8", "int8", "int4"], device: torch.device, head_dim: int) -> str:
+    objection = _fp8_objection(device) if requested == "fp8" else _integer_objection(device)
     if not objection and head_dim % HEAD_UNIT:
         return f"needs heads in multiples of {HEAD_UNIT} items, but the model's have {head_dim}. Set --kv-dtype auto."
     return objection
@@ -120,7 +120,7 @@ def _fp8_objection(device: torch.device) -> str:
     return f"{missing}. Install it, or set --kv-dtype auto." if missing else ""
 
 
-def _int8_objection(device: torch.device) -> str:
+def _integer_objection(device: torch.device) -> str:
     if device.type == "cpu":
         return ""
     return (
@@ -143,6 +143,8 @@ def _head_size(head_dim: int, dtype: torch.dtype, kv_dtype: KvFormat) -> tuple[i
         return head_dim + SCALE_BYTES, torch.uint8
     if kv_dtype == "int8":
         return head_dim + SCALE_BYTES, torch.int8
+    if kv_dtype == "int4":
+        return head_dim // 8 + SCALE_INT32, torch.int32
     if kv_dtype == "float16":
         return head_dim, torch.float16
     return head_dim, dtype

@@ -13,7 +13,7 @@ constexpr int64_t MIN_PARALLEL = 1 << 15;  // minimum number of multiplications 
 template <typename T, typename C>
 struct Attention : UnitRows<T, C> {
     using Rows = UnitRows<T, C>;
-    static constexpr bool SCALED = sizeof(C) == 1;
+    static constexpr bool is_rotated = NUMBERS<C> == 2;  // keys, and with them queries
     Scratch& m;
     int count = 0;  // number of query vectors
     TileRows<C> tiles[2];
@@ -66,8 +66,10 @@ struct Attention : UnitRows<T, C> {
         }
         for (int i = 0; i < count; i++) {
             const T* query = this->query(unit, i);
+            float scale = is_rotated ? s.scale / (s.head_dim & -s.head_dim) : s.scale;
             for (int64_t d = 0; d < s.head_dim; d += LANES)
-                store(m.query_at(i) + d, load_upto(query + d, s.head_dim - d) * s.scale);
+                store(m.query_at(i) + d, load_upto(query + d, s.head_dim - d) * scale);
+            if constexpr (is_rotated) rotate_numbers(m.query_at(i), s.head_dim);
             if (unit.from) restore_state(i, state_of(s, unit, i, STATE));
         }
     }
@@ -86,7 +88,7 @@ struct Attention : UnitRows<T, C> {
 
     // Prefetches what is read of `row` a tile later: its line at column d, if that begins one.
     static void prefetch(const C* row, int64_t d) {
-        if (d * sizeof(C) % 64 == 0) __builtin_prefetch(row + d);
+        if (d * sizeof(C) / NUMBERS<C> % 64 == 0) __builtin_prefetch(item_at(row, d));
     }
 
     // Whether sixteen float keys follow each other in the cache, in whole vectors: they are of one block and all seen.
@@ -106,19 +108,10 @@ struct Attention : UnitRows<T, C> {
                     transpose16(keys, s.head_dim, reinterpret_cast<uint32_t*>(&m.keys[d][first]), KEYS);
                     continue;
                 }
-                for (int k = 0; k < LANES; k++) {
-                    rows[k] = load_upto(now->keys[first + k] + d, s.head_dim - d);
-                    if (SCALED) rows[k] *= now->key_scales[first + k];
-                }
+                for (int k = 0; k < LANES; k++) rows[k] = now->key_at(first + k, d, s.head_dim - d);
                 transpose(rows, &m.keys[d][first], KEYS);
             }
         }
-    }
-
-    // A vector of a value, which must be whole.
-    vf value_at(int k, int64_t d) const {
-        vf value = load(now->values[k] + d);
-        return SCALED ? value * now->value_scales[k] : value;
     }
 
     // Values are read where they are if that is no more work than converting them first.
@@ -139,7 +132,7 @@ struct Attention : UnitRows<T, C> {
         for (int first = 0; first < count; first += ROWS)
             add_values(m, first, [&](int k, int64_t d) {
                 prefetch(next->values[k], d);
-                return value_at(k, d);
+                return now->value_at(k, d, LANES);
             });
     }
 
@@ -147,8 +140,7 @@ struct Attention : UnitRows<T, C> {
         for (int k = 0; k < KEYS; k++)
             for (int64_t d = 0; d < s.head_dim; d += LANES) {
                 prefetch(next->values[k], d);
-                vf value = load_upto(now->values[k] + d, s.head_dim - d);
-                store(m.values + k * m.width + d, SCALED ? value * now->value_scales[k] : value);
+                store(m.values + k * m.width + d, now->value_at(k, d, s.head_dim - d));
             }
     }
 
@@ -256,12 +248,16 @@ void attend_sharing(int dtype, int kv_dtype, const void* queries, int64_t query_
     bool parallel = is_worth_threads(s, num_rows);
     if (dtype == F32 && kv_dtype == INT8)
         attend(s, (const float*)queries, (const int8_t*)kv, (float*)out, num_rows, parallel);
+    else if (dtype == F32 && kv_dtype == INT4)
+        attend(s, (const float*)queries, (const nibbles*)kv, (float*)out, num_rows, parallel);
     else if (dtype == F32 && kv_dtype == F16)
         attend(s, (const float*)queries, (const f16*)kv, (float*)out, num_rows, parallel);
     else if (dtype == F32)
         attend(s, (const float*)queries, (const float*)kv, (float*)out, num_rows, parallel);
     else if (kv_dtype == INT8)
         attend_bf16(s, (const bf16*)queries, (const int8_t*)kv, (bf16*)out, num_rows, parallel);
+    else if (kv_dtype == INT4)
+        attend(s, (const bf16*)queries, (const nibbles*)kv, (bf16*)out, num_rows, parallel);
     else
         attend_bf16(s, (const bf16*)queries, (const bf16*)kv, (bf16*)out, num_rows, parallel);
 }

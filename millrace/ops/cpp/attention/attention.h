@@ -51,27 +51,43 @@ struct Unit {
     }
 };
 
-// Addresses in a KV cache of items C. In an int8 cache the items of a head in a block are followed by the float32
-// scales of its tokens.
+// Numbers in an item of a cache.
+template <typename C>
+constexpr int64_t NUMBERS = 1;
+template <>
+constexpr int64_t NUMBERS<nibbles> = 2;
+
+// Whether the items of a head in a block are followed by a 32-bit word per token with its scale.
+template <typename C>
+constexpr bool SCALED = sizeof(C) == 1;
+
+// The item of number d.
+template <typename C>
+inline const C* item_at(const C* row, int64_t d) {
+    return row + d / NUMBERS<C>;
+}
+
+// Addresses in a KV cache of items C. A scale is a float32, or in a four-bit cache a bfloat16 beside a lowest number.
 template <typename C>
 struct Cache {
     const C* kv;
-    int64_t kv_heads, block_size, head_dim;
+    int64_t kv_heads, block_size;
+    int64_t row_items;   // items of a key
     int64_t head_items;  // items of a head in a block, scales included
     int64_t values_at;   // distance from a key to its value
 
-    Cache(const Step& s, const C* kv) : kv(kv), kv_heads(s.kv_heads), block_size(s.block_size), head_dim(s.head_dim) {
-        constexpr int64_t SCALE = sizeof(C) == 1 ? sizeof(float) : 0;
-        head_items = block_size * (head_dim + SCALE);
+    Cache(const Step& s, const C* kv)
+        : kv(kv), kv_heads(s.kv_heads), block_size(s.block_size), row_items(s.head_dim / NUMBERS<C>) {
+        head_items = block_size * (row_items + (SCALED<C> ? sizeof(float) : 0));
         values_at = s.num_blocks * kv_heads * head_items;
     }
 
     const C* head(int64_t block, int64_t kv_head) const { return kv + (block * kv_heads + kv_head) * head_items; }
     const C* key(int64_t block, int64_t kv_head, int64_t offset) const {
-        return head(block, kv_head) + offset * head_dim;
+        return head(block, kv_head) + offset * row_items;
     }
     const float* key_scale(int64_t block, int64_t kv_head, int64_t offset) const {
-        return (const float*)(head(block, kv_head) + block_size * head_dim) + offset;
+        return (const float*)(head(block, kv_head) + block_size * row_items) + offset;
     }
     const float* value_scale(const float* key_scale) const { return key_scale + values_at / sizeof(float); }
 };
@@ -80,7 +96,35 @@ struct Cache {
 template <typename C>
 struct TileRows {
     const C *keys[KEYS], *values[KEYS];
-    float key_scales[KEYS], value_scales[KEYS];  // int8 cache only
+    float key_scales[KEYS], value_scales[KEYS];  // caches with scales only
+    float key_lowest[KEYS], value_lowest[KEYS];  // four-bit cache only
+
+    vf key_at(int k, int64_t d, int n) const { return number(keys[k], d, n, key_scales[k], key_lowest[k]); }
+    vf value_at(int k, int64_t d, int n) const { return number(values[k], d, n, value_scales[k], value_lowest[k]); }
+
+    // Up to n numbers of a key or value, from number d on.
+    static vf number(const C* row, int64_t d, int n, float scale, float lowest) {
+        vf x = load_upto(item_at(row, d), n);
+        if constexpr (NUMBERS<C> == 2) return fma(x, splat(scale), splat(lowest));
+        return SCALED<C> ? x * scale : x;
+    }
+
+    void set_scales(int k, const float* key, const float* value) {
+        if constexpr (NUMBERS<C> == 2) {
+            read_word(key, key_scales[k], key_lowest[k]);
+            read_word(value, value_scales[k], value_lowest[k]);
+        } else {
+            key_scales[k] = *key, value_scales[k] = *value;
+        }
+    }
+
+    static void read_word(const float* from, float& scale, float& lowest) {
+        uint32_t word, low;
+        memcpy(&word, from, sizeof word);
+        low = word << 16, word &= 0xffff0000;
+        memcpy(&scale, &low, sizeof low);
+        memcpy(&lowest, &word, sizeof word);
+    }
 };
 
 // Positions that some query of a unit sees: lowest <= k < highest.
@@ -117,20 +161,17 @@ struct UnitRows {
         if (to - from < KEYS)
             for (int k = 0; k < KEYS; k++) {
                 rows.keys[k] = rows.values[k] = zeros;
-                rows.key_scales[k] = rows.value_scales[k] = 0;
+                rows.key_scales[k] = rows.value_scales[k] = rows.key_lowest[k] = rows.value_lowest[k] = 0;
             }
         for (int64_t position = from; position < to;) {  // block by block
             int64_t block = position / s.block_size, end = std::min(to, (block + 1) * s.block_size);
             int64_t offset = position - block * s.block_size;
             const C* key = cache.key(table[block], unit.kv_head, offset);
             const float* scale = cache.key_scale(table[block], unit.kv_head, offset);
-            for (; position < end; position++, key += s.head_dim, scale++) {
+            for (; position < end; position++, key += cache.row_items, scale++) {
                 rows.keys[position - tile] = key;
                 rows.values[position - tile] = key + cache.values_at;
-                if constexpr (sizeof(C) == 1) {
-                    rows.key_scales[position - tile] = *scale;
-                    rows.value_scales[position - tile] = *cache.value_scale(scale);
-                }
+                if constexpr (SCALED<C>) rows.set_scales(position - tile, scale, cache.value_scale(scale));
             }
         }
     }

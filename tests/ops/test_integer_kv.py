@@ -1,4 +1,4 @@
-"""The int8 KV cache: its precision, and that every kernel writes and reads it as defined."""
+"""The int8 and int4 KV caches: their precision, and that every kernel writes and reads it as defined."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from millrace.ops.attention import BatchedAttention, NativeAttention, ReferenceA
 from millrace.ops.attention.qkv import NativePrepareQkv, TorchPrepareQkv
 from millrace.ops.cpp import native
 from millrace.ops.elementwise.rope import rope_angles
-from millrace.ops.kv.cache import SCALE_BYTES, int8_parts, read_kv, write_kv
+from millrace.ops.kv.cache import SCALE_BYTES, SCALE_INT32, four_bit_parts, int8_parts, read_kv, write_kv
+from millrace.ops.kv.four_bits import from_four_bits, rotate, rotation_size
 
 needs_native = pytest.mark.skipif(bool(native.native_missing(torch.device("cpu"))), reason="no native kernels here")
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
-def empty(shape: tuple[int, ...]) -> Tensor:
+def empty(shape: tuple[int, ...], kind: str = "int8") -> Tensor:
     """Every byte is 255: -1 as an item, NaN as a scale."""
+    if kind == "int4":
+        return torch.full((*shape[:4], shape[4] // 8 + SCALE_INT32), -1, dtype=torch.int32)
     return torch.full((*shape[:4], shape[4] + SCALE_BYTES), -1, dtype=torch.int8)
 
 
-def to_int8(kv: Tensor) -> Tensor:
-    """A plain cache, whose unused slots are NaN, converted to int8."""
-    narrow = empty(tuple(kv.shape))
+def to_integers(kv: Tensor, kind: str = "int8") -> Tensor:
+    """A plain cache, whose unused slots are NaN, converted."""
+    narrow = empty(tuple(kv.shape), kind)
     block_ids, offsets = (~kv[0, :, 0, :, 0].isnan()).nonzero(as_tuple=True)
     write_kv(kv[:, block_ids, :, offsets], narrow, block_ids, offsets)
     return narrow
@@ -55,6 +58,59 @@ def test_zeros_stay_zeros_and_layout_is_as_documented() -> None:
     assert (scales[:, 1, :, 2] == 1).all()
     assert torch.equal(kv[1, 1, 0].flatten()[32:48], items[1, 1, 0, 2])
     assert torch.equal(kv[1, 1, 0].flatten()[64 + 8 : 64 + 12].view(torch.float32)[0], scales[1, 1, 0, 2])
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 96])
+def test_a_four_bit_number_is_off_by_at_most_half_a_step_of_its_rotated_key(head_dim: int) -> None:
+    torch.manual_seed(0)
+    kv = empty((2, 4, 3, 8, head_dim), "int4")
+    keys_values = torch.randn(20, 2, 3, head_dim) + 3
+    keys_values[:, 0, :, 5] *= 30  # a channel that is much larger than all others
+    places = torch.randperm(3 * 8)[:20] + 8
+    write_kv(keys_values, kv, places // 8, places % 8)
+    found = read_kv(kv, torch.arange(4))[:, places // 8, :, places % 8]
+    written = keys_values.transpose(0, 1)
+    for side, (got, wanted) in enumerate(zip(found.transpose(0, 1), written, strict=True)):
+        own, own_found = (rotate(wanted), rotate(got)) if side == 0 else (wanted, got)
+        step = (own.amax(-1, keepdim=True) - own.amin(-1, keepdim=True)) / 15
+        # Scale and lowest number are rounded to bfloat16.
+        bound = step * 0.54 + own.abs().amax(-1, keepdim=True) / 256
+        assert ((own_found - own).abs() <= bound).all()
+    twice = rotate(rotate(written))
+    torch.testing.assert_close(twice / rotation_size(head_dim), written)
+
+
+def test_four_bits_are_laid_out_as_documented() -> None:
+    kv = empty((2, 3, 2, 4, 32), "int4")
+    values = torch.arange(32.0).remainder(16) * 0.5 - 2
+    write_kv(torch.stack((torch.zeros(2, 32), values.expand(2, 32)))[None], kv, torch.tensor([1]), torch.tensor([2]))
+    head = kv[1, 1, 0].flatten()
+    own = head[2 * 4 : 3 * 4].view(torch.uint8)
+    assert own.tolist() == [low | (low + 8) << 4 for low in range(8)] * 2
+    assert head[4 * 4 + 2 :][:1].view(torch.bfloat16).tolist() == [0.5, -2.0]
+    assert torch.equal(read_kv(kv, torch.tensor([1]))[:, 0, 1, 2], torch.stack((torch.zeros(32), values)))
+
+
+@needs_native
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("head_dim", "rotary"), [(64, 64), (80, 32), (128, 0)])
+def test_native_write_of_four_bits_equals_the_reference(dtype: torch.dtype, head_dim: int, rotary: int) -> None:
+    torch.manual_seed(1)
+    qkv = torch.randn(37, (6 + 4) * head_dim).to(dtype)
+    qkv[3] = 0
+    angles = rope_angles(torch.arange(37), 1.0 / 10000 ** torch.linspace(0, 1, rotary // 2), 1.0) if rotary else None
+    places = torch.randperm(5 * 16)[:37] + 16
+    caches = [empty((2, 7, 2, 16, head_dim), "int4") for _ in range(2)]
+    for version, kv in zip((TorchPrepareQkv, NativePrepareQkv), caches, strict=True):
+        version(6, 2, head_dim, 1e-6, None, None)(qkv.clone(), angles, kv, places // 16, places % 16)
+    written = [tuple(part[:, places // 16, :, places % 16] for part in four_bit_parts(kv)) for kv in caches]
+    assert torch.equal(written[0][0][:, 1], written[1][0][:, 1])  # values are copied, keys may differ in their last bit
+    assert torch.equal(written[0][1][:, 1], written[1][1][:, 1])
+    wide = [from_four_bits(*one) for one in written]
+    step = written[0][1][..., :1].float()
+    off = (wide[0] - wide[1]).abs()
+    assert (off <= step * 1.2 + wide[0].abs() / 100).all()
+    assert float((off > step / 8).float().mean()) < 0.01
 
 
 @needs_native
@@ -92,6 +148,7 @@ def test_native_write_equals_the_reference(dtype: torch.dtype, head_dim: int, ro
     window=st.sampled_from([None, 1, 7, 64, 65]),
     softcap=st.sampled_from([None, 30.0]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    kind=st.sampled_from(["int8", "int4"]),
     seed=st.integers(0, 1000),
 )
 def test_attention_agrees_with_the_reference(
@@ -103,13 +160,14 @@ def test_attention_agrees_with_the_reference(
     window: int | None,
     softcap: float | None,
     dtype: torch.dtype,
+    kind: str,
     seed: int,
 ) -> None:
     sizes: dict[str, Any] = {"heads": kv_heads * group, "kv_heads": kv_heads, "head_dim": head_dim}
     lengths = [(queries, queries + before) for queries, before in rows]
     queries, kv, batch = make_attention_case(lengths, block_size=block_size, dtype=dtype, seed=seed, **sizes)
     arguments = (kv_heads * group, kv_heads, head_dim, head_dim**-0.5, softcap)
-    narrow = to_int8(kv)
+    narrow = to_integers(kv, kind)
 
     def attend(version: Any) -> Tensor:
         result: Tensor = version(queries, narrow, version.prepare(batch, block_size, window))
@@ -128,7 +186,7 @@ def test_error_is_smaller_than_with_int8_queries(scale: float) -> None:
         [(1, 900), (30, 300)], heads=9, kv_heads=3, head_dim=64, block_size=16, dtype=torch.bfloat16
     )
     kv *= torch.rand(kv.shape[:4]).mul(6).exp()[..., None].to(kv.dtype)
-    narrow = to_int8(kv)
+    narrow = to_integers(kv)
     found, expected = (
         version(queries, narrow, version.prepare(batch, 16, None)).float()
         for version in (NativeAttention(9, 3, 64, scale), ReferenceAttention(9, 3, 64, scale))
@@ -141,13 +199,16 @@ def test_error_is_smaller_than_with_int8_queries(scale: float) -> None:
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_result_depends_only_on_the_query(dtype: torch.dtype, softcap: float | None, window: int | None) -> None:
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_result_depends_only_on_the_query(
+    kind: str, dtype: torch.dtype, softcap: float | None, window: int | None
+) -> None:
     """Bit-identical in one chunk, token by token, in a batch, and with another block size."""
     attention, length = NativeAttention(6, 2, 48, 0.2, softcap), 150
     queries, kv, batch = make_attention_case(
         [(length, length)], heads=6, kv_heads=2, head_dim=48, block_size=16, dtype=dtype
     )
-    narrow = to_int8(kv)
+    narrow = to_integers(kv, kind)
     whole = attention(queries, narrow, attention.prepare(batch, 16, window))
     table = batch.block_tables[0].tolist()
     for first, count in ((0, 1), (63, 2), (64, 1), (100, 37), (149, 1), (5, 145)):
@@ -162,4 +223,4 @@ def test_result_depends_only_on_the_query(dtype: torch.dtype, softcap: float | N
     other = torch.full((2, 60, 2, 3, 48), float("nan"), dtype=dtype)
     other[:, 1:51] = flat.view(2, 50, 3, 2, 48).transpose(2, 3)
     rows = make_rows([([0] * length, 0, list(range(1, 51)))], 3)
-    assert torch.equal(attention(queries, to_int8(other), attention.prepare(rows, 3, window)), whole)
+    assert torch.equal(attention(queries, to_integers(other, kind), attention.prepare(rows, 3, window)), whole)
