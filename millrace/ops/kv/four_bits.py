@@ -29,7 +29,7 @@ def rotate(vectors: Tensor) -> Tensor:
     """Transform float32 [..., D]. Twice gives the vectors times `rotation_size`."""
     size, half = rotation_size(vectors.shape[-1]), 1
     while half < size:
-        pairs = vectors.unflatten(-1, (-1, 2, half))
+        pairs = vectors.reshape(*vectors.shape[:-1], -1, 2, half)
         first, second = pairs[..., 0, :], pairs[..., 1, :]
         vectors = torch.stack((first + second, first - second), dim=-2).flatten(-3)
         half *= 2
@@ -42,12 +42,12 @@ def to_four_bits(vectors: Tensor) -> tuple[Tensor, Tensor]:
     scale = ((vectors.amax(dim=-1) - vectors.amin(dim=-1)) / LARGEST).to(torch.bfloat16)
     scale = torch.where(scale > 0, scale, torch.ones_like(scale))
     numbers = ((vectors - lowest.float()[..., None]) / scale.float()[..., None]).round().clamp(0, LARGEST)
-    halves = numbers.to(torch.uint8).unflatten(-1, (-1, 2, UNIT // 2))
+    halves = numbers.to(torch.uint8).reshape(*numbers.shape[:-1], -1, 2, UNIT // 2)
     return (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(-2), torch.stack((scale, lowest), dim=-1)
 
 
 def from_four_bits(packed: Tensor, scales: Tensor) -> Tensor:
     """The inverse: float32 [..., D]."""
-    eights = packed.unflatten(-1, (-1, UNIT // 2))
+    eights = packed.reshape(*packed.shape[:-1], -1, UNIT // 2)
     numbers = torch.stack((eights & LARGEST, eights >> 4), dim=-2).flatten(-3).float()
     return numbers * scales[..., :1].float() + scales[..., 1:].float()
