@@ -138,15 +138,21 @@ class Seating:
         self.rows.num_blocks[row] += num_columns
 
     def shared_blocks(self, row: int) -> int:
-        """Number of this row's leading blocks that every running row shares.
+        """Number of this row's leading blocks that every running row shares, in every group without a window.
 
         A shared block has the same column in every row, and reference counts never grow along a row, so a binary
         search finds the last block that all rows reference.
         """
-        blocks, num_running = self.rows.blocks[row][0], len(self._row_of)
-        if num_running < 2 or self._num_groups > 1 or not blocks or self.pool.num_refs(blocks[0]) < num_running:
+        num_running, shared = len(self._row_of), 0
+        if num_running < 2:
             return 0
-        return bisect_left(blocks, True, key=lambda block: self.pool.num_refs(block) < num_running)
+        for group in range(self.groups.num_full):
+            blocks = self.rows.blocks[row][group]
+            if not blocks or self.pool.num_refs(blocks[0]) < num_running:
+                return 0
+            own = bisect_left(blocks, True, key=lambda block: self.pool.num_refs(block) < num_running)
+            shared = min(shared, own) if group else own
+        return shared
 
     def register_blocks(self, row: int, num_full: int) -> None:
         """Register the row's blocks below column `num_full` in the prefix cache."""

@@ -347,11 +347,12 @@ def _shape_facts(
 ) -> ShapeFacts:
     spec, device, is_tiled = decoder.spec, state.table.block_tables.device, attention.tile_decode_rows
     drafter_spec = None if drafter is None else kv_spec_of(drafter)
-    has_windows = any(window is not None for window in spec.windows)
+    # Layers with a window read these steps in their own way, see PagedAttention.
+    has_full = any(window is None for window in spec.windows)
     takes_long_rows = (
         not is_tiled
         and settings.token_budget >= CUDNN_MIN_QUERIES
-        and not has_windows
+        and has_full
         and all(
             can_take_long_rows(device, decoder.dtype, own.head_dim, own.attention_softcap)
             for own in (spec, *(() if drafter_spec is None else (drafter_spec,)))
@@ -364,8 +365,8 @@ def _shape_facts(
         block_size=settings.block_size,
         tile_decode_rows=is_tiled,
         max_context=state.table.block_tables.shape[2] * settings.block_size,
-        max_parts=() if has_windows else _max_parts(attention.queries_per_tile, spec.num_kv_heads, device),
-        can_share_prefix=not is_tiled and not has_windows,
+        max_parts=_max_parts(attention.queries_per_tile, spec.num_kv_heads, device) if has_full else (),
+        can_share_prefix=not is_tiled and has_full,
         takes_long_rows=takes_long_rows,
         has_drafts=state.drafts is not None,
         needs_all_states=state.chain is not None and state.chain.reads_states and not state.chain.taps,

@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.paged import make_attention_case, make_rows
+from helpers.paged import make_attention_case, make_rows, make_tiled
 from helpers.triton_mode import device, interpreted
 
 from millrace.ops.attention import PagedAttention, ReferenceAttention, TiledRows
 from millrace.ops.attention.decode_rule import LIST_COLUMNS, SPLIT_CELLS, decode_tuning, takes_list
+from millrace.ops.attention.long_rows import LongRow
 from millrace.ops.kv.cache import CacheFormat
 from millrace.ops.triton.attention.prefill import AttentionShape, DecodeTuning, PagedRows, SplitWorkspace, decode
 from millrace.run.packet.decode_rows import num_words, write_decode_rows
@@ -249,3 +250,22 @@ def test_listed_rows_of_real_sizes(rows: int, kv_heads: int, dtype: torch.dtype)
     real = {"heads": 32, "kv_heads": kv_heads, "head_dim": 128, "dtype": dtype}
     tuning = decode_tuning(AttentionShape(32, kv_heads, 128, 0.3), rows, dtype, torch.device("cuda"), "plain", True)
     compare_decode_rows(lengths, tuning, **real)
+
+
+@pytest.mark.parametrize("kind", ["shared", "split", "long"])
+def test_layers_with_a_window_take_steps_made_for_those_without(kind: str) -> None:
+    """A shared prefix is not theirs, keys of a tile are not split, and long rows are tiled."""
+    rows = (
+        [(150, 170), (1, 60)] if kind == "long" else [(1, 200), (1, 140)] if kind == "shared" else [(9, 150), (1, 40)]
+    )
+    queries, kv, batch = make_attention_case(rows, device=device, **SIZES)
+    arguments = (4, 2, 16, 0.3)
+    expected, paged = attend(ReferenceAttention(*arguments), (queries, kv, batch), 20), PagedAttention(*arguments)
+    all_tiles = torch.tensor([[1, 0], [0, 0], [-1, -1]], dtype=torch.int32, device=device)
+    tiled = {
+        "shared": make_tiled(batch, shared_len=torch.tensor([128], dtype=torch.int32, device=device)),
+        "split": make_tiled(batch, tiles=all_tiles, has_decode_rows=False, context_parts=4),
+        "long": make_tiled(batch, long_rows=(LongRow(0, 0, 150, 20),)),
+    }[kind]
+    found = attend(paged, (queries, kv, tiled), 20)
+    torch.testing.assert_close(found.float(), expected.float(), atol=TOLERANCE[HALF], rtol=TOLERANCE[HALF])

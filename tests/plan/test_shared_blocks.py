@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 
 import numpy as np
+import pytest
 from helpers.toy_device import ToyDevice
 
 from millrace.plan.budget import MANY_PREFILLS
+from millrace.plan.kv.groups import KvGroups
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 
@@ -16,8 +18,8 @@ def request(request_id: int, prompt: list[int], max_tokens: int) -> Request:
     return Request(id=request_id, prompt=np.asarray(prompt, np.int32), max_tokens=max_tokens)
 
 
-def common_blocks(scheduler: Scheduler, rows: list[int]) -> int:
-    held = [scheduler.rows.blocks[row][0] for row in rows]
+def common_blocks(scheduler: Scheduler, rows: list[int], group: int = 0) -> int:
+    held = [scheduler.rows.blocks[row][group] for row in rows]
     count = 0
     for column in zip(*held, strict=False):
         if len(set(column)) > 1:
@@ -26,13 +28,17 @@ def common_blocks(scheduler: Scheduler, rows: list[int]) -> int:
     return count
 
 
-def test_every_row_of_a_step_begins_with_the_shared_blocks() -> None:
+@pytest.mark.parametrize("windows", [(None,), (None, None, 9)])
+def test_every_row_of_a_step_begins_with_the_shared_blocks(windows: tuple[int | None, ...]) -> None:
+    """In every group without a window."""
+    num_blocks, groups = 150 * len(windows), KvGroups(windows)
     draw = random.Random(3)
     prefixes = [draw.choices(range(50), k=40), draw.choices(range(50), k=23), []]
     num_shared = 0
     for round_no in range(30):
-        scheduler = Scheduler(SchedulerSettings(num_blocks=150, block_size=4, max_running=6, token_budget=64))
-        device = ToyDevice(150, 4, 6, 7)
+        sizes = {"num_blocks": num_blocks, "block_size": 4, "max_running": 6, "token_budget": 64}
+        scheduler = Scheduler(SchedulerSettings(**sizes, groups=groups))
+        device = ToyDevice(num_blocks, 4, 6, 7, windows=windows)
         usual = draw.choice(prefixes)
         for index in range(8):
             prefix = usual if draw.random() < 0.9 else draw.choice(prefixes)
@@ -41,7 +47,8 @@ def test_every_row_of_a_step_begins_with_the_shared_blocks() -> None:
             plan = scheduler.plan(float(step))
             if plan is None:
                 break
-            assert plan.shared_blocks <= common_blocks(scheduler, plan.rows.tolist()), round_no
+            for group in range(groups.num_full):
+                assert plan.shared_blocks <= common_blocks(scheduler, plan.rows.tolist(), group), round_no
             assert plan.shared_blocks == 0 or plan.counts.max() == 1
             num_shared += plan.shared_blocks > 0
             scheduler.apply(plan.step_no, *device.run(plan))

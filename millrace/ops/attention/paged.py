@@ -69,6 +69,8 @@ class PagedAttention:
         from millrace.ops.triton.attention.row_parts import list_rows
 
         step = self._tiled(rows) if isinstance(rows, PlainRows) else rows
+        if window is not None:
+            step = self._windowed(step)
         paged = PagedRows(step.query_starts, step.seq_lens, step.table_rows, step.block_tables)
         few, num_rows, queries_per_row = None, step.seq_lens.shape[0], step.queries_per_row
         if step.has_decode_rows and step.shared_len is None:
@@ -90,6 +92,17 @@ class PagedAttention:
             tiles=torch.tensor(tiles, dtype=torch.int32).to(device, non_blocking=True) if tiles else None,
             has_decode_rows=has_single and not self.tile_decode_rows,
         )
+
+    def _windowed(self, step: TiledRows) -> TiledRows:
+        """The same rows as layers with a window take them: the keys of a tile are few and not split, a shared prefix is
+        out of sight, and long rows are tiled."""
+        tiles = [] if step.tiles is None else [step.tiles]
+        for row in step.long_rows:  # made on the device, since such steps are captured too
+            count, per_tile = row.num_queries, self.queries_per_tile
+            first = torch.arange(0, count, per_tile, dtype=torch.int32, device=step.seq_lens.device).flip(0)
+            tiles.insert(0, torch.stack((torch.full_like(first, row.row), first), dim=1))
+        listed = torch.cat(tiles) if tiles else None
+        return replace(step, tiles=listed, long_rows=(), shared_len=None, context_parts=1)
 
     def __call__(self, queries: Tensor, kv: Tensor, prepared: PreparedRows, sinks: Tensor | None = None) -> Tensor:
         shape, long_rows = self._shape, prepared.step.long_rows

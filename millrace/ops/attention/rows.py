@@ -49,14 +49,14 @@ class TiledRows(_Rows):
     has_decode_rows: bool = True
     """True if some rows may have exactly `queries_per_row` queries and no tiles."""
     long_rows: tuple[LongRow, ...] = ()
-    """Rows without tiles, long enough for cuDNN attention; only in steps that are not captured."""
+    """Rows without tiles, long enough for cuDNN attention. Layers with a window tile them."""
     shared_len: Tensor | None = None
-    """int32 [1], decode steps only: length of the prefix shared by all rows."""
+    """int32 [1], decode steps only: length of the prefix shared by all rows. Layers with a window do not use it."""
     decode_rows: Tensor | None = None
     """int32 [LIST_COLUMNS, n]: the decode rows, longest first (see decode_rule.py)."""
     context_parts: int = 1
-    """Split KV: programs that share the keys of one tile. Above 1 only if decode rows are tiled too and there
-    is no window."""
+    """Split KV: programs that share the keys of one tile, in layers without a window. Above 1 only if decode rows are
+    tiled too."""
     queries_per_row: int = 1
     """Queries of a decode row. Above 1, all rows without tiles are decode rows."""
 
