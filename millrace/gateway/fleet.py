@@ -76,16 +76,41 @@ class Fleet:
         moment = Moment(self._turn, self._random.random(), self.settings.region)
         self._turn += 1
         choice = self.policy.choose(asked, candidates, moment)
+        matched = next(one.matched_tokens for one in candidates if one.name == choice.replica)
+        kv_from = self._kv_source(asked, choice.replica, matched, excluded)
         decision = Decision(
-            time.time(), self.settings.policy, asked, moment, candidates, choice, len(record.decisions), cause
+            *(
+                time.time(),
+                self.settings.policy,
+                asked,
+                moment,
+                candidates,
+                choice,
+                len(record.decisions),
+                cause,
+                kv_from,
+            )
         )
         self.decisions.decided(record, decision)
-        matched = next(one.matched_tokens for one in candidates if one.name == choice.replica)
         attempt = OpenAttempt(asked, asked.prompt_tokens - matched + asked.output_tokens)
+        attempt.kv_from = self.replicas[kv_from].settings.url if kv_from else ""
         replica = self.replicas[choice.replica]
         replica.add(attempt)
         self.prefixes.sent_to(replica.name, asked.chain)
         return replica, attempt
+
+    def _kv_source(self, asked: Asked, chosen: str, matched: int, excluded: Collection[str]) -> str:
+        """The replica with the most of the prompt in its cache, if that is enough more. One that drains counts too."""
+        if not self.settings.kv_fetch_tokens or not self.replicas[chosen].is_millrace:
+            return ""
+        now, best, name = self.clock(), matched + self.settings.kv_fetch_tokens - 1, ""
+        for one in self.replicas.values():
+            if one.name == chosen or one.name in excluded or not one.is_millrace or not one.health.share(now):
+                continue
+            found = min(asked.prompt_tokens, self.prefixes.matched_tokens(one.name, asked.chain))
+            if found > best and one.takes(asked.model):
+                best, name = found, one.name
+        return name
 
     def _able(self, asked: Asked, excluded: Collection[str]) -> list[Replica]:
         open_now = [

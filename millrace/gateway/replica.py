@@ -53,6 +53,8 @@ class OpenAttempt:
     """Why the gateway gave it up, if it did."""
     num_frames: int = 0
     last_frame_at: float = 0.0
+    kv_from: str = ""
+    """URL of a replica that has more of the prompt in its cache."""
     span: Span | None = None
     """Of the decision that sent it there, if spans are exported."""
 

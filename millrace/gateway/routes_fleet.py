@@ -126,6 +126,7 @@ def _explained(record: RequestRecord) -> dict[str, Any]:
                 "cause": one.cause,
                 "replica": one.choice.replica,
                 "reason": one.choice.reason,
+                **({"kv_from": one.kv_from} if one.kv_from else {}),
                 "candidates": [msgspec.to_builtins(candidate) for candidate in one.candidates],
             }
             for one in record.decisions

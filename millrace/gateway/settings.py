@@ -63,6 +63,9 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request without a first byte after this time is sent to a second replica too; 0: never."""
     long_tokens: int = 32_768
     """Requests of this many prompt and output tokens, and those of priority batch, are long jobs."""
+    kv_fetch_tokens: int = 512
+    """If another replica probably has this many more tokens of a prompt cached than the chosen one, that one may fetch
+    them there; 0: never."""
     decision_log: str = ""
     otlp_url: str = ""
     """OTLP/HTTP receiver of a span per request and per routing decision."""

@@ -17,6 +17,7 @@ from millrace.gateway.routing.decisions import RequestRecord, decision_span
 from millrace.gateway.routing.request_facts import RequestFacts
 from millrace.gateway.settings import GatewaySettings
 from millrace.observe.tracing.context import TRACEPARENT
+from millrace.serve.fetching.wire import FETCH_HEADER, FROM_HEADER
 from millrace.serve.http.app_keys import TRACE
 from millrace.serve.http.ids import REQUEST_ID_HEADER
 from millrace.serve.tenancy.cache_scope import SALT_HEADER
@@ -29,7 +30,16 @@ _NOT_PASSED = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding"}
     | {"upgrade", "host", "content-length", "accept-encoding", "expect", "date", "server"}
     | {REQUEST_ID_HEADER.lower(), RESUME_HEADER.lower(), RESUME_TOKENS_HEADER.lower(), "x-millrace-front"}
-    | {GATEWAY_KEY_HEADER.lower(), SALT_HEADER.lower(), "forwarded", "x-forwarded-for", "x-forwarded-host", "x-real-ip"}
+    | {
+        GATEWAY_KEY_HEADER.lower(),
+        SALT_HEADER.lower(),
+        FROM_HEADER.lower(),
+        FETCH_HEADER.lower(),
+        "forwarded",
+        "x-forwarded-for",
+        "x-forwarded-host",
+        "x-real-ip",
+    }
 )
 """Headers of one connection, and those that the gateway sets itself."""
 RETRIED = frozenset({429, 502, 503, 504})
@@ -220,6 +230,8 @@ class Sender:
         headers.update(own_headers(self.fleet.settings))
         if self.salt and replica.is_millrace:
             headers[SALT_HEADER] = self.salt
+        if attempt.kv_from:
+            headers[FROM_HEADER] = attempt.kv_from
         if attempt.span is not None:
             headers[TRACEPARENT] = self.request[TRACE].context.header_for(attempt.span.span_id)
         if self.fleet.settings.replica_key:
@@ -242,6 +254,8 @@ class Sender:
                 raise ReplicaLost(attempt.aborted) from None
             raise
         attempt.abort = response.close
+        if (fetched := response.headers.get(FETCH_HEADER)) is not None:
+            self.record.notes.append(f"{replica.name}: KV of the prompt {fetched}")
         return response
 
     def note_failure(self, replica: Replica, attempt: OpenAttempt, reason: str, *, counts: bool = True) -> None:

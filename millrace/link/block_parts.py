@@ -39,6 +39,7 @@ class PartOfPrefix(msgspec.Struct, frozen=True, tag="part_of_prefix"):
     first: int
     """Column."""
     count: int
+    """0: only how many leading columns are cached."""
     blocks: bytes | None = None
     has: tuple[tuple[bool, ...], ...] = ()
     """With `blocks`: by group, which columns of the part have a block."""
@@ -52,5 +53,7 @@ class PartAnswer(msgspec.Struct, frozen=True):
     failure: str = ""
     is_full: bool = False
     """The failure is a lack of room."""
+    columns: int = 0
+    """Leading columns that are cached, where `count` was 0."""
     blocks: bytes = b""
     has: tuple[tuple[bool, ...], ...] = ()

@@ -39,6 +39,21 @@ class ModelFigures:
             ("priority",),
             registry=registry,
         )
+        self.fetches = Counter(
+            "millrace_kv_fetches",
+            "Prompts whose KV blocks a gateway saw at another replica, by what became of fetching them.",
+            ("outcome",),
+            registry=registry,
+        )
+        self.fetched_tokens = Counter(
+            "millrace_kv_fetched_tokens", "Prompt tokens fetched from other replicas.", registry=registry
+        )
+        self.fetched_bytes = Counter(
+            "millrace_kv_fetched_bytes", "Bytes of KV blocks fetched from other replicas.", registry=registry
+        )
+        self.fetch_seconds = Counter(
+            "millrace_kv_fetch_seconds", "Time that requests waited for such blocks.", registry=registry
+        )
         self.sequences = Counter("millrace_sequences", "Ended sequences, by class.", ("priority",), registry=registry)
         self.good_sequences = Counter(
             "millrace_good_sequences",

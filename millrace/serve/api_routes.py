@@ -16,6 +16,7 @@ from millrace.serve.describe import routes_kv, routes_load, routes_stats, routes
 from millrace.serve.describe import routes_models as models
 from millrace.serve.describe import routes_requests as requests
 from millrace.serve.encode import classify, cohere_embed, multi_vector, rerank, score, sparse_vector
+from millrace.serve.fetching.wire import BLOCKS_PATH
 from millrace.serve.generate.work import Prepare
 from millrace.serve.http.error_bodies import error_body
 from millrace.serve.ollama import embed as ollama_embed
@@ -69,6 +70,7 @@ POST: dict[str, Handler] = {
     "/v1/batches": batches.create,
     "/v1/batches/{batch_id}/cancel": batches.cancel,
     "/v1/requests/{request_id}/cancel": requests.cancel,
+    BLOCKS_PATH: routes_kv.blocks,
     "/v1/messages": anthropic.messages,
     "/v1/messages/count_tokens": anthropic.count_tokens,
     "/api/chat": ollama.chat,

@@ -47,6 +47,7 @@ def build_app(state: FrontState) -> web.Application:
     app.cleanup_ctx.append(run_background)
     app.cleanup_ctx.append(run_sampler)
     app.cleanup_ctx.append(run_exporter)
+    app.on_cleanup.append(_close_fetcher)
     post, get = _post(app), app.router.add_get
     for path, handler in api_routes.POST.items():
         post(path, handler)
@@ -61,6 +62,10 @@ def build_app(state: FrontState) -> web.Application:
     add_pages(app)
     routes_absent.add_absent_routes(app)
     return app
+
+
+async def _close_fetcher(app: web.Application) -> None:
+    await app[STATE].fetcher.close()
 
 
 def _post(app: web.Application) -> Callable[[str, Handler], object]:

@@ -24,6 +24,8 @@ from millrace.observe.tracing.exporter import SpanExporter
 from millrace.params import NEUTRAL_DEFAULTS, SamplingDefaults
 from millrace.serve.data_directory import data_directory
 from millrace.serve.database import Store
+from millrace.serve.fetching.fetcher import PrefixFetcher
+from millrace.serve.fetching.source import BlockSource
 from millrace.serve.http.siblings import Siblings
 from millrace.serve.model_control import FixedModels, ModelControl
 from millrace.serve.served_models import ServedModel, ServedModels, as_asked, loading_state
@@ -145,6 +147,9 @@ class FrontState:
     audit: AuditLog | None = None
     directory: str | None = None
     """Directory with the sockets of this server's processes; None if front and engine share one process."""
+    fetcher: PrefixFetcher = field(default_factory=PrefixFetcher)
+    """Fetches KV blocks from other replicas."""
+    block_source: BlockSource = field(default_factory=BlockSource)
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     started: int = field(default_factory=lambda: int(time.time()))
     spans: SpanExporter | None = field(init=False)

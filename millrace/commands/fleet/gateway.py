@@ -47,6 +47,7 @@ _OPTIONS: dict[str, tuple[type, str]] = {
     "max_open": (int, "open requests per replica (default: 4096)"),
     "hedge_ms": (float, "send a request to a second replica after this time without an answer; 0: never"),
     "long_tokens": (int, "requests of this many tokens go to replicas with long_jobs (default: 32768)"),
+    "kv_fetch_tokens": (int, "prompt tokens worth fetching from another replica's KV; 0: never (default: 512)"),
     "drain_s": (float, "seconds that open requests may take after SIGTERM (default: 30)"),
 }
 

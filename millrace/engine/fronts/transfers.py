@@ -42,6 +42,9 @@ class MovingPrefixes(Protocol):
     def keep(self, prefix: Request, wanted: Retain, now: float) -> str:
         """Returns why it is refused; empty if it is kept."""
 
+    def num_leading(self, prefix: Request, num_columns: int) -> int:
+        """Leading columns that are cached."""
+
     def on_device(self, prefix: Request, first: int, count: int) -> list[list[int]] | None:
         """By group, the block of each of these columns; 0 where none is needed. None if one is missing."""
 
@@ -105,6 +108,10 @@ class Transfers:
         prefix = Request(NO_REQUEST, np.frombuffer(part.tokens, np.int32), 1, tenant=part.owner, salt=part.salt)
         prefix.history = bytearray(part.tokens)
         num_columns = len(part.tokens) // 4 // self._facts.block_tokens
+        if not part.count:
+            return PartAnswer(columns=self._planner.num_leading(prefix, num_columns))
+        if part.count > self._facts.part_blocks:
+            return PartAnswer(f"A part has {self._facts.part_blocks} blocks of each group at most, not {part.count}.")
         if not 0 <= part.first < part.first + part.count <= num_columns:
             return PartAnswer(f"The prefix has {num_columns} blocks, not {part.first + part.count}.")
         if part.retain is not None:

@@ -32,6 +32,8 @@ class Decision(msgspec.Struct, frozen=True):
     """0 for the first replica of a request."""
     cause: str = "new"
     """new, retry, resume or hedge."""
+    kv_from: str = ""
+    """A replica with more of the prompt in its cache, from which the chosen one may fetch it."""
 
 
 def decision_span(trace: RequestTrace | None, decision: Decision) -> Span | None:
@@ -48,6 +50,7 @@ def decision_span(trace: RequestTrace | None, decision: Decision) -> Span | None
             "millrace.route.reason": decision.choice.reason,
             "millrace.route.candidates": tuple(one.name for one in decision.candidates),
             "millrace.route.matched_tokens": chosen.matched_tokens,
+            "millrace.route.kv_from": decision.kv_from,
             "millrace.route.outstanding_tokens": chosen.outstanding_tokens,
         },
     )

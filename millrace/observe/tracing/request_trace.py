@@ -29,6 +29,10 @@ class RequestTrace:
         self._calls.append(span)
         return span
 
+    def add_stage(self, name: str, start: float, end: float, attributes: dict[str, Value]) -> None:
+        """Times are on `time.monotonic`."""
+        self._stages.append((name, start, end, attributes))
+
     def add_sequence(self, index: int, finish: Finish, received: float, submitted: float) -> None:
         """Stages of an ended sequence. Times are on `time.monotonic`."""
         number: dict[str, Value] = {"millrace.sequence": index}

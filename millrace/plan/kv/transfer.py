@@ -32,6 +32,16 @@ class PrefixTransfer:
         self._retention.keep(prefix, wanted, now)
         return prefix.diagnostics.refused
 
+    def num_leading(self, prefix: Request, num_columns: int) -> int:
+        """Leading columns that are on the device in all groups without a window."""
+        full = [group for group, window in enumerate(self._groups.windows) if window is None]
+        if not full:
+            return 0
+        for column in range(num_columns):
+            if not all(self._find(prefix, column, group) for group in full):
+                return column
+        return num_columns
+
     def on_device(self, prefix: Request, first: int, count: int) -> list[list[int]] | None:
         """By group, the block of each of these columns; 0 behind the group's window. None if one is missing."""
         size = self._prefix.block_size

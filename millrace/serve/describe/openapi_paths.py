@@ -577,6 +577,7 @@ def _own_paths() -> dict[str, Any]:
     explained = {"description": "Its stages, in figures and in sentences.", "content": _as_json({"type": "object"})}
     figures = {"description": "Present figures and series.", "content": _as_json({"type": "object"})}
     one_event = {"text/event-stream": {"schema": _event("KvEvent")}}
+    octets = {"description": "The sealed part.", "content": {"application/octet-stream": {"schema": {}}}}
     kv_events = {"description": "Server-sent events without end; the first is a snapshot.", "content": one_event}
     encode = _operation("text", "tokenize", "Text or messages to token ids", "TokenizeAnswer", BODY_ERRORS)
     decode = _operation("text", "detokenize", "Token ids to text", "DetokenizeAnswer", BODY_ERRORS)
@@ -616,6 +617,16 @@ def _own_paths() -> dict[str, Any]:
                 ("400", "403", "404", "503"),
                 parameters=[_of_model()],
             )
+        },
+        "/v1/kv/blocks": {
+            "post": {
+                **_operation(
+                    *("operate", "kvBlocks", "KV blocks of a prompt, for other replicas", octets),
+                    ("400", "403", "404", "409", "413", "429", "503"),
+                    parameters=[_of_model()],
+                ),
+                "requestBody": {"required": True, "content": {"application/octet-stream": {"schema": {}}}},
+            }
         },
         "/v1/requests": {
             "get": _operation(

@@ -1,4 +1,5 @@
-"""/v1/kv/events: which KV blocks are cached, for gateways that send a prompt where its prefix is."""
+"""/v1/kv/events: which KV blocks are cached, for gateways that send a prompt where its prefix is. /v1/kv/blocks: the
+blocks of a prompt, for other replicas of the same fleet."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from millrace.errors import Forbidden
 from millrace.link.messages import KV_KEY_BYTES, KvEvents
 from millrace.serve.describe.asked_model import asked_model, loaded_engine
 from millrace.serve.http.app_keys import REQUEST_ID
+from millrace.serve.http.body import read_body
 from millrace.serve.http.event_stream import SERVER_SENT_EVENTS, comment
 from millrace.serve.http.ids import REQUEST_ID_HEADER
 from millrace.serve.http.json_answer import encode
@@ -38,9 +40,7 @@ async def events(request: web.Request) -> web.StreamResponse:
     """Writing waits for the client, and what waits for a slow one is bounded."""
     state = request.app[STATE]
     check_query(request, ("model",))
-    server = state.config.server
-    if not is_gateway(request, server.host, server.gateway_key, has_keys=state.keyring is not None):
-        raise Forbidden("KV events show what all tenants ask; use an operator's key or --gateway-key.")
+    _check_trust(request, "KV events show what all tenants ask")
     model = asked_model(request)
     block_tokens = loaded_engine(request, model).block_size
     response = web.StreamResponse(
@@ -72,3 +72,22 @@ def _shown(event: KvEvents, seq: int, tier: Tier, block_tokens: int) -> KvEvent:
     keys, step = event.keys.hex(), 2 * KV_KEY_BYTES
     blocks = [keys[start : start + step] for start in range(0, len(keys), step)]
     return KvEvent(seq, event.kind, tier, blocks, block_tokens)
+
+
+async def blocks(request: web.Request) -> web.Response:
+    """A part of a prompt's blocks, or how many of them are cached."""
+    check_query(request, ("model",))
+    _check_trust(request, "KV blocks belong to all tenants")
+    model, state = asked_model(request), request.app[STATE]
+    loaded_engine(request, model)
+    asked = await read_body(request, state.body_limit_bytes)
+    given = await state.block_source.give(model.client, asked, state.config.server.gateway_key)
+    headers = {REQUEST_ID_HEADER: request[REQUEST_ID], "Server": "millrace"}
+    return web.Response(body=given, content_type="application/octet-stream", headers=headers)
+
+
+def _check_trust(request: web.Request, why: str) -> None:
+    state = request.app[STATE]
+    server = state.config.server
+    if not is_gateway(request, server.host, server.gateway_key, has_keys=state.keyring is not None):
+        raise Forbidden(f"{why}; use an operator's key or --gateway-key.")

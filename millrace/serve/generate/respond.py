@@ -8,7 +8,9 @@ import time
 from aiohttp import web
 
 from millrace.errors import MillraceError, RequestFailed
+from millrace.serve.fetching.wire import FETCH_HEADER, FROM_HEADER
 from millrace.serve.generate.choosing.beam_job import make_job
+from millrace.serve.generate.fetch import fetch_prefix
 from millrace.serve.generate.fields.session import with_session
 from millrace.serve.generate.gate import enter
 from millrace.serve.generate.grammars import check_grammar
@@ -62,6 +64,8 @@ async def _answer(request: web.Request, work: Work, received: float, heartbeat: 
     await check_grammar(state, work.generation, owner_of(request))
     generation, reservation = enter(state, request, prepared(work.generation, resumable_of(request, state)), received)
     try:
+        if FROM_HEADER in request.headers and (fetched := await fetch_prefix(state, request, generation)):
+            work.headers[FETCH_HEADER] = fetched
         out = heartbeat.stream(work.headers) if heartbeat is not None and generation.stream else None
         job = make_job(state, generation, work.make_writer, out)
         job.request_id, job.path, job.owner = request[REQUEST_ID], request.path, owner_of(request)

@@ -1,0 +1,148 @@
+"""A prompt that another replica has computed: its KV blocks are fetched, and a fetch never changes a token."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import pytest
+from aiohttp import web
+from helpers.gateways import gateway_over
+from helpers.served import Served, serving
+from helpers.tiny_server import NAME, tiny_options
+
+from millrace.gateway.settings import ReplicaSettings
+from millrace.serve.fetching.wire import BLOCKS_PATH, FETCH_HEADER, FROM_HEADER, opened, sealed
+
+pytestmark = pytest.mark.live
+
+KEY = "the key of the fleet"
+TRUSTED = {"X-Millrace-Gateway-Key": KEY}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Served]]:
+    folders = [tmp_path_factory.mktemp(name) for name in ("first", "second")]
+    options = ("--dtype", "float32", "--gateway-key", KEY)
+    with serving(*tiny_options(folders[0]), *options) as one, serving(*tiny_options(folders[1]), *options) as other:
+        yield one, other
+
+
+def url_of(served: Served) -> str:
+    return f"http://127.0.0.1:{served.port}"
+
+
+def prompt_of(name: str) -> list[int]:
+    return [ord(letter) for letter in name] + [300 + 7 * number % 3000 for number in range(700)]
+
+
+async def answered(
+    session: aiohttp.ClientSession, url: str, prompt: list[int], headers: dict[str, str]
+) -> tuple[list[int], int, str]:
+    """Token ids, cached tokens, and what is said of the fetch."""
+    body: dict[str, Any] = {"model": NAME, "prompt": prompt, "max_tokens": 6, "ignore_eos": True, "temperature": 0}
+    async with session.post(f"{url}/v1/completions", json={**body, "return_token_ids": True}, headers=headers) as got:
+        answer = await got.json()
+        assert got.status == 200, answer
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return answer["choices"][0]["token_ids"], cached, got.headers.get(FETCH_HEADER, "")
+
+
+def test_second_replica_computes_only_what_is_new(pair: tuple[Served, Served]) -> None:
+    members = [ReplicaSettings(url_of(one), name=name) for one, name in zip(pair, ("a", "b"), strict=True)]
+    prompt = prompt_of("together")
+
+    async def check() -> None:
+        async with gateway_over(*members, policy="round-robin", gateway_key=KEY) as gateway:
+            first = await answered(gateway.session, gateway.url, prompt, {"X-Request-Id": "one"})
+            second = await answered(gateway.session, gateway.url, prompt, {"X-Request-Id": "two"})
+            assert first[1:] == (0, ""), "the header is between replicas and gateway"
+            assert (second[0], second[2]) == (first[0], "")
+            assert second[1] == (len(prompt) - 1) // 16 * 16
+            _, told = await gateway.get("/v1/requests/two/explain")
+            [decision] = told["gateway"]["decisions"]
+            assert {decision["kv_from"], decision["replica"]} == {"a", "b"}
+            assert f"fetched: {second[1]} tokens" in told["gateway"]["notes"][0]
+            replica = decision["replica"]
+            page = pair["ab".index(replica)].request("GET", "/metrics")[1]
+            assert f"millrace_kv_fetched_tokens_total {float(second[1])}" in page
+            third = await answered(gateway.session, gateway.url, prompt_of("other"), {"X-Request-Id": "three"})
+            assert third[1] == 0, "nobody had this one"
+
+    asyncio.run(check())
+
+
+@asynccontextmanager
+async def between(source: str, fault: str) -> AsyncIterator[str]:
+    """A source that answers wrongly, in the parts and not in the question before them."""
+
+    async def give(request: web.Request) -> web.Response:
+        asked = await request.read()
+        async with (
+            aiohttp.ClientSession(skip_auto_headers=("Content-Type",)) as session,
+            session.post(source + request.raw_path, data=asked, headers=TRUSTED) as answer,
+        ):
+            data = await answer.read()
+        if len(data) > 1000 and fault == "corrupt":
+            data = data[:500] + bytes([data[500] ^ 1]) + data[501:]
+        elif len(data) > 1000 and fault == "slow":
+            await asyncio.sleep(3600)
+        elif len(data) > 1000 and fault == "lost":
+            assert request.transport is not None
+            request.transport.abort()
+        elif fault == "another key":
+            given = opened(asked, data, KEY)
+            assert given is not None
+            data = sealed(asked, given, "not the fleet's")
+        return web.Response(body=data)
+
+    app = web.Application()
+    app.router.add_post(BLOCKS_PATH, give)
+    runner = web.AppRunner(app, shutdown_timeout=0.01)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("none", "fetched: 688 tokens"),
+        ("corrupt", "corrupt: nothing"),
+        ("another key", "corrupt: nothing"),
+        ("slow", "failed: nothing"),
+        ("lost", "failed: nothing"),
+    ],
+)
+def test_a_fetch_that_fails_is_computed(pair: tuple[Served, Served], fault: str, said: str) -> None:
+    first, second = map(url_of, pair)
+    prompt = prompt_of(fault)
+
+    async def check() -> None:
+        async with aiohttp.ClientSession() as session, between(first, fault) as source:
+            expected = await answered(session, first, prompt, {})
+            untrusted = await answered(session, second, prompt_of("not " + fault), {FROM_HEADER: source})
+            assert untrusted[2] == "", "only a gateway may name a source"
+            found = await answered(session, second, prompt, {**TRUSTED, FROM_HEADER: source})
+            assert found[0] == expected[0]
+            assert found[2].startswith(said), found[2]
+            assert (found[1] >= 688) == (fault == "none")
+
+    asyncio.run(check())
+
+
+def test_blocks_are_given_to_the_fleet_only(pair: tuple[Served, Served]) -> None:
+    async def check() -> None:
+        async with aiohttp.ClientSession(skip_auto_headers=("Content-Type",)) as session:
+            for headers, status in (({}, 403), (TRUSTED, 400)):
+                async with session.post(url_of(pair[0]) + BLOCKS_PATH, data=b"?", headers=headers) as answer:
+                    assert answer.status == status
+
+    asyncio.run(check())
