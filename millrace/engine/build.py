@@ -294,7 +294,9 @@ def _scheduler_settings(
         state_bytes=plan.states.each_bytes,
         host_tier=host_tier,
         eviction=EvictionSettings(config.memory.kv_eviction, column_cost),
-        retention=RetentionSettings(int(config.memory.kv_retained * plan.num_blocks), plan.block_bytes),
+        retention=RetentionSettings(
+            int(config.memory.kv_retained * (plan.num_blocks + host_tier.num_slots)), plan.block_bytes
+        ),
     )
 
 

@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from helpers.toy_device import ToyDevice, lone_run
 
+from millrace.params import Retain
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.host_tier import PATIENCE_S, HostTier, HostTierSettings
+from millrace.plan.kv.retention import RetentionSettings
 from millrace.plan.kv.slot_index import SlotIndex
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
@@ -20,7 +22,12 @@ class Bench:
     """A scheduler with a host tier, a toy device, and copies that take `copy_steps` steps."""
 
     def __init__(
-        self, num_slots: int = 200, windows: tuple[int | None, ...] = (None,), copy_steps: int = 2, batch: int = 8
+        self,
+        num_slots: int = 200,
+        windows: tuple[int | None, ...] = (None,),
+        copy_steps: int = 2,
+        batch: int = 8,
+        retained: int = 0,
     ) -> None:
         num_blocks = NUM_BLOCKS * len(windows)
         self.scheduler = Scheduler(
@@ -32,6 +39,7 @@ class Bench:
                 expected_output=4.0,
                 groups=KvGroups(windows),
                 host_tier=HostTierSettings(num_slots, block_bytes=1, batch_bytes=batch),
+                retention=RetentionSettings(retained),
             )
         )
         self.device = ToyDevice(num_blocks, BLOCK, 2, VOCAB, windows)
@@ -53,8 +61,9 @@ class Bench:
         assert self.scheduler.host_tier is not None
         return self.scheduler.host_tier
 
-    def submit(self, prompt: list[int], salt: bytes = b"") -> int:
-        request = Request(id=self.next_id, prompt=np.asarray(prompt, np.int32), max_tokens=4, salt=salt)
+    def submit(self, prompt: list[int], salt: bytes = b"", retain: Retain | None = None) -> int:
+        tokens = np.asarray(prompt, np.int32)
+        request = Request(id=self.next_id, prompt=tokens, max_tokens=4, salt=salt, retain=retain)
         self.requests[request.id], self.outputs[request.id] = request, []
         self.next_id += 1
         self.scheduler.submit(request)
@@ -291,3 +300,20 @@ def test_the_host_index_evicts_the_least_recently_used_and_never_what_copies_use
     index.unpin(first, failed=True)
     assert first not in index
     index.check()
+
+
+def test_what_handles_keep_moves_down_and_comes_back() -> None:
+    """More than the device holds: none of it is computed again, and other requests are not held up."""
+    bench, kept = Bench(retained=NUM_BLOCKS * 3), prompts(6)
+    for number, prompt in enumerate(kept):
+        bench.submit(prompt, retain=Retain(1e6, f"session {number}", is_hint=False))
+        bench.run()
+    [*handles] = bench.scheduler.handles("", 0.0).handles
+    assert [one.name for one in handles] == [f"session {number}" for number in range(6)]
+    assert all(sum(one.locations.values()) == one.tokens == PROMPT for one in handles)
+    assert sum(one.locations["host"] for one in handles) >= 6 * PROMPT - NUM_BLOCKS * BLOCK
+    computed = bench.num_computed
+    for prompt in kept:
+        assert bench.answer([*prompt, 5]) == PROMPT
+    assert bench.num_computed - computed <= 6 * (1 + 4)
+    assert bench.scheduler.pool.num_lost == 0

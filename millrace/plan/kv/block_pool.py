@@ -8,7 +8,8 @@ Every block is in exactly one of five states, and the pool equation always holds
   fenced  released, but a launched step may still touch it; becomes free, cached or held when that step completes
   held    no row references it, but it is leaving for host memory or arriving from there (`host_tier.py`)
   in use  referenced by at least one row
-With further tiers, a cached block is dirty while they all lack it. Dirty blocks are evicted last.
+With further tiers, a cached block is dirty while they all lack it. Dirty blocks are evicted last. Those that a handle
+names move down the tiers as others do, after all others.
 Block 0 is scratch space for padding: never allocated and not counted.
 
 Every KV group takes its blocks from the same pool, since all have the same number of layers. A hash names the content
@@ -56,8 +57,8 @@ class BlockPool:
         self._cached: EvictionOrder = policy.make_order()
         """Cached blocks that are not dirty."""
         self._dirty: EvictionOrder = policy.make_order()
-        self._retained = LeastRecentlyUsed()
-        """Cached blocks that a handle names (`retention.py`). They are evicted last."""
+        self._retained, self._retained_dirty = LeastRecentlyUsed(), LeastRecentlyUsed()
+        """Cached blocks that a handle names (`retention.py`): evicted last; those that are dirty are copied last."""
         self.retained_names: Counter[bytes] = Counter()
         """Hashes that handles name, with how many do."""
         self._holds: dict[int, int] = {}
@@ -88,12 +89,17 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        return len(self._cached) + len(self._dirty) + len(self._retained)
+        return len(self._cached) + len(self._dirty) + self.num_retained
 
     @property
     def num_retained(self) -> int:
         """Cached blocks that a handle names."""
-        return len(self._retained)
+        return len(self._retained) + len(self._retained_dirty)
+
+    @property
+    def num_reserved(self) -> int:
+        """Retained blocks that admission leaves alone. With further tiers none: they would only move down."""
+        return 0 if self._tiers else self.num_retained
 
     @property
     def num_held(self) -> int:
@@ -104,14 +110,15 @@ class BlockPool:
         """Blocks that `take_many` can return now: free and cached, without dirty ones that are withheld, and without
         retained ones as long as those are there."""
         num_clean = len(self._free) + len(self._cached)
-        if self.withholds_dirty and self._dirty:
-            return num_clean
-        return num_clean + len(self._dirty) + len(self._retained)
+        if not self.withholds_dirty:
+            return num_clean + len(self._dirty) + self.num_retained
+        return num_clean if self._dirty else num_clean + len(self._retained)
 
     @property
     def num_soon(self) -> int:
         """Blocks that become available when copies to or from host memory complete."""
-        return len(self._dirty) + len(self._held) if self.withholds_dirty else 0
+        num_dirty = len(self._dirty) + len(self._retained_dirty)
+        return num_dirty + len(self._held) if self.withholds_dirty else 0
 
     @property
     def num_in_use(self) -> int:
@@ -127,9 +134,13 @@ class BlockPool:
             elif self._dirty:
                 block = self._dirty.take_first()
                 self.num_lost += 1
-            else:
+            elif self._retained:
                 block = self._retained.take_first()
                 self.num_evicted_retained += 1
+            else:
+                block = self._retained_dirty.take_first()
+                self.num_evicted_retained += 1
+                self.num_lost += 1
             digest, group = hash_of[block], group_of[block]
             if digest is None:
                 raise AssertionError(f"block {block} is cached without a hash")
@@ -200,6 +211,8 @@ class BlockPool:
                     self._dirty.remove(block)
                 elif block in self._retained:
                     self._retained.remove(block)
+                elif block in self._retained_dirty:
+                    self._retained_dirty.remove(block)
                 else:
                     self._held.remove(block)
             refs[block] += 1
@@ -250,8 +263,8 @@ class BlockPool:
 
     def num_unreferenced(self, blocks: Iterable[int]) -> int:
         """Number of these blocks without a reference, and without a handle that names them."""
-        refs, retained = self._refs, self._retained
-        return sum(refs[block] == 0 and block not in retained for block in blocks)
+        refs, retained, dirty = self._refs, self._retained, self._retained_dirty
+        return sum(refs[block] == 0 and block not in retained and block not in dirty for block in blocks)
 
     def num_refs(self, block: int) -> int:
         """Rows that reference the block."""
@@ -292,27 +305,30 @@ class BlockPool:
 
     def _retire(self, blocks: Iterable[int]) -> None:
         """These blocks are no longer used: each becomes free, cached, dirty or held."""
-        hash_of, free, cached, holds, tiers = self._hash_of, self._free, self._cached, self._holds, self._tiers
-        names = self.retained_names
+        hash_of, free, holds, tiers, names = (self._hash_of, self._free, self._holds, self._tiers, self.retained_names)
         for block in blocks:
             if block in holds:
                 self._held.add(block)
             elif hash_of[block] is None:
                 free.append(block)
-            elif names and hash_of[block] in names:
-                self._retained.add(block)
-            elif not tiers:
-                cached.add(block)
             else:
-                key, is_dirty = self._key(block), True
-                for tier in tiers:
-                    if key in tier:
-                        tier.touch(key)
-                        is_dirty = False
-                (self._dirty if is_dirty else cached).add(block)
+                is_dirty = bool(tiers) and self._lacks_copy(block)
+                if names and hash_of[block] in names:
+                    (self._retained_dirty if is_dirty else self._retained).add(block)
+                else:
+                    (self._dirty if is_dirty else self._cached).add(block)
+
+    def _lacks_copy(self, block: int) -> bool:
+        """True if no tier has the block. In those that have it, it counts as used."""
+        key, is_dirty = self._key(block), True
+        for tier in self._tiers:
+            if key in tier:
+                tier.touch(key)
+                is_dirty = False
+        return is_dirty
 
     def _uncache(self, block: int) -> None:
-        for order in (self._cached, self._dirty, self._retained):
+        for order in (self._cached, self._dirty, self._retained, self._retained_dirty):
             if block in order:
                 order.remove(block)
                 return
@@ -327,8 +343,9 @@ class BlockPool:
             if names[digest] == 1:
                 for block in self._named(digest):
                     if block in self._cached or block in self._dirty:
+                        order = self._retained_dirty if block in self._dirty else self._retained
                         self._uncache(block)
-                        self._retained.add(block)
+                        order.add(block)
 
     def let_go(self, digests: Sequence[bytes]) -> None:
         """One handle fewer names these blocks. Those without any become the last to be evicted of the others."""
@@ -338,8 +355,8 @@ class BlockPool:
             if not names[digest]:
                 del names[digest]
                 for block in self._named(digest):
-                    if block in self._retained:
-                        self._retained.remove(block)
+                    if block in self._retained or block in self._retained_dirty:
+                        self._uncache(block)
                         self._retire((block,))
 
     def _named(self, digest: bytes) -> list[int]:
@@ -366,6 +383,8 @@ class BlockPool:
     def oldest_dirty(self) -> tuple[int, CacheKey, bytes] | None:
         """The dirty block to copy to host memory next, with its name there and its tokens."""
         block = self._dirty.first()
+        if block is None:
+            block = self._retained_dirty.first()
         if block is None:
             return None
         tokens = self._tokens_of[block]
@@ -406,6 +425,9 @@ class BlockPool:
         if block in self._dirty:
             self._dirty.remove(block)
             self._cached.add(block)
+        elif block in self._retained_dirty:
+            self._retained_dirty.remove(block)
+            self._retained.add(block)
 
     # -- checks ----------------------------------------------------------------------------------------------------
 
@@ -419,7 +441,8 @@ class BlockPool:
     def check(self) -> None:
         """Check the pool equation and that the states are disjoint. For tests."""
         self.check_sums()
-        free, cached = set(self._free), {*self._cached.blocks(), *self._dirty.blocks(), *self._retained}
+        retained = {*self._retained, *self._retained_dirty}
+        free, cached = set(self._free), {*self._cached.blocks(), *self._dirty.blocks(), *retained}
         fenced = {block for block, fence in enumerate(self._fence_of) if fence != NO_FENCE}
         if len(fenced) != self.num_fenced:
             raise AssertionError(f"{len(fenced)} blocks are fenced, {self.num_fenced} are counted")
@@ -429,7 +452,7 @@ class BlockPool:
             raise AssertionError(f"pool equation broken: {[len(part) for part in parts]} of {self.total}")
         if self._held != self._holds.keys() - used - fenced:
             raise AssertionError("a block that a copy needs is free or cached")
-        if any(self._hash_of[block] not in self.retained_names for block in self._retained):
+        if any(self._hash_of[block] not in self.retained_names for block in retained):
             raise AssertionError("a block is retained that no handle names")
         if len(free) != len(self._free):
             raise AssertionError("a block is free twice")

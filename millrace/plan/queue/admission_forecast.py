@@ -38,7 +38,7 @@ class AdmissionForecast:
         if self._pool.num_available + self._pool.num_soon <= len(found):
             return False
         if self._peak is None:
-            if self._most_blocks <= self._pool.total - self._pool.num_retained:
+            if self._most_blocks <= self._pool.total - self._pool.num_reserved:
                 return True
             self._peak = PeakForecast(self._rows, self._pool, self._groups, self._lengths)
         return self._peak.admit(request, match.num_columns, self._pool.num_unreferenced(found))
@@ -60,7 +60,7 @@ class PeakForecast:
         for window in self._windows:
             own = own + np.minimum(known + remaining, window + size)
         own_blocks += int((rows.num_blocks[order] - rows.num_dropped[:, order]).sum()) if self._windows else 0
-        self._room = (pool.total - pool.num_retained - max(pool.num_in_use - own_blocks, 0)) * size
+        self._room = (pool.total - pool.num_reserved - max(pool.num_in_use - own_blocks, 0)) * size
         """Tokens that fit in the pool beside the blocks found in the prefix cache and those that handles name."""
         self._own, self._remaining = own, remaining
         """Per row: tokens in its blocks, without those found in the prefix cache (whole blocks), and expected tokens
