@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import pytest
 
-from millrace.bench.studies import answers, mechanisms
+from millrace.bench.studies import answers, mechanisms, sessions
 from millrace.bench.studies.constraints import Person, is_valid
 from millrace.bench.studies.measured import Asked, ratio_of_medians
 from millrace.bench.studies.registry import MEASURED
@@ -148,3 +148,21 @@ def test_measured_studies_take_no_profile(capsys: pytest.CaptureFixture[str]) ->
     assert all(f"{name:<18}measured" in listed for name in MEASURED)
     assert main(["study", "w4a8", "--profile", "h200-8b"]) == 2
     assert main(["study", "chunk-size", "--profile", "h200-8b", "--samples", "3"]) == 2
+
+
+def test_sessions_are_compared_with_computing_them_again() -> None:
+    asked = list[str]()
+
+    class Canned(sessions.Server):
+        def ask(self, path: str, body: Any = None, method: str | None = None) -> tuple[float, Any]:
+            asked.append(path)
+            is_whole = path == "/v1/chat/completions"
+            turn = {"prompt_tokens": 100, "loaded_tokens": 80, "computed_tokens": 20}
+            return (2.0 if is_whole else 0.5), {"id": f"s{len(asked)}", "last_turn": turn}
+
+    found = sessions.measure(Canned(""), Asked("tiny", samples=3), 8192)
+    shares = {row[0]: row[-1] for row in found.rows}
+    assert shares["its second turn, as a session"] == 0.25
+    assert "240 came back" in found.conclusion
+    assert sum(path.endswith("/turns") for path in asked) == 6
+    assert sum(path == "/v1/cache" for path in asked) == 6

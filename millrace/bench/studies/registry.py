@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from millrace.bench.studies import answers, cold_start, constraints, formats, mechanisms
+from millrace.bench.studies import answers, cold_start, constraints, formats, mechanisms, sessions
 from millrace.bench.studies.measured import MeasuredStudy
 
 MEASURED: dict[str, MeasuredStudy] = {
@@ -11,4 +11,5 @@ MEASURED: dict[str, MeasuredStudy] = {
     **cold_start.STUDIES,
     **constraints.STUDIES,
     **answers.STUDIES,
+    **sessions.STUDIES,
 }

@@ -1,0 +1,127 @@
+"""Sessions and kept documents on a server whose device holds only a part of them, against computing them again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import urllib.request
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from millrace.bench.local_server import LocalServer
+from millrace.bench.studies.measured import Asked, MeasuredStudy, ratio_of_medians
+from millrace.load.svg import Line, plot
+from millrace.simulate.studies.findings import Findings
+
+SESSION_TOKENS, DOCUMENT_TOKENS, BLOCK = 2048, 512, 16
+POOL_SHARE = 6
+"""The sessions together have so many times the tokens of the pool on the device."""
+MIN_POOL = 8192
+HOST_GIB = 6.0
+ANSWER_LIMIT_S = 300.0
+WORDS = "river boat stone paper light wind glass sugar clock iron salt copper bread lamp rope chair".split()
+
+
+class Server:
+    """Asks a server and measures how long it takes."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def ask(self, path: str, body: Any = None, method: str | None = None) -> tuple[float, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self._url + path, data, headers, method=method)
+        began = time.perf_counter()
+        with urllib.request.urlopen(request, timeout=ANSWER_LIMIT_S) as answer:
+            return time.perf_counter() - began, json.load(answer)
+
+
+def sessions(asked: Asked) -> Findings:
+    pool = max(MIN_POOL, asked.samples * SESSION_TOKENS // POOL_SHARE)
+    with TemporaryDirectory() as directory:
+        options = [*("--kv-tokens", str(pool), "--kv-host-gib", str(HOST_GIB), "--kv-retained", "0.9")]
+        options += ["--data-dir", str(Path(directory) / "data"), "--block-size", str(BLOCK)]
+        with LocalServer([asked.model, *options]) as started:
+            asyncio.run(started.wait_ready())
+            return measure(Server(started.url), asked, pool)
+
+
+def measure(server: Server, asked: Asked, pool: int) -> Findings:
+    first, later, again, hits = _turns(server, asked)
+    cold, warm, ratios = _documents(server, asked)
+    ratio = ratio_of_medians(later, again)
+    rows = [
+        ("a session's first turn", median(first), max(first), "–"),
+        ("its second turn, computed again", median(again), max(again), 1.0),
+        ("its second turn, as a session", median(later), max(later), ratio),
+        (f"a document of {DOCUMENT_TOKENS} tokens, cold", median(cold), max(cold), 1.0),
+        ("the same, kept", median(warm), max(warm), ratios),
+    ]
+    lines = [Line("computed again", range(len(again)), again), Line("as a session", range(len(later)), later)]
+    loaded, computed = sum(hit["loaded_tokens"] for hit in hits), sum(hit["computed_tokens"] for hit in hits)
+    total = sum(hit["prompt_tokens"] for hit in hits)
+    return Findings(
+        ("what", "first token, median s", "slowest s", "share of computing"),
+        rows,
+        [plot("Seconds until the first token of a second turn", lines, "session", "s")],
+        f"{asked.samples} sessions of {SESSION_TOKENS} tokens on a device with room for {pool}: a turn's first token"
+        f" takes {ratio:.2f} of the time that computing the conversation takes. Of the prompts' {total:,} tokens"
+        f" {loaded:,} came back from host memory and {computed:,} were computed. A kept document of {DOCUMENT_TOKENS}"
+        f" tokens takes {ratios:.2f} of a cold one.",
+    )
+
+
+def _turns(server: Server, asked: Asked) -> tuple[list[float], list[float], list[float], list[Any]]:
+    """Seconds of first turns, of second turns, of computing the latter again, and what the second turns found."""
+    names, first = [], []
+    for number in range(asked.samples):
+        names.append(str(server.ask("/v1/sessions", {"ttl_s": 7200})[1]["id"]))
+        first.append(server.ask(f"/v1/sessions/{names[-1]}/turns", _body(_text(number, SESSION_TOKENS)))[0])
+    later, again, hits = [], [], []
+    for number, name in enumerate(names):
+        later.append(server.ask(f"/v1/sessions/{name}/turns", _body(f"And {number}?"))[0])
+        hits.append(server.ask(f"/v1/sessions/{name}")[1]["last_turn"])
+        whole = _body(_text(number, SESSION_TOKENS) + f" And {number}?")
+        again.append(server.ask("/v1/chat/completions", {**whole, "cache_salt": name})[0])
+    for name in names:
+        server.ask(f"/v1/sessions/{name}", method="DELETE")
+    return first, later, again, hits
+
+
+def _documents(server: Server, asked: Asked) -> tuple[list[float], list[float], float]:
+    texts = [_text(number, DOCUMENT_TOKENS, "Document") for number in range(2 * asked.samples)]
+    cold = []
+    for number, text in enumerate(texts):
+        cold.append(server.ask("/v1/cache", {"prompt": text, "name": f"document-{number}", "ttl_s": 7200})[0])
+    warm = [server.ask("/v1/completions", {"prompt": f"{text} So", "max_tokens": 1})[0] for text in texts]
+    return cold, warm, ratio_of_medians(warm, cold)
+
+
+def _text(number: int, tokens: int, title: str = "Report") -> str:
+    """About so many tokens: a word is one."""
+    words = [WORDS[(number * 7 + at * (number + 3) + at * at) % len(WORDS)] for at in range(tokens - 40)]
+    return f"{title} {number}. " + " ".join(words)
+
+
+def _body(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 1, "temperature": 0}
+
+
+STUDIES = {
+    "sessions": MeasuredStudy(
+        "Sessions beyond the device",
+        "What does a turn of a session cost whose keys and values had to leave the device?",
+        "A server whose KV pool holds a sixth of all sessions, but at least 8,192 tokens, and host memory for the"
+        " rest. `--samples` sessions get a first turn of 2,048 tokens each, then, in the same order, a short second"
+        " one; after each the same conversation is computed again under a salt of its own. Then twice as many documents"
+        " of 512 tokens are kept (`/v1/cache`) and asked about. One request at a time, one token per answer: the time"
+        " of a request is that of its first token.",
+        "smollm2-135m-instruct",
+        100,
+        sessions,
+    )
+}
