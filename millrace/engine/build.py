@@ -108,8 +108,7 @@ def build_engine(
         check_adapters(config, is_possible=True, is_encoder=True)
         return build_encoder_engine(config, files, channel, on_loading)
     decided = _decide(config, files, on_loading)
-    has_states = decided.spec.recurrent is not None
-    check_adapters(config, is_possible=decided.device.defaults.takes_adapters, has_states=has_states)
+    check_adapters(config, is_possible=decided.device.defaults.takes_adapters, spec=decided.spec)
     mirror = Mirror(config) if config.plan.mirror else None
     ranks = RankGroup(config) if config.run.tensor_parallel > 1 else None
     try:

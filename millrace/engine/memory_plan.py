@@ -17,7 +17,7 @@ from millrace.errors import MemoryPlanError
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.plan.kv.groups import KvGroups
 from millrace.run.device.defaults import DeviceDefaults
-from millrace.run.device.kv_pool import KvFormat, bytes_per_token
+from millrace.run.device.kv_pool import KvFormat, KvKind, kv_specs
 
 GIB = 1 << 30
 MIN_KV_TOKENS = 256
@@ -54,6 +54,7 @@ class MemoryPlan:
     activation_bytes: int
     kv_bytes: int
     kv_dtype: KvFormat
+    kv_kind: KvKind
     kv_tokens: int
     """Tokens that one long request can have in the pool."""
     num_blocks: int
@@ -77,7 +78,8 @@ class MemoryPlan:
 
     def parts(self) -> dict[str, int]:
         """Bytes by part, with readable names. The KV pool's name includes its dtype unless it is the model's."""
-        kv_dtype = "" if self.kv_dtype == "full" else f", {self.kv_dtype}"
+        kv_dtype = "" if self.kv_kind == "keys and values" else f" of {self.kv_kind}"
+        kv_dtype += "" if self.kv_dtype == "full" else f", {self.kv_dtype}"
         if self.drafter.block_token_bytes:
             kv_dtype += ", the drafter's included"
         parts = {"weights": self.weights_bytes}
@@ -120,8 +122,10 @@ def make_memory_plan(
     token_budget, mixed_budget = _budgets(config, spec, defaults, max_running, step_flops)
     max_context = _max_context(config, spec)
     activation_bytes = _activation_bytes(spec, config, defaults, max_running, token_budget, dtype, drafter)
-    groups, block_size = KvGroups(spec.kv_groups.windows), config.plan.block_size
-    block_bytes = (bytes_per_token(spec, dtype, kv_dtype) + drafter.block_token_bytes) * block_size
+    block_size = config.plan.block_size
+    kv = kv_specs(spec, block_size, dtype, kv_dtype)
+    groups = KvGroups(tuple(own.window for own in kv))
+    block_bytes = kv[0].block_bytes + drafter.block_token_bytes * block_size
     batch_bytes, host_slots = 0, _host_slots(config, block_bytes)
     if host_slots:
         batch_bytes = max(block_bytes, defaults.copy_batch_bytes)
@@ -150,6 +154,7 @@ def make_memory_plan(
         activation_bytes=activation_bytes,
         kv_bytes=num_blocks * block_bytes,
         kv_dtype=kv_dtype,
+        kv_kind=kv[0].kind,
         kv_tokens=kv_tokens,
         num_blocks=num_blocks,
         max_context=fitting_context,

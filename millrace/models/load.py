@@ -33,12 +33,14 @@ from millrace.models.spec.layout import (
     layout_of,
     norms_of,
 )
-from millrace.models.spec.model_spec import LayerSpec, ModelSpec
+from millrace.models.spec.model_spec import LayerSpec, ModelSpec, MoeSpec
 from millrace.models.spec.rope import inverse_frequencies
 from millrace.models.spec.shard import Shard, shard_of
 from millrace.models.stored import KeptMatrices, QuantisedSource, StoredMatrices, multiplied_parts
+from millrace.ops.attention import Attention
 from millrace.ops.base.mesh import ONE_RANK, Mesh
 from millrace.ops.base.quantised import with_quantise
+from millrace.ops.base.routing import PLAIN_ROUTING
 from millrace.ops.base.unsummed import Unsummed
 from millrace.ops.base.version import Choice, dtype_name
 from millrace.ops.head.split_vocabulary import SplitEmbedding, SplitHead
@@ -49,6 +51,7 @@ from millrace.ops.linear.grouped import has_blocks
 from millrace.ops.linear.stored import FORMATS, StoredLinear, StoredWeight, stored_order
 from millrace.ops.linear.summed import SummedLinear
 from millrace.ops.moe.experts import Experts, ExpertWeights
+from millrace.ops.moe.router import Route
 from millrace.ops.registry import choose
 from millrace.ops.triton import triton_missing
 
@@ -374,16 +377,25 @@ class DecoderBuilder:
 
     def ops(self) -> DecoderOps:
         spec = self.spec
-        attention = self.choose("attention", head_dim=spec.head_dim)
         return DecoderOps(
             rms_norm=with_quantise(self.choose("rms_norm").make()),
             add_rms_norm=with_quantise(self.choose("add_rms_norm").make()),
             gated=with_quantise(self.choose("gated").make(spec.activation)),
             route=self.choose("router").make(),
-            attention=attention.make(
-                spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale, spec.attention_softcap
-            ),
+            attention=self._attention(),
         )
+
+    def _attention(self) -> Attention:
+        spec, own = self.spec, self.spec.latent
+        if own is not None:
+            choice = self.choose("latent_attention", rank=own.rank, rope_dim=own.rope_dim)
+            latent: Attention = choice.make(spec.num_heads, own.rank, own.rope_dim, spec.attention_scale)
+            return latent
+        choice = self.choose("attention", head_dim=spec.head_dim)
+        attention: Attention = choice.make(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.attention_scale, spec.attention_softcap
+        )
+        return attention
 
     def embedding_and_head(self) -> tuple[Any, Head]:
         part = self.layout.embedding
@@ -445,15 +457,21 @@ class DecoderBuilder:
         )
         experts: Experts = choice.make(weights, moe.clamp or self.spec.activation, linear)
         router = self.linear(layout.router, "router_linear", "linear")
-        norms_add = all(self.choices[op].version.name == "triton" for op in ("rms_norm", "add_rms_norm"))
+        mlp = MoeMlp(router, self.summed_experts(self._routed(ops, moe, experts, layout)))
+        return mlp if layout.shared is None else self._with_shared(ops, mlp, layout.shared, layout.shared_gate)
 
+    def _routed(self, ops: DecoderOps, moe: MoeSpec, experts: Experts, layout: MoeLayout) -> RoutedExperts:
+        if moe.routing != PLAIN_ROUTING:
+            bias = None if layout.router_bias is None else self.vector(layout.router_bias)
+            route: Route = self.choose("limited_router").make(moe.routing, bias)
+            return lambda x, logits: experts(x, *route(logits, moe.top_k, moe.renormalise))
+        norms_add = all(self.choices[op].version.name == "triton" for op in ("rms_norm", "add_rms_norm"))
         unsummed = norms_add and layout.shared is None
 
         def routed(x: Tensor, logits: Tensor) -> Tensor | Unsummed:
             return experts.routed(x, logits, moe.top_k, moe.renormalise, route=ops.route, unsummed=unsummed)
 
-        mlp = MoeMlp(router, self.summed_experts(routed))
-        return mlp if layout.shared is None else self._with_shared(ops, mlp, layout.shared, layout.shared_gate)
+        return routed
 
     def _with_shared(self, ops: DecoderOps, mlp: MoeMlp, shared: tuple[Matrix, Matrix], gate: Matrix | None) -> Mlp:
         gate_up, down = shared
@@ -554,6 +572,9 @@ class DecoderBuilder:
         if report:
             self._report(tensor.nbytes)
         return tensor.contiguous()
+
+    def matrix(self, part: TensorSpec) -> Tensor:
+        return self._read(part)
 
     def vector(self, part: TensorSpec) -> Tensor:
         found = self.source.get(part.name, device=self.device, dtype=torch.float32)

@@ -10,13 +10,13 @@ import torch
 
 from millrace.errors import ConfigError
 from millrace.ops import attention
-from millrace.ops.attention import qkv
+from millrace.ops.attention import latent, qkv
 from millrace.ops.base.version import Choice, Version, dtype_name
 from millrace.ops.elementwise import activation, norm, softcap
 from millrace.ops.head import embedding
-from millrace.ops.linear import dense, fp8, gated, grouped, packed_codes, stored
+from millrace.ops.linear import dense, fp8, gated, grouped, packed_codes, per_head, stored
 from millrace.ops.lora import add
-from millrace.ops.moe import experts, router, stored_experts
+from millrace.ops.moe import experts, limited_router, router, stored_experts
 from millrace.ops.recurrent import conv, recurrence
 
 OPS: Mapping[str, tuple[Version, ...]] = types.MappingProxyType(
@@ -32,8 +32,11 @@ OPS: Mapping[str, tuple[Version, ...]] = types.MappingProxyType(
         "add_rms_norm": norm.ADD_RMS_NORM_VERSIONS,
         "qkv": qkv.VERSIONS,
         "attention": attention.VERSIONS,
+        "latent_attention": latent.VERSIONS,
+        "per_head_linear": per_head.VERSIONS,
         "gated": activation.VERSIONS,
         "router": router.VERSIONS,
+        "limited_router": limited_router.VERSIONS,
         "experts": (*stored_experts.VERSIONS, *experts.VERSIONS),
         "causal_conv": conv.VERSIONS,
         "recurrence": recurrence.VERSIONS,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+
 from millrace.engine.build import model_work
 from millrace.engine.step_target import first_rates
 from millrace.errors import ConfigError
 from millrace.host.device_limits import known_device
 from millrace.models.spec.families import spec_from_config
 from millrace.run.device.defaults import CUDA_DEFAULTS
+from millrace.run.device.kv_pool import bytes_per_token
 from millrace.simulate.profile import Profile
 from millrace.sources.resolve import resolve_model
 
@@ -23,7 +26,7 @@ def data_sheet_profile(device: str, memory_gib: float, model: str) -> Profile:
     name, limits = known_device(device)
     spec = spec_from_config(resolve_model(model).config)
     weights_bytes = BYTES_PER_VALUE * spec.num_parameters
-    kv_token_bytes = 2 * BYTES_PER_VALUE * spec.num_layers * spec.num_kv_heads * spec.head_dim
+    kv_token_bytes = bytes_per_token(spec, torch.bfloat16) * spec.kv_groups.num_groups
     free_bytes = CUDA_DEFAULTS.kv_fraction * memory_gib * GIB - weights_bytes
     kv_tokens = int(free_bytes / kv_token_bytes)
     if kv_tokens < spec.max_context:

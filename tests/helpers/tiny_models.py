@@ -59,6 +59,20 @@ _MAMBA = {
     "logits_scaling": 2.0,
     "pad_token_id": 0,
 }
+_LATENT = {
+    "head_dim": 8,
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "q_lora_rank": None,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+_LATENT_YARN = {**_YARN, "mscale": 0.7, "mscale_all_dim": 1.1}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": _sized("Llama"),
@@ -136,6 +150,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         position_embedding_type="rope",
         tie_word_embeddings=True,
     ),
+    "deepseek_v2": _sized("DeepseekV2", **_LATENT, routed_scaling_factor=1.0, n_shared_experts=1),
+    "deepseek_v2_groups": _sized(
+        "DeepseekV2",
+        **_LATENT | {"q_lora_rank": 24},
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.7,
+        n_shared_experts=2,
+        attention_bias=True,
+        rope_parameters=_LATENT_YARN,
+    ),
+    "deepseek_v3": _sized(
+        "DeepseekV3", **_LATENT | {"q_lora_rank": 24}, n_group=4, topk_group=2, rope_parameters=_LATENT_YARN
+    ),
+    "deepseek_v3_halves": _sized(
+        "DeepseekV3", **_LATENT, n_group=2, topk_group=1, rope_interleave=False, norm_topk_prob=False
+    ),
 }
 HYBRIDS = tuple(case for case in CASES if case.startswith(("qwen3_next", "granite")))
 """Cases with recurrent layers."""
@@ -157,6 +189,9 @@ def make_reference(case: str, seed: int = 0, **changes: Any) -> Any:
             is_norm = parameter_name.endswith("norm.weight")
             centre = 1.0 if is_norm and "Gemma" not in kind else 0.0
             torch.nn.init.normal_(parameter, centre, 0.3 if is_norm else 0.15)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("correction_bias"):
+                torch.nn.init.normal_(buffer, 0.0, 0.3)
     return model
 
 

@@ -125,6 +125,8 @@ def _formats(spec: ModelSpec) -> list[str]:
     from millrace.run.device.kv_pool import HEAD_UNIT
 
     def holds(kv_dtype: str) -> bool:
+        if spec.latent is not None:
+            return kv_dtype in ("float32", "bfloat16", "float16")
         if kv_dtype == "packed":
             return can_pack(spec.head_dim) and spec.rotates_whole_heads
         return kv_dtype not in ("fp8", "int8", "int4") or spec.head_dim % HEAD_UNIT == 0
@@ -176,6 +178,8 @@ def _memories(asked: float | None) -> dict[str, float]:
 def _layers(spec: ModelSpec) -> str:
     windows = [layer.window for layer in spec.layers if layer.window is not None]
     text = f"{spec.num_attention} layers with {spec.num_kv_heads} KV heads of {spec.head_dim}"
+    if spec.latent is not None:
+        text = f"{spec.num_layers} layers with latents of {spec.latent.rank} and shared keys of {spec.latent.rope_dim}"
     text += f"; {len(windows)} of them see at most {max(windows):,} tokens back." if windows else "."
     if not spec.num_recurrent:
         return text

@@ -20,13 +20,21 @@ from millrace.models.spec.model_spec import ModelSpec
 GIB = 1 << 30
 
 
-def check_adapters(config: Config, *, is_possible: bool, is_encoder: bool = False, has_states: bool = False) -> None:
+def check_adapters(
+    config: Config, *, is_possible: bool, is_encoder: bool = False, spec: ModelSpec | None = None
+) -> None:
     """Raise ConfigError for settings that cannot go with adapters, before anything is loaded."""
     if not config.adapters.num_slots:
         return
     conflicts = (
         (is_encoder, "the model is an encoder, whose adapters are not supported", "leave --adapters out"),
-        (has_states, "the model has recurrent layers, whose adapters are not supported", "leave --adapters out"),
+        *(
+            (is_there, f"the model has {layers}, whose adapters are not supported", "leave --adapters out")
+            for is_there, layers in (
+                (spec is not None and spec.recurrent is not None, "recurrent layers"),
+                (spec is not None and spec.latent is not None, "latent attention"),
+            )
+        ),
         (config.run.tensor_parallel > 1, "--tensor-parallel splits the model", "leave one of them out"),
         (config.plan.mirror, "--mirror repeats steps without adapters", "leave one of them out"),
         (bool(config.plan.step_log), "--step-log does not hold adapters", "leave one of them out"),

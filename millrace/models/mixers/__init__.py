@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from millrace.models.mixers.attention import AttentionMixer, build_attention
 from millrace.models.mixers.base import Mixer, MixerBuilder, MixerSite, MixerStep
 from millrace.models.mixers.gated_attention import build_gated_attention
+from millrace.models.mixers.latent import build_latent_attention
 from millrace.models.mixers.recurrent import build_gated_delta, build_mamba2
 from millrace.models.spec.model_spec import MixerKind
 
@@ -21,6 +22,7 @@ __all__ = ["MIXERS", "AttentionMixer", "Mixer", "MixerBuilder", "MixerSite", "Mi
 MIXERS: Mapping[MixerKind, Callable[[MixerBuilder, MixerSite], Mixer]] = {
     "attention": build_attention,
     "gated_attention": build_gated_attention,
+    "latent_attention": build_latent_attention,
     "gated_delta": build_gated_delta,
     "mamba2": build_mamba2,
 }

@@ -121,6 +121,10 @@ class MixerBuilder(Protocol):
         """As it is stored, in float32."""
         ...
 
+    def matrix(self, part: TensorSpec) -> Tensor:
+        """In the model's dtype, whatever the format of the file."""
+        ...
+
     def norm(self, part: TensorSpec) -> Tensor:
         """A norm's weight: with the family's offset, in float32."""
         ...

@@ -13,8 +13,9 @@ from millrace.errors import ModelError
 from millrace.models.spec import gpt_oss
 from millrace.models.spec.config_reader import ConfigReader
 from millrace.models.spec.hybrids import granite_hybrid, qwen3_next
+from millrace.models.spec.latent import deepseek_v2, deepseek_v3
 from millrace.models.spec.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
-from millrace.models.spec.rope import read_rope
+from millrace.models.spec.rope import ROPE_KEYS, read_rope
 from millrace.ops.base.activation_kind import Activation
 
 Windows = list[int | None]
@@ -41,6 +42,7 @@ class WeightNames:
     attention_out_norm: str = ""
     mlp_out_norm: str = ""
     router: str = "mlp.gate"
+    router_bias: str = ""
     expert_gate: str = "mlp.experts.{e}.gate_proj"
     expert_up: str = "mlp.experts.{e}.up_proj"
     expert_down: str = "mlp.experts.{e}.down_proj"
@@ -238,6 +240,15 @@ _GEMMA_NAMES = WeightNames(
     mlp_out_norm="post_feedforward_layernorm",
 )
 
+_LATENT_DEFAULTS: Mapping[str, Any] = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
+_LATENT_NAMES = WeightNames(shared_expert="mlp.shared_experts", router_bias="mlp.gate.e_score_correction_bias")
+
 FAMILIES: tuple[Family, ...] = (
     Family(
         name="llama",
@@ -391,6 +402,41 @@ FAMILIES: tuple[Family, ...] = (
         theta=150_000.0,
         names=WeightNames(router="mlp.router"),
     ),
+    Family(
+        name="deepseek_v2",
+        model_types=("deepseek_v2",),
+        architectures=("DeepseekV2ForCausalLM",),
+        traits=deepseek_v2,
+        windows=_no_windows,
+        defaults={
+            **_LATENT_DEFAULTS,
+            "max_position_embeddings": 2048,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+            "moe_intermediate_size": 1407,
+        },
+        names=_LATENT_NAMES,
+    ),
+    Family(
+        name="deepseek_v3",
+        model_types=("deepseek_v3",),
+        architectures=("DeepseekV3ForCausalLM",),
+        traits=deepseek_v3,
+        windows=_no_windows,
+        defaults={
+            **_LATENT_DEFAULTS,
+            "max_position_embeddings": 4096,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 3,
+            "moe_intermediate_size": 2048,
+            "num_experts_per_tok": 8,
+            "n_group": 8,
+            "topk_group": 4,
+        },
+        names=_LATENT_NAMES,
+    ),
 )
 
 
@@ -437,7 +483,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
 def _common(c: ConfigReader, family: Family) -> dict[str, Any]:
     hidden_size, num_heads = c.whole("hidden_size"), c.whole("num_attention_heads")
     head_dim = c.whole("head_dim", hidden_size // num_heads)
-    entries = {key: c.get(key) for key in _ROPE_KEYS}
+    entries = {key: c.get(key) for key in ROPE_KEYS}
     return {
         "vocab_size": c.whole("vocab_size"),
         "hidden_size": hidden_size,
@@ -451,16 +497,6 @@ def _common(c: ConfigReader, family: Family) -> dict[str, Any]:
         "activation": _activation(c),
         "tied_head": c.flag("tie_word_embeddings"),
     }
-
-
-_ROPE_KEYS = (
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-    "partial_rotary_factor",
-    "max_position_embeddings",
-    "original_max_position_embeddings",
-)
 
 
 def _activation(c: ConfigReader) -> Activation:

@@ -49,6 +49,8 @@ class MoeLayout:
     shared: tuple[Matrix, Matrix] | None = None
     """(gate_up, down) of the MLP that every token takes."""
     shared_gate: Matrix | None = None
+    router_bias: TensorSpec | None = None
+    """Added to the scores of experts when they are chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,32 @@ class AttentionLayout:
     def norms(self) -> tuple[TensorSpec, ...]:
         """Tensors that are kept in float32."""
         return tuple(part for part in (self.q_norm, self.k_norm, self.sinks) if part is not None)
+
+    def reshaped(self) -> tuple[TensorSpec, ...]:
+        """Matrices that are multiplied in another shape, always in the model's dtype."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class LatentLayout:
+    inputs: Matrix
+    """All that is computed from the hidden states: queries or what they are computed from, the latent, and the key that
+    is rotated."""
+    query_norm: TensorSpec | None
+    query_up: Matrix | None
+    latent_norm: TensorSpec
+    up: TensorSpec
+    """From a latent to each head's key and value."""
+    out: Matrix
+
+    def matrices(self) -> tuple[Matrix, ...]:
+        return tuple(matrix for matrix in (self.inputs, self.query_up, self.out) if matrix is not None)
+
+    def norms(self) -> tuple[TensorSpec, ...]:
+        return tuple(norm for norm in (self.query_norm, self.latent_norm) if norm is not None)
+
+    def reshaped(self) -> tuple[TensorSpec, ...]:
+        return (self.up,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +117,11 @@ class RecurrentLayout:
         found = (self.conv, self.conv_bias, self.decay, self.time_bias, self.skip, self.gate_norm)
         return tuple(part for part in found if part is not None)
 
+    def reshaped(self) -> tuple[TensorSpec, ...]:
+        return ()
 
-MixerLayout = AttentionLayout | RecurrentLayout
+
+MixerLayout = AttentionLayout | LatentLayout | RecurrentLayout
 """The tensors of a mixer, of whatever kind: its matrices and its norms."""
 
 
@@ -166,6 +197,23 @@ def _gated_attention(spec: ModelSpec, prefix: str) -> AttentionLayout:
     return replace(plain, qkv=Matrix((wide, *others), biases))
 
 
+def _latent_attention(spec: ModelSpec, prefix: str) -> LatentLayout:
+    own, hidden, prefix = spec.latent, spec.hidden_size, prefix + "self_attn."
+    if own is None:
+        raise ValueError("a layer has latent attention, but the spec has no LatentSpec")
+    rows, has_rank = own.projected(spec.num_heads), own.query_rank is not None
+    inputs = dict(zip(("q_a_proj" if has_rank else "q_proj", "kv_a_proj_with_mqa"), rows, strict=True))
+    up = {"q_b_proj": own.query_size(spec.num_heads)}
+    return LatentLayout(
+        inputs=_matrix(prefix, inputs, hidden, spec.qkv_bias),
+        query_norm=TensorSpec(f"{prefix}q_a_layernorm.weight", (own.query_rank,)) if own.query_rank else None,
+        query_up=_matrix(prefix, up, own.query_rank) if own.query_rank else None,
+        latent_norm=TensorSpec(f"{prefix}kv_a_layernorm.weight", (own.rank,)),
+        up=TensorSpec(f"{prefix}kv_b_proj.weight", (spec.num_heads * (own.key_dim + own.value_dim), own.rank)),
+        out=_matrix(prefix, {"o_proj": hidden}, spec.num_heads * own.value_dim, spec.out_bias),
+    )
+
+
 def _gated_delta(spec: ModelSpec, prefix: str) -> RecurrentLayout:
     own = _recurrent(spec)
     rows = {"in_proj_qkvz": own.num_projected("gated_delta") - 2 * own.heads, "in_proj_ba": 2 * own.heads}
@@ -204,6 +252,7 @@ def _recurrent_layout(
 MIXER_LAYOUTS: Mapping[MixerKind, Callable[[ModelSpec, str], MixerLayout]] = {
     "attention": _attention,
     "gated_attention": _gated_attention,
+    "latent_attention": _latent_attention,
     "gated_delta": _gated_delta,
     "mamba2": _mamba2,
 }
@@ -236,8 +285,11 @@ def _moe(spec: ModelSpec, names: WeightNames, prefix: str) -> MoeLayout:
         gate_up = _matrix(prefix, {gate: inner, up: inner}, hidden, biased)
         experts.append((gate_up, _matrix(prefix, {down: hidden}, inner, biased)))
     router = _matrix(prefix, {names.router: spec.moe.num_experts}, hidden, biased)
+    bias = None
+    if spec.moe.routing.scores == "sigmoid":
+        bias = TensorSpec(prefix + names.router_bias, (spec.moe.num_experts,))
     if not spec.moe.shared_size:
-        return MoeLayout(router, tuple(experts))
+        return MoeLayout(router, tuple(experts), router_bias=bias)
     shared, size = f"{prefix}{names.shared_expert}.", spec.moe.shared_size
     return MoeLayout(
         router,
@@ -247,6 +299,7 @@ def _moe(spec: ModelSpec, names: WeightNames, prefix: str) -> MoeLayout:
             _matrix(shared, {"down_proj": hidden}, size),
         ),
         _matrix(prefix, {f"{names.shared_expert}_gate": 1}, hidden) if spec.moe.gates_shared else None,
+        bias,
     )
 
 
@@ -266,9 +319,12 @@ def matrices_of(layer: LayerLayout) -> Iterator[Matrix]:
 
 
 def norms_of(layer: LayerLayout) -> Iterator[TensorSpec]:
+    """Norms, and what else is kept in float32."""
     yield from layer.mixer.norms()
     found = (layer.input_norm, layer.mixer_out_norm, layer.mlp_norm, layer.mlp_out_norm)
     yield from (norm for norm in found if norm is not None)
+    if isinstance(layer.mlp, MoeLayout) and layer.mlp.router_bias is not None:
+        yield layer.mlp.router_bias
 
 
 def all_tensors(layout: ModelLayout) -> Iterator[TensorSpec]:
@@ -276,6 +332,7 @@ def all_tensors(layout: ModelLayout) -> Iterator[TensorSpec]:
     yield layout.embedding
     for layer in layout.layers:
         yield from norms_of(layer)
+        yield from layer.mixer.reshaped()
         for matrix in matrices_of(layer):
             yield from matrix.all_tensors()
     yield layout.final_norm

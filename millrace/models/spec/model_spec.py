@@ -7,9 +7,10 @@ from typing import Literal
 
 from millrace.models.spec.kv_groups import LayerGroups, group_by_window, one_group
 from millrace.ops.base.activation_kind import Activation, ClampedSwiglu
+from millrace.ops.base.routing import PLAIN_ROUTING, Routing
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors"]
-MixerKind = Literal["attention", "gated_attention", "gated_delta", "mamba2"]
+MixerKind = Literal["attention", "gated_attention", "latent_attention", "gated_delta", "mamba2"]
 """How a layer mixes the tokens of a row; see `models/mixers`."""
 
 
@@ -49,6 +50,44 @@ class MoeSpec:
     """Of the router and of both matrices of every expert."""
     clamp: ClampedSwiglu | None = None
     """The experts' activation, if it is not the model's."""
+    routing: Routing = PLAIN_ROUTING
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """Latent attention: a token's keys and values in all heads are linear in one vector, its latent. The cache holds
+    the latent and one rotated key that all heads share; queries are mapped to latents instead of latents to keys."""
+
+    rank: int
+    """Size of a latent."""
+    rope_dim: int
+    key_dim: int
+    """Size of a head's keys without the rotated part."""
+    value_dim: int
+    query_rank: int | None
+    """Size of the vector that queries are computed from; None: the hidden states."""
+    pairs_neighbours: bool
+    """True if RoPE pairs x[2i] with x[2i + 1], not x[i] with x[i + r/2]."""
+    norm_eps: float = 1e-6
+
+    @property
+    def width(self) -> int:
+        """Numbers that the cache holds of a token."""
+        return self.rank + self.rope_dim
+
+    def projected(self, num_heads: int) -> tuple[int, int]:
+        """Rows of the matrices that hidden states are multiplied with: for queries, and for the cache."""
+        return self.query_rank or self.query_size(num_heads), self.width
+
+    def query_size(self, num_heads: int) -> int:
+        return num_heads * (self.key_dim + self.rope_dim)
+
+    def num_parameters(self, hidden_size: int, num_heads: int) -> int:
+        """Of one layer, without its norms of hidden states."""
+        value_size = num_heads * self.value_dim
+        inputs = hidden_size * sum(self.projected(num_heads))
+        queries = 0 if self.query_rank is None else self.query_rank * (self.query_size(num_heads) + 1)
+        return inputs + queries + self.rank * (num_heads * self.key_dim + value_size + 1) + hidden_size * value_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +192,9 @@ class ModelSpec:
     moe: MoeSpec | None = None
     recurrent: RecurrentSpec | None = None
     """None: no layer has a recurrent state."""
+    latent: LatentSpec | None = None
+    """If set, all layers have latent attention, which is that of one KV head whose value is the beginning of its key:
+    `num_kv_heads` is 1, and `head_dim` the numbers that the cache holds of a token."""
     has_kv_groups: bool = True
     """True if layers with different windows have block tables of their own, so that blocks behind a window can be
     freed."""
@@ -210,10 +252,17 @@ class ModelSpec:
     @property
     def active_parameters(self) -> int:
         """Number of layer weights that one token is multiplied with: of the experts, only the chosen ones."""
-        attention = self.hidden_size * (2 * self.q_size + 2 * self.kv_size + self._gate_size)
         chosen = 0 if self.moe is None else self.moe.inner_size * self.moe.top_k + self.moe.shared_size
         inner = sum(chosen if layer.is_moe else self.inner_size for layer in self.layers)
-        return self.num_attention * attention + self._recurrent_parameters + 3 * self.hidden_size * inner
+        attention = self.num_attention * self._attention_parameters
+        return attention + self._recurrent_parameters + 3 * self.hidden_size * inner
+
+    @property
+    def _attention_parameters(self) -> int:
+        """Of the matrices of one layer."""
+        if self.latent is not None:
+            return self.latent.num_parameters(self.hidden_size, self.num_heads)
+        return self.hidden_size * (2 * self.q_size + 2 * self.kv_size + self._gate_size)
 
     @property
     def _recurrent_parameters(self) -> int:
@@ -230,20 +279,24 @@ class ModelSpec:
     def num_parameters(self) -> int:
         """Number of all weights, embedding and norms included."""
         hidden, gates = self.hidden_size, self._gate_size
-        attention = hidden * (2 * self.q_size + 2 * self.kv_size + gates)
         norms = self.num_layers * hidden * 2 * (self.input_norms + self.sandwich_norms)
-        per_layer = attention + (sum(self.qk_norm_sizes) if self.qk_norm else 0) + (hidden if self.out_bias else 0)
-        per_layer += self.num_heads if self.attention_sinks else 0
-        per_layer += self.q_size + 2 * self.kv_size + gates if self.qkv_bias else 0
+        per_layer = self._attention_parameters + (sum(self.qk_norm_sizes) if self.qk_norm else 0)
+        per_layer += (hidden if self.out_bias else 0) + (self.num_heads if self.attention_sinks else 0)
+        inputs = self.q_size + 2 * self.kv_size + gates
+        if self.latent is not None:
+            inputs = sum(self.latent.projected(self.num_heads))
+        per_layer += inputs if self.qkv_bias else 0
         dense = 3 * hidden * self.inner_size + (2 * self.inner_size + hidden if self.mlp_bias else 0)
         sparse = 0 if self.moe is None else self.moe.num_experts * hidden * (3 * self.moe.inner_size + 1)
         sparse += 0 if self.moe is None else hidden * (3 * self.moe.shared_size + self.moe.gates_shared)
         if self.moe is not None and self.moe.has_bias:
             sparse += self.moe.num_experts * (2 * self.moe.inner_size + hidden + 1)
+        sparse += self.moe.num_experts if self.moe is not None and self.moe.routing.scores == "sigmoid" else 0
         mlps = sum(sparse if layer.is_moe else dense for layer in self.layers)
         embeddings = self.vocab_size * hidden * (1 if self.tied_head else 2)
         return self.num_attention * per_layer + self._recurrent_parameters + norms + mlps + embeddings + hidden
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int, int]:
-        """Shape of one KV tensor of the pool; index 0 is keys, 1 is values."""
-        return (2, num_blocks, self.num_kv_heads, block_size, self.head_dim)
+        """Shape of one KV tensor of the pool; index 0 is keys, 1 is values. Of latents there is one."""
+        vectors = 2 if self.latent is None else 1
+        return (vectors, num_blocks, self.num_kv_heads, block_size, self.head_dim)

@@ -20,6 +20,17 @@ from millrace.models.spec.model_spec import RopeSpec
 _SUPPORTED = "default, linear, dynamic, llama3, yarn, divisors"
 
 
+ROPE_KEYS = (
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "partial_rotary_factor",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+)
+"""Of a config: what `read_rope` reads."""
+
+
 def read_rope(config: Mapping[str, Any], head_dim: int, default_theta: float, layer_type: str = "") -> RopeSpec:
     """The rope of a layer type, from `rope_parameters` (one for all layers, or one per type), else from `rope_theta`
     and `rope_scaling`."""

@@ -134,6 +134,12 @@ def shard_of(spec: ModelSpec, rank: int, size: int) -> Shard:
             " --tensor-parallel out.",
             param=_SETTING,
         )
+    if spec.latent is not None:
+        raise ConfigError(
+            f"{_SETTING} is {size}, but layers with latent attention are not split over ranks so far. Leave"
+            " --tensor-parallel out.",
+            param=_SETTING,
+        )
     if size > spec.num_heads:
         raise ConfigError(
             f"{_SETTING} is {size}, but the model has {spec.num_heads} attention heads, and each rank needs one. Set"

@@ -1,7 +1,7 @@
 """Copies whole blocks between the KV pool and a buffer that holds each block as one piece: the reference.
 
 The pool has one tensor per layer, [2, blocks, ...] with keys first, in any format of `cache.py`. A block has two parts
-in each of them. The buffer is [n, layers, 2, words].
+in each of them; of latents, [1, blocks, ...], one. The buffer is [n, layers, parts, words].
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def block_parts(kv: Sequence[Tensor]) -> list[Tensor]:
-    """Views [2, blocks, words] of the pool's tensors, in the largest words that a part consists of."""
+    """Views [parts, blocks, words] of the pool's tensors, in the largest words that a part consists of."""
     part_bytes = math.prod(kv[0].shape[2:]) * kv[0].dtype.itemsize
     word = next(word for word in _WORDS if part_bytes % word.itemsize == 0)
     return [layer.flatten(2).view(word) for layer in kv]
@@ -27,7 +27,7 @@ def block_parts(kv: Sequence[Tensor]) -> list[Tensor]:
 
 def buffer_shape(parts: Sequence[Tensor]) -> tuple[int, int, int]:
     """Shape of one block in the buffer."""
-    return len(parts), 2, parts[0].shape[2]
+    return len(parts), parts[0].shape[0], parts[0].shape[2]
 
 
 def gather_blocks(parts: Sequence[Tensor], blocks: Tensor, buffer: Tensor) -> None:

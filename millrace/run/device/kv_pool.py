@@ -1,9 +1,10 @@
 """The KV pool on the device: tensors cut into blocks that the scheduler assigns by id. A block has a part in each of
-them: the keys and values of one layer of the KV group that uses the block (`models/spec/kv_groups.py`).
+them: what one layer of the KV group that uses the block keeps (`models/spec/kv_groups.py`). `KvSpec` says what that is,
+and how large a block is.
 
 Layout of a tensor: [2, num_blocks, num_kv_heads, block_size, head_dim], keys first; for the formats of 12, 8 and 4 bits
-see `ops/kv/cache.py`. The tokens of a head are contiguous within a block, so attention reads them as a stream. Block 0
-is scratch: padding may write to it and no row reads it.
+see `ops/kv/cache.py`. Latents: [1, num_blocks, 1, block_size, width]. The tokens of a head are contiguous within a
+block, so attention reads them as a stream. Block 0 is scratch: padding may write to it and no row reads it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -27,8 +29,52 @@ from millrace.ops.triton import hopper_missing, triton_missing
 
 KvFormat = Literal["full", "packed", "fp8", "float16", "int8", "int4"]
 """memory.kv_dtype with `auto` resolved."""
+KvKind = Literal["keys and values", "latents"]
 HEAD_UNIT = 16
 """In the formats of 8 and 4 bits head_dim must be a multiple of this, so that heads are read in whole words."""
+
+
+@dataclass(frozen=True, slots=True)
+class KvSpec:
+    """What the blocks of one KV group hold."""
+
+    kind: KvKind
+    window: int | None
+    """For which blocks are freed; None: every block is kept."""
+    layers: int
+    """Places for layers in a block; the same in all groups."""
+    block_size: int
+    """Tokens of a block."""
+    vector_shape: tuple[int, int]
+    """(vectors of a token in a layer, items of a vector with its scale)."""
+    heads: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        vectors, items = self.vector_shape
+        return self.layers * vectors * self.heads * items * self.dtype.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * self.token_bytes
+
+    def tensor_shape(self, num_blocks: int) -> tuple[int, ...]:
+        """Of the pool's tensor of one place."""
+        vectors, items = self.vector_shape
+        return vectors, num_blocks, self.heads, self.block_size, items
+
+
+def kv_specs(spec: ModelSpec, block_size: int, dtype: torch.dtype, kv_dtype: KvFormat = "full") -> tuple[KvSpec, ...]:
+    """Of each KV group. Their blocks have the same size."""
+    groups = spec.kv_groups
+    items, stored_dtype = _head_size(spec.head_dim, dtype, kv_dtype)
+    vectors, _, heads, _, _ = spec.kv_shape(1, block_size)
+    kind: KvKind = "keys and values" if spec.latent is None else "latents"
+    return tuple(
+        KvSpec(kind, window, groups.page_layers, block_size, (vectors, items), heads, stored_dtype)
+        for window in groups.windows
+    )
 
 
 def resolve_kv_dtype(
@@ -43,6 +89,12 @@ def resolve_kv_dtype(
     """Resolve `auto`; raise ConfigError for a format that this device or model does not support.
 
     `has_int8_products`: activations are rounded to INT8 anyway, which is coarser than float16 keys and values."""
+    if spec.latent is not None and requested not in ("auto", "full", "float16"):
+        raise ConfigError(
+            f"memory.kv_dtype is {requested}, but the model's cache holds latents, which that format does not store."
+            " Set --kv-dtype auto or full.",
+            param="memory.kv_dtype",
+        )
     if requested == "full":
         return requested
     if requested == "auto":
@@ -131,8 +183,7 @@ def _integer_objection(device: torch.device) -> str:
 
 def bytes_per_token(spec: ModelSpec, dtype: torch.dtype, kv_dtype: KvFormat = "full") -> int:
     """Bytes of a block per token in it. With several KV groups a token is in one block of each."""
-    width, stored_dtype = _head_size(spec.head_dim, dtype, kv_dtype)
-    return 2 * spec.kv_groups.page_layers * spec.num_kv_heads * width * stored_dtype.itemsize
+    return kv_specs(spec, 1, dtype, kv_dtype)[0].token_bytes
 
 
 def _head_size(head_dim: int, dtype: torch.dtype, kv_dtype: KvFormat) -> tuple[int, torch.dtype]:
@@ -160,12 +211,11 @@ def allocate_kv(
     kv_dtype: KvFormat = "full",
 ) -> list[Tensor]:
     """Allocate `num_blocks` blocks and the scratch block. On a CPU, pages become resident when first written."""
-    width, stored_dtype = _head_size(spec.head_dim, dtype, kv_dtype)
-    shape = (*spec.kv_shape(num_blocks + 1, block_size)[:4], width)
-    num_tensors = spec.kv_groups.page_layers
+    own = kv_specs(spec, block_size, dtype, kv_dtype)[0]
+    shape = own.tensor_shape(num_blocks + 1)
     if device.type == "cpu":
-        return [untouched_zeros(shape, stored_dtype) for _ in range(num_tensors)]
-    return [torch.zeros(shape, dtype=stored_dtype, device=device) for _ in range(num_tensors)]
+        return [untouched_zeros(shape, own.dtype) for _ in range(own.layers)]
+    return [torch.zeros(shape, dtype=own.dtype, device=device) for _ in range(own.layers)]
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

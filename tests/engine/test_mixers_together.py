@@ -1,8 +1,7 @@
-"""Recurrent layers and attention sinks under the features of the engine: every request gets the tokens of
-`transformers`.
+"""Models with other mixers under the features of the engine: every request gets the tokens of `transformers`.
 
-As test_features_together.py, over tiny models: prefix hits (of hybrids at checkpoints), chunks, preemption, the host
-tier, drafts.
+As test_features_together.py, over tiny models with recurrent layers, attention sinks or latent attention: prefix hits
+(of hybrids at checkpoints), chunks, preemption, the host tier, drafts.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 from helpers.engine_stats import stats_after
-from helpers.hybrid_files import greedy, write_hybrid
+from helpers.tiny_files import greedy, write_tiny
 from helpers.tiny_models import HYBRIDS
 
 from millrace import LLM, SamplingParams
@@ -21,7 +20,7 @@ from millrace.errors import MillraceError
 
 VOCAB, NUM_REQUESTS = 97, 10
 SAME: dict[str, Any] = {"dtype": "float32", "kv_dtype": "full"}
-CASES = ("qwen3_next", "granite_hybrid", "gpt_oss")
+CASES = ("qwen3_next", "granite_hybrid", "gpt_oss", "deepseek_v2_groups", "deepseek_v3")
 
 
 def requests_of(seed: str) -> list[tuple[list[int], SamplingParams]]:
@@ -43,7 +42,7 @@ def answers(llm: LLM, requests: list[tuple[list[int], SamplingParams]]) -> list[
 
 @pytest.mark.parametrize("case", CASES)
 def test_answers_are_those_of_transformers_and_of_lone_runs(case: str, tmp_path: Path) -> None:
-    model, is_hybrid = write_hybrid(tmp_path / "m", case), case in HYBRIDS
+    model, is_hybrid = write_tiny(tmp_path / "m", case), case in HYBRIDS
     path, requests = str(tmp_path / "m"), requests_of(case)
     with LLM(path, max_running=1, prefix_cache=False, kv_tokens=600, **SAME) as llm:
         expected = [answers(llm, [request])[0] for request in requests]
@@ -54,6 +53,7 @@ def test_answers_are_those_of_transformers_and_of_lone_runs(case: str, tmp_path:
         {"speculate": "off"},
         {"speculate": "ngram", "draft_tokens": 3, "kv_host_gib": 0.01},
         {"speculate": "suffix", "max_drafts": 3, "kv_tokens": 4000} | ({"kv_state_gib": 0.0005} if is_hybrid else {}),
+        *([{"speculate": "draft", "drafter": path, "max_drafts": 3}] if case == "deepseek_v3" else []),
     ):
         with LLM(path, **together | more, **SAME) as llm:
             assert answers(llm, requests) == expected, more
@@ -66,8 +66,19 @@ def test_answers_are_those_of_transformers_and_of_lone_runs(case: str, tmp_path:
                 assert stats.state_slot_bytes > 0
 
 
-def test_other_features_are_refused_by_name(tmp_path: Path) -> None:
-    write_hybrid(tmp_path / "m", "granite_hybrid")
+def test_other_features_of_latent_attention_are_refused_by_name(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "m", "deepseek_v3")
+    path = str(tmp_path / "m")
+    with pytest.raises(MillraceError, match="latent attention are not split over ranks"):
+        LLM(path, tensor_parallel=2, device="cpu", **SAME)
+    with pytest.raises(MillraceError, match="holds latents, which that format does not store"):
+        LLM(path, **SAME | {"kv_dtype": "int8"})
+    with pytest.raises(MillraceError, match="has latent attention, whose adapters are not supported"):
+        LLM(path, allow_adapters=True, device="cpu", **SAME)
+
+
+def test_other_features_of_recurrent_layers_are_refused_by_name(tmp_path: Path) -> None:
+    write_tiny(tmp_path / "m", "granite_hybrid")
     path = str(tmp_path / "m")
     with pytest.raises(MillraceError, match="recurrent state are not split over ranks"):
         LLM(path, tensor_parallel=2, device="cpu", **SAME)

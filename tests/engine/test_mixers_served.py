@@ -1,4 +1,4 @@
-"""Tiny models with recurrent layers or attention sinks: crossed features with a mirror, and behind `millrace serve`."""
+"""Tiny models with other mixers than plain attention: crossed features with a mirror, and behind `millrace serve`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 from helpers.engine_stats import stats_after
-from helpers.hybrid_files import greedy, write_hybrid
 from helpers.served import serving
+from helpers.tiny_files import greedy, write_tiny
 from helpers.tiny_models import HYBRIDS, VOCAB
 
 from millrace import LLM, SamplingParams
@@ -19,7 +19,7 @@ from millrace.plan.queue.admission_forecast import AdmissionForecast
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
-CASES = ("qwen3_next", "gpt_oss")
+CASES = ("qwen3_next", "gpt_oss", "deepseek_v3")
 SAME: dict[str, Any] = {"dtype": "float32", "kv_dtype": "full"}
 GRAMMARS = (None, None, Grammar("regex", "(abab|cba)+[a-m]{2,9}"), Grammar("choice", '["true", "truth", "false"]'))
 SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -61,7 +61,7 @@ def test_any_combination_gives_the_answers_of_lone_runs(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Grammars, drafts, predictions, the host tier, preemption and prefix hits; a mirror draws the same."""
-    write_hybrid(tmp_path / "m", case)
+    write_tiny(tmp_path / "m", case)
     rng, path = random.Random(case), str(tmp_path / "m")
     requests = requests_of(rng)
     with LLM(path, max_running=1, prefix_cache=False, kv_tokens=600, **SAME) as llm:
@@ -85,7 +85,7 @@ def test_any_combination_gives_the_answers_of_lone_runs(
 @pytest.mark.parametrize("case", CASES)
 def test_the_server_gives_the_tokens_of_transformers(case: str, tmp_path: Path) -> None:
     """Several requests at once, some with the prompt of one before."""
-    model, rng = write_hybrid(tmp_path / "m", case), random.Random(case)
+    model, rng = write_tiny(tmp_path / "m", case), random.Random(case)
     shared = rng.choices(range(VOCAB), k=70)
     prompts = [shared[: rng.randrange(40, 70)] + rng.choices(range(VOCAB), k=3) for _ in range(6)]
     with serving(str(tmp_path / "m"), "--kv-dtype", "full", "--speculate", "suffix", "--max-drafts", "3") as served:

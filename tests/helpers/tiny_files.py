@@ -1,4 +1,4 @@
-"""Tiny checkpoints of hybrid models on disk, with a tokenizer that has an ASCII character for each token."""
+"""Tiny checkpoints on disk, with a tokenizer that has an ASCII character for each token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 
-def write_hybrid(folder: Path, case: str) -> Any:
+def write_tiny(folder: Path, case: str) -> Any:
     """Returns the `transformers` model."""
     model = make_reference(case, max_position_embeddings=512, eos_token_id=VOCAB - 1)
     folder.mkdir(parents=True)
