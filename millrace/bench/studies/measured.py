@@ -41,7 +41,8 @@ class MeasuredStudy:
 def machine() -> str:
     if torch.cuda.is_available():
         return str(torch.cuda.get_device_name())
-    return f"{_processor()}, {len(os.sched_getaffinity(0))} cores"
+    cores = len(os.sched_getaffinity(0))
+    return f"{_processor()}, {cores} core{'s' if cores > 1 else ''}"
 
 
 def _processor() -> str:
