@@ -94,6 +94,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_heads_of_64": _sized("Qwen3", head_dim=64, num_attention_heads=2, num_key_value_heads=1),
     "qwen3_bias_tied": _sized("Qwen3", attention_bias=True, tie_word_embeddings=True),
     "olmo2": _sized("Olmo2", attention_bias=True, pad_token_id=0),
+    "glm4": _sized("Glm4", pad_token_id=0),
+    "glm": _sized("Glm", pad_token_id=0, attention_bias=False, tie_word_embeddings=True),
     "smollm3": _sized("SmolLM3", num_hidden_layers=5, pad_token_id=0, bos_token_id=1, eos_token_id=2),
     "smollm3_window": _sized(
         "SmolLM3",

@@ -190,3 +190,9 @@ def test_blocks_that_would_be_cut_are_dequantised() -> None:
 def test_a_spec_says_which_part_it_is() -> None:
     spec: ModelSpec = shard_of(spec_from_config(CODER), 1, 2).spec
     assert (spec.num_heads, spec.num_kv_heads, spec.inner_size, spec.vocab_size) == (6, 1, 17 * 256, 151936)
+
+
+@pytest.mark.parametrize(("case", "says"), [("olmo2", "norms over the heads of all ranks"), ("glm4", "gate and up")])
+def test_models_that_are_not_split_are_refused_by_name(case: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"{says}.*Leave --tensor-parallel out"):
+        shard_of(spec_from_config(config_of(make_reference(case))), 0, 2)

@@ -46,6 +46,9 @@ class AttentionMixer:
     """The KV tensor of the pool that holds this layer's keys and values, in the blocks of its group."""
     projection_norms: ProjectionNorms | None = None
     """Norms that take all heads together; `prepare_qkv` has those of single heads."""
+    order: Tensor | None = None
+    """int64: the order of the projection's outputs in which rotated dimensions are paired as the ops pair them. Scores
+    do not change, since queries and keys have the same."""
     sinks: Tensor | None = None
     """float32 [heads]: a score of each head that takes its share of the softmax; see `Attention`."""
 
@@ -95,7 +98,9 @@ class AttentionMixer:
         qkv: Tensor = apply_by_span(self.qkv, hidden, step.spans)
         if step.adapters is not None:
             step.adapters.add(QKV, hidden, qkv)
-        return qkv if self.projection_norms is None else self.projection_norms(qkv)
+        if self.projection_norms is not None:
+            qkv = self.projection_norms(qkv)
+        return qkv if self.order is None else qkv.index_select(1, self.order)
 
     def queries(self, qkv: Tensor, step: MixerStep) -> Tensor:
         """The queries, after keys and values have been written."""
@@ -129,5 +134,19 @@ def build_attention(builder: MixerBuilder, site: MixerSite) -> AttentionMixer:
         kv_group=site.kv_group,
         kv_index=site.kv_index,
         projection_norms=whole,
+        order=_halves_order(builder, site) if spec.rotates_neighbours else None,
         sinks=None if layout.sinks is None else builder.vector(layout.sinks),
     )
+
+
+def _halves_order(builder: MixerBuilder, site: MixerSite) -> Tensor:
+    """The first of each rotated pair, then the second ones, in each head of queries and of keys."""
+    spec = builder.spec
+    if spec.qk_norm and spec.qk_norm_span == "head":
+        raise ValueError("norms of heads are not reordered with the dimensions of the heads")
+    every = torch.arange(spec.q_size + 2 * spec.kv_size).view(-1, spec.head_dim)
+    if site.layer.rope is not None:
+        size = spec.ropes[site.layer.rope].rotary_dim
+        own = every[: spec.num_heads + spec.num_kv_heads]
+        own[:, :size] = torch.cat((own[:, 0:size:2], own[:, 1:size:2]), dim=1)
+    return every.flatten().to(builder.device)

@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from millrace.models.adapters.slots import LayerAdapters
@@ -106,6 +107,9 @@ class MixerBuilder(Protocol):
     def spec(self) -> ModelSpec:
         """Of this rank: with its own heads."""
         ...
+
+    @property
+    def device(self) -> torch.device: ...
 
     def choose(self, op: str, key: str = "", **shape: Any) -> Choice:
         """The version of an op for this device and dtype, listed under `key`."""

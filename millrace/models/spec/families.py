@@ -222,6 +222,18 @@ def _gpt_oss_windows(c: ConfigReader, num_layers: int) -> Windows:
     return _by_type(c, num_layers, lambda layer: layer % 2 == 0)
 
 
+def _glm(c: ConfigReader) -> dict[str, Any]:
+    return {"qkv_bias": c.flag("attention_bias", True), "rotates_neighbours": True}
+
+
+_GLM_DEFAULTS: Mapping[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1.5625e-07,
+    "partial_rotary_factor": 0.5,
+}
+
 _GEMMA_DEFAULTS: Mapping[str, Any] = {
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -301,6 +313,28 @@ FAMILIES: tuple[Family, ...] = (
         windows=_no_windows,
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
         names=WeightNames(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm"),
+    ),
+    Family(
+        name="glm4",
+        model_types=("glm4",),
+        architectures=("Glm4ForCausalLM",),
+        traits=lambda c: {**_glm(c), "sandwich_norms": True},
+        windows=_no_windows,
+        defaults=_GLM_DEFAULTS,
+        names=WeightNames(
+            attention_out_norm="post_self_attn_layernorm",
+            mlp_out_norm="post_mlp_layernorm",
+            mlp_gate_up=("mlp.gate_up_proj",),
+        ),
+    ),
+    Family(
+        name="glm",
+        model_types=("glm",),
+        architectures=("GlmForCausalLM",),
+        traits=_glm,
+        windows=_no_windows,
+        defaults=_GLM_DEFAULTS,
+        names=WeightNames(mlp_gate_up=("mlp.gate_up_proj",)),
     ),
     Family(
         name="smollm3",

@@ -184,6 +184,8 @@ class ModelSpec:
     """What a norm of queries, or of keys, takes together: each head, or all heads of the layer."""
     attention_sinks: bool = False
     """True if each head of a layer has a score that takes its share of the softmax without a value."""
+    rotates_neighbours: bool = False
+    """RoPE pairs dimension 2i with 2i + 1; else i with the one half of the rotated dimensions further."""
     input_norms: bool = True
     """False if attention and MLPs read the residual as it is; then their outputs are normalised (`sandwich_norms`)."""
     sandwich_norms: bool = False

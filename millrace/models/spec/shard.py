@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from millrace.errors import ConfigError
+from millrace.models.spec.families import family_named
 from millrace.models.spec.layout import (
     EMBEDDING,
     HEAD,
@@ -122,24 +123,8 @@ class Shard:
 
 def shard_of(spec: ModelSpec, rank: int, size: int) -> Shard:
     """Raises a ConfigError if the model has too few heads. The first ranks have the largest parts."""
-    if spec.recurrent is not None:
-        raise ConfigError(
-            f"{_SETTING} is {size}, but layers with a recurrent state are not split over ranks so far. Leave"
-            " --tensor-parallel out.",
-            param=_SETTING,
-        )
-    if spec.qk_norm and spec.qk_norm_span == "projection":
-        raise ConfigError(
-            f"{_SETTING} is {size}, but norms over the heads of all ranks are not computed so far. Leave"
-            " --tensor-parallel out.",
-            param=_SETTING,
-        )
-    if spec.latent is not None:
-        raise ConfigError(
-            f"{_SETTING} is {size}, but layers with latent attention are not split over ranks so far. Leave"
-            " --tensor-parallel out.",
-            param=_SETTING,
-        )
+    if reason := _why_whole(spec):
+        raise ConfigError(f"{_SETTING} is {size}, but {reason} so far. Leave --tensor-parallel out.", param=_SETTING)
     if size > spec.num_heads:
         raise ConfigError(
             f"{_SETTING} is {size}, but the model has {spec.num_heads} attention heads, and each rank needs one. Set"
@@ -164,6 +149,19 @@ def shard_of(spec: ModelSpec, rank: int, size: int) -> Shard:
         expert_inner=_split(experts, size, _unit(experts, size))[rank],
         vocabularies=tuple(_split(spec.vocab_size, size)),
     )
+
+
+def _why_whole(spec: ModelSpec) -> str:
+    """Why the model cannot be split, as a clause; empty if it can."""
+    if spec.recurrent is not None:
+        return "layers with a recurrent state are not split over ranks"
+    if spec.latent is not None:
+        return "layers with latent attention are not split over ranks"
+    if spec.qk_norm and spec.qk_norm_span == "projection":
+        return "norms over the heads of all ranks are not computed"
+    if len(family_named(spec.family).names.mlp_gate_up) == 1:
+        return "tensors that hold an MLP's gate and up matrices together are not split over ranks"
+    return ""
 
 
 def _heads(spec: ModelSpec, size: int) -> list[tuple[range, range]]:
