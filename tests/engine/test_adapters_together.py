@@ -12,8 +12,11 @@ import torch
 from helpers.adapter_files import ATTENTION, MLP, greedy, merged, write_adapter
 
 from millrace import LLM, SamplingParams
-from millrace.errors import ModelNotFound
+from millrace.config import load_config
+from millrace.engine.adapters.build import check_adapters
+from millrace.errors import ConfigError, ModelNotFound
 from millrace.models.weights.random_weights import RandomWeights
+from millrace.params import Grammar
 from millrace.plan.scheduler import Scheduler
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(900)]
@@ -78,6 +81,14 @@ class Adapted:
     def llm(self, **settings: Any) -> LLM:
         return LLM(self.source, dtype="float32", **{"adapters": self.setting, "kv_tokens": 4000, **settings})
 
+    def check_letters(self, llm: LLM) -> None:
+        """The same under a grammar that allows ten letters."""
+        letters, prompt = range(ord("a"), ord("z") + 1), self.prompts[0]
+        params = [SamplingParams(**GREEDY, adapter=name, grammar=Grammar("regex", "[a-z]{10}")) for name in self.models]
+        found = llm.generate([prompt] * len(params), params)
+        right = [greedy(model, prompt, OUTPUT, letters) for model in self.models.values()]
+        assert [generation.token_ids[:OUTPUT] for generation in found] == right
+
     def check(self, llm: LLM, **sampling: Any) -> None:
         """All prompts with all adapters and the base, in one call."""
         asked = [(name, index) for index in range(len(self.prompts)) for name in self.models]
@@ -111,12 +122,17 @@ def test_adapters_change_answers(adapted: Adapted) -> None:
         pytest.param({"max_adapters": 3, "adapter_memory": 0.01}, id="read again from the disk"),
         pytest.param({"speculate": "ngram", "draft_tokens": 3}, id="drafts"),
         pytest.param({"kv_tokens": 200, "kv_host_gib": 0.05, "block_size": 4}, id="host tier"),
+        pytest.param(
+            {"speculate": "ngram", "kv_tokens": 200, "kv_host_gib": 0.05, "block_size": 4, "max_adapters": 3},
+            id="few slots, drafts, preemption and a host tier",
+        ),
     ],
 )
 def test_each_answer_is_that_of_the_merged_model(adapted: Adapted, settings: dict[str, Any]) -> None:
     with adapted.llm(**settings) as llm:
         adapted.check(llm)
         adapted.check(llm)  # Again, with prefixes cached: those of other adapters are not found.
+        adapted.check_letters(llm)
 
 
 def test_64_adapters_in_one_step(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,3 +174,24 @@ def copied(folder: Path, number: int) -> Path:
 def test_an_unknown_adapter_is_refused_with_the_list(adapted: Adapted) -> None:
     with adapted.llm() as llm, pytest.raises(ModelNotFound, match=r"no adapter 'nobody'; this model has 'a0', 'a1'"):
         llm.generate("x", adapter="nobody")
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "says"),
+    [
+        ({"run.tensor_parallel": 2}, {}, "--tensor-parallel splits the model: leave one of them out"),
+        ({"plan.mirror": True}, {}, "--mirror repeats steps without adapters"),
+        ({"plan.step_log": "steps.log"}, {}, "--step-log does not hold adapters"),
+        ({}, {"is_possible": False}, "on a GPU, where adapters are not supported yet: use --device cpu"),
+        ({}, {"is_encoder": True}, "the model is an encoder"),
+        ({}, {"has_states": True}, "the model has recurrent layers"),
+        ({"adapters.adapter_dir": "/no/such"}, {}, "--adapter-dir /no/such: there is no such directory"),
+        ({"adapters.adapters": "a=/no/such"}, {}, "The adapter 'a' cannot be served: /no/such: there is no such"),
+    ],
+)
+def test_what_adapters_do_not_go_with_is_refused_by_name(
+    settings: dict[str, Any], device: dict[str, bool], says: str
+) -> None:
+    config = load_config(None, {"adapters.max_adapters": 4, **settings}).config
+    with pytest.raises(ConfigError, match=says):
+        check_adapters(config, **{"is_possible": True, **device})

@@ -79,9 +79,11 @@ def merged(model: Any, folder: Path) -> Any:
     return found
 
 
-def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
-    tokens = list(prompt)
+def greedy(model: Any, prompt: Sequence[int], count: int, allowed: range | None = None) -> list[int]:
+    """`allowed`: the token ids to choose from; None: all."""
+    tokens, first = list(prompt), 0 if allowed is None else allowed.start
     with torch.inference_mode():
         for _ in range(count):
-            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+            logits = model(torch.tensor([tokens])).logits[0, -1]
+            tokens.append(first + int((logits if allowed is None else logits[first : allowed.stop]).argmax()))
     return tokens[len(prompt) :]

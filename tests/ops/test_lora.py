@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.triton_mode import device
 
-from millrace.ops.lora.add import NativeAddLora, add_lora
+from millrace.ops.lora.add import NativeAddLora, add_lora, make_triton
 from millrace.ops.lora.weights import LinearLora, LoraColumns, LoraPart, LoraTable, pack
 
 SIZES, INPUTS = (40, 16, 19), 37
@@ -53,6 +54,38 @@ def test_adds_each_tokens_own_product(version: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=tolerance)
     untouched = (SLOTS == 0) | (SLOTS == 5)
     assert torch.equal(out[untouched], base[untouched])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_triton_adds_each_tokens_own_product(dtype: torch.dtype) -> None:
+    table = mixed_table(dtype, str(device))
+    x, out = torch.randn(len(SLOTS), INPUTS).to(dtype), torch.randn(len(SLOTS), sum(SIZES)).to(dtype)
+    x, out, slots = x.to(device), out.to(device), SLOTS.to(device)
+    wanted, base = expected(x, SLOTS, table, out), out.clone()
+    alone, triton_add_lora = out[3:4].clone(), make_triton()
+    triton_add_lora(x[3:4], slots[3:4], table, alone)
+    triton_add_lora(x, slots, table, out)
+    tolerance = 1e-4 if dtype == torch.float32 else 0.06
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=tolerance)
+    untouched = (slots == 0) | (slots == 5)
+    assert torch.equal(out[untouched], base[untouched])
+    assert torch.equal(alone, out[3:4]), "a token does not depend on its neighbours"
+
+
+@pytest.mark.gpu
+def test_a_captured_product_serves_other_adapters() -> None:
+    table = mixed_table(torch.bfloat16, "cuda")
+    x, out = (torch.randn(len(SLOTS), size, device="cuda").bfloat16() for size in (INPUTS, sum(SIZES)))
+    slots, base, triton_add_lora = SLOTS.cuda(), out.clone(), make_triton()
+    triton_add_lora(x, slots, table, out)  # Compiles.
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        triton_add_lora(x, slots, table, out)
+    slots.copy_(SLOTS.flip(0))
+    out.copy_(base)
+    graph.replay()
+    wanted = expected(x, SLOTS.flip(0), table, base)
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-2, atol=0.06)
 
 
 def test_a_token_does_not_depend_on_its_neighbours() -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from millrace.ops.base.version import Version
 from millrace.ops.cpp.native import DTYPES, native, native_missing
 from millrace.ops.lora.weights import MAX_PARTS, LoraTable
+from millrace.ops.triton import triton_missing
 
 AddLora = Callable[[Tensor, Tensor, LoraTable, Tensor], None]
 
@@ -43,6 +44,16 @@ class NativeAddLora:
         )
 
 
+def make_triton() -> AddLora:
+    from millrace.ops.triton.lora import add_lora as triton_add_lora  # local: imports Triton
+
+    def add(x: Tensor, slots: Tensor, table: LoraTable, out: Tensor) -> None:
+        tables = (table.a, table.b, table.ranks, table.scales)
+        triton_add_lora(x, slots, tables, table.in_features, table.out_sizes, out)
+
+    return add
+
+
 VERSIONS = (
     Version(
         op="add_lora",
@@ -53,6 +64,15 @@ VERSIONS = (
         dtypes=tuple(DTYPES),
         invariant_on=("cpu",),
         missing=native_missing,
+    ),
+    Version(
+        op="add_lora",
+        name="triton",
+        make=make_triton,
+        when="Triton: each token reads its own matrices; any mix of adapters in one captured step",
+        devices=("cuda",),
+        invariant_on=("cuda",),
+        missing=triton_missing,
     ),
     Version(
         op="add_lora",
