@@ -76,6 +76,7 @@ def test_a_turn_computes_what_is_new_and_no_more(server: RealServer) -> None:
         # Whole blocks are kept, and the last token of the prompt is computed anyway.
         assert turn["computed"] <= new + BLOCK, turn
         assert turn["cached"] == known // BLOCK * BLOCK
+        assert turn["recomputed"] == 0
         assert turn["answer"]["usage"]["prompt_tokens_details"]["cached_tokens"] == turn["cached"]
         shown = seen(server, session)
         known = shown["tokens"] - 1  # The last token was drawn and is not computed yet.
@@ -85,6 +86,23 @@ def test_a_turn_computes_what_is_new_and_no_more(server: RealServer) -> None:
     assert shown["messages"] == 1 + 2 * number
     assert shown["hit_tokens"] > 0
     assert shown["kv"]["bytes"] > 0
+
+
+def test_ollamas_keep_alive_and_context_keep_what_was_computed(server: RealServer) -> None:
+    def hints() -> list[float]:
+        found = ask(server, "small", "GET", "/v1/cache").json["data"]
+        return [one["ttl_s"] for one in found if one["is_hint"]]
+
+    body = {"model": NAME, "prompt": "Row the boat. " * 12, "stream": False, "options": {"num_predict": 4}}
+    first = ask(server, "small", "POST", "/api/generate", body)
+    assert (first.status, hints()) == (200, [])
+    more = {**body, "prompt": "And then?", "context": first.json["context"]}
+    assert ask(server, "small", "POST", "/api/generate", more).status == 200
+    assert hints() == [600]
+    assert ask(server, "small", "POST", "/api/generate", {**more, "keep_alive": "2h"}).status == 200
+    assert 7200 in hints()
+    for one in ask(server, "small", "GET", "/v1/cache").json["data"]:
+        assert ask(server, "small", "DELETE", f"/v1/cache/{one['id']}").status == 200
 
 
 def test_an_answer_is_that_of_the_whole_conversation(server: RealServer) -> None:

@@ -34,4 +34,5 @@ def test_a_session_outlives_its_engine(tmp_path: Path) -> None:
         shown = seen()
         assert shown["turns"] == 2
         assert shown["last_turn"]["cached_tokens"] == 0
+        assert shown["last_turn"]["recomputed_tokens"] > 0
         assert shown["kv"]["tokens"] > 0

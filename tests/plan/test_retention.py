@@ -134,11 +134,13 @@ def test_full_is_refused_and_hints_take_the_place_of_older_hints() -> None:
     bench.ask(prompt_of(2), Retain(50.0, "older"))
     bench.ask(prompt_of(3), Retain(60.0, "newer"))
     assert sorted(bench.names()) == ["fixed", "newer"]
-    refused = bench.ask(prompt_of(4), Retain(100.0, "more", is_hint=False))
-    assert "16 tokens do not fit" in refused.diagnostics.refused
+    refused = bench.ask(prompt_of(4, 24), Retain(100.0, "more", is_hint=False))
+    assert "24 tokens do not fit" in refused.diagnostics.refused
     assert sorted(bench.names()) == ["fixed", "newer"], "a refusal changes nothing"
     assert "do not fit" in bench.ask(prompt_of(5, 48), Retain(100.0)).diagnostics.refused
     assert sorted(bench.names()) == ["fixed", "newer"], "a hint that can never fit drops no other"
+    assert not bench.ask(prompt_of(4), Retain(100.0, "asked", is_hint=False)).diagnostics.refused
+    assert sorted(bench.names()) == ["asked", "fixed"], "what was asked for goes before hints"
 
 
 def test_owners_have_quotas_and_do_not_see_each_other() -> None:

@@ -4,8 +4,8 @@ A handle names the blocks of a prefix by their hashes, so it holds before they a
 evicted and computed anew. Retained blocks that no row uses are evicted after all other cached ones: only where a
 running request would have to be preempted otherwise. Admission counts them as taken while anything runs.
 
-Handles may retain a share of the pool, each owner's at most its quota. One that finds no room is refused; a hint first
-takes the place of its owner's older hints.
+Handles may retain a share of the pool, each owner's at most its quota. One that finds no room first takes the place of
+its owner's older hints, and is refused if that is not enough.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class Retention:
             )
         if wanted.max_bytes:
             limit = min(limit, wanted.max_bytes // self.settings.block_bytes)
-        may_make_room = wanted.is_hint and len(digests) * self._num_groups <= limit
+        may_make_room = self._num_without_hints(owner, name, digests) <= limit
         while True:
             others = [one for one in self._of(owner) if one.name != name]
             replaced = self._handles.get((owner, name))
@@ -199,6 +199,11 @@ class Retention:
             f"{len(digests) * size} tokens do not fit: {limit // self._num_groups * size} tokens may be kept, and"
             f" this owner's handles have {len(own) * size} already. Delete a handle, or wait until one expires."
         )
+
+    def _num_without_hints(self, owner: str, name: str, digests: list[bytes]) -> int:
+        """Blocks of the owner if these replaced the handle of that name and all its hints."""
+        fixed = [one for one in self._of(owner) if one.name != name and not one.is_hint]
+        return len({*digests, *(digest for one in fixed for digest in one.digests)}) * self._num_groups
 
     def drop(self, name: str, owner: str | None) -> int:
         """End the handles with this name, of this owner (None: of any). Returns how many there were."""

@@ -120,7 +120,7 @@ class OllamaCommon(Strict, kw_only=True):
         described(
             'How long the model stays loaded after this request: seconds or a duration such as "5m"; 0 unloads it, -1'
             " keeps it. Where API keys are required, only an operator's key changes it; for others the server's setting"
-            " stays and 0 is refused."
+            " stays and 0 is refused. What the request computed stays cached as long, where there is room."
         ),
     ] = None
     format: Annotated[

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Raw, UnsetType
 
 from millrace.errors import BadRequest, ContextOverflow
-from millrace.params import Grammar, SamplingDefaults, SamplingParams
+from millrace.params import Grammar, Retain, SamplingDefaults, SamplingParams
 from millrace.serve.generate.chat.open_chat import Chat, open_chat
 from millrace.serve.generate.chat.reasoning import ReasoningWish
 from millrace.serve.generate.chat.tools import NO_TOOLS, ToolUse, function_of, tool_use
@@ -21,12 +21,14 @@ from millrace.serve.generate.checks import (
     refuse_unsupported,
 )
 from millrace.serve.generate.choosing.sampler_fields import SAMPLER_NAMES, sampler_options
+from millrace.serve.generate.fields.retaining import DAY_S, IN_MEMORY_S
 from millrace.serve.generate.generation import Generation
 from millrace.serve.generate.grammars import format_of, schema_format
 from millrace.serve.generate.messages import Conversation, Message, PastCall
 from millrace.serve.generate.prompts import without_oldest
 from millrace.serve.generate.sampling import complete, deadline_of, sampling_params
 from millrace.serve.http.ids import new_id
+from millrace.serve.ollama.keep_alive import keep_alive_s
 from millrace.serve.ollama.schemas import (
     MESSAGE_NOT_SUPPORTED,
     NOT_SUPPORTED,
@@ -146,7 +148,17 @@ async def ollama_generation(
         stream=body.stream is not False,
         logprobs=chat.params.logprobs,
         format_field=chat.grammar_field,
+        retain=_kept(body),
     )
+
+
+def _kept(body: OllamaCommon) -> Retain | None:
+    """What a conversation has computed stays as long as its model is asked to, or with a `context` for a while."""
+    seconds = keep_alive_s(body.keep_alive)
+    if seconds is None:
+        seconds = IN_MEMORY_S if getattr(body, "context", None) else 0.0
+    seconds = DAY_S if seconds < 0 else min(seconds, DAY_S)
+    return Retain(max(seconds, 1.0), covers_answer=True) if seconds else None
 
 
 def ollama_params(state: FrontState, body: OllamaCommon) -> SamplingParams:

@@ -27,6 +27,8 @@ class LastTurn(msgspec.Struct):
     computed_tokens: int
     output_tokens: int
     at: float
+    recomputed_tokens: int = 0
+    """Of the computed ones: those that an earlier turn had computed."""
 
 
 class Session(msgspec.Struct, kw_only=True):

@@ -59,7 +59,14 @@ def taking_turn(
     prompt = generation.prompts[0]
     if prompt.num_dropped:
         raise BadRequest("A session's conversation is never cut; do not ask for its truncation.", param="session_id")
-    turn = Turn(session.id, owner, session.turns, conversation.messages, conversation.continue_final_message)
+    turn = Turn(
+        session.id,
+        owner,
+        session.turns,
+        conversation.messages,
+        num_known=max(0, len(session.token_ids) - 1),  # The last one was drawn and not computed.
+        continues_answer=conversation.continue_final_message,
+    )
     is_kept = state.config.memory.kv_retained > 0
     retain = Retain(
         session.ttl_s,
@@ -103,6 +110,7 @@ async def _conclude(work: Work, turn: Turn, headers: dict[str, str], job: Job) -
         computed_tokens=usage.prompt_tokens - usage.cached_tokens,
         output_tokens=usage.output_tokens,
         at=time.time(),
+        recomputed_tokens=_recomputed(work.state, turn, usage.prompt_tokens, usage.cached_tokens),
     )
     messages = _with_answer(turn, answer)
     await work.state.store.run(
@@ -110,11 +118,18 @@ async def _conclude(work: Work, turn: Turn, headers: dict[str, str], job: Job) -
     )
     headers[TURN_HEADER] = (
         f"number={turn.number + 1}; prompt={last.prompt_tokens}; cached={last.cached_tokens};"
-        f" loaded={last.loaded_tokens}; computed={last.computed_tokens}"
+        f" loaded={last.loaded_tokens}; computed={last.computed_tokens}; recomputed={last.recomputed_tokens}"
     )
     if work.conclude is not None:
         return await work.conclude(job)
     return job.body() if job.out is None else job.writer.end_frames(usage)
+
+
+def _recomputed(state: FrontState, turn: Turn, num_prompt: int, num_cached: int) -> int:
+    """Tokens of whole blocks that earlier turns computed and that were not found."""
+    limits = state.client.limits
+    block = limits.block_size if limits is not None else 1
+    return max(0, min(turn.num_known, num_prompt - 1) // block * block - num_cached)
 
 
 def _answer_ids(choice: Choice, turn: Turn) -> list[int]:

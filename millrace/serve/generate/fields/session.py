@@ -42,6 +42,8 @@ class Turn:
     """Turns that the session had before this one."""
     messages: list[Message]
     """Of the whole conversation, the new ones included."""
+    num_known: int = 0
+    """Tokens that earlier turns have computed."""
     continues_answer: bool = False
     """The answer goes on with the last message."""
     output_ids: list[int] = field(default_factory=list)

@@ -82,6 +82,9 @@ class SessionTurn(msgspec.Struct):
     """Of the cached ones: those that were not on the device when the turn arrived."""
     computed_tokens: int
     output_tokens: int
+    recomputed_tokens: int
+    """Of the computed ones: those that an earlier turn had computed. Their keys and values were evicted, or the
+    conversation is written in another way now."""
 
 
 class SessionAnswer(msgspec.Struct, kw_only=True):
@@ -294,4 +297,4 @@ def _shown(session: Session, kept: HandleFigures | None) -> SessionAnswer:
 
 def _shown_turn(turn: LastTurn) -> SessionTurn:
     counts = (turn.prompt_tokens, turn.cached_tokens, turn.loaded_tokens, turn.computed_tokens, turn.output_tokens)
-    return SessionTurn(*counts)
+    return SessionTurn(*counts, turn.recomputed_tokens)
