@@ -64,14 +64,16 @@ def cold_start(asked: Asked) -> Findings:
     warm = medians["warm"][:-1]
     largest = max(range(len(warm)), key=warm.__getitem__)
     lines = [Line(kind, range(len(STAGES)), values) for kind, values in medians.items()]
+    share, read_s = 100 * sum(warm[:4]) / sum(warm), medians["cold"][4]
     return Findings(
         ("stage", "weights not in memory, s", "weights in the file cache, s"),
         rows,
         [plot("Seconds by stage, in the table's order", lines, "stage", "s")],
-        f"The first token of a new process comes after {median(totals['warm']):.2f} s, and after"
-        f" {median(totals['cold']):.2f} s if the weights have to be read from disk. The longest stage is"
-        f" {STAGES[largest]!r} with {warm[largest]:.2f} s. Python and its imports take"
-        f" {sum(warm[:3]):.2f} s before a model is known; a spare process (`--spare-engine`) has that behind it.",
+        f"The first token of a new process comes after {median(totals['warm']):.1f} s, of which interpreter, imports"
+        f" and plan take {share:.0f}% and the weights {warm[4]:.2f} s ({read_s:.2f} s"
+        f" if they were not in memory). The longest stage is {STAGES[largest]!r} with {warm[largest]:.1f} s. Python and"
+        f" its first imports take {sum(warm[:3]):.1f} s before a model is known; a spare process has"
+        " that behind it (`--spare-engine`).",
     )
 
 
