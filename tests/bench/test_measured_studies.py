@@ -10,13 +10,13 @@ from typing import Any, Self
 
 import pytest
 
-from millrace.bench.studies import answers, mechanisms, sessions
+from millrace.bench.studies import answers, kv_formats, mechanisms, sessions
 from millrace.bench.studies.constraints import Person, is_valid
 from millrace.bench.studies.measured import Asked, ratio_of_medians
 from millrace.bench.studies.registry import MEASURED
 from millrace.cli import main
 from millrace.config import Config, MemoryConfig, ModelConfig, RunConfig
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, EngineUnavailable
 from millrace.simulate.real_engine import RealEngine
 from millrace.simulate.requests import SimulatedRequest
 
@@ -89,6 +89,38 @@ def test_a_needle_is_as_deep_as_asked_and_the_text_as_long() -> None:
     place = text.split().index("NEEDLE.")
     assert 900 < len(text.split()) < 1000
     assert place / len(text.split()) == pytest.approx(0.5, abs=0.05)
+
+
+class SmallCache:
+    """Has two formats; a step takes twice as long in the second."""
+
+    def __init__(self, *_: object, kv_dtype: str, kv_tokens: int, **__: object) -> None:
+        sizes = {"full": 100, "int4": 25}
+        if kv_dtype not in sizes:
+            raise EngineUnavailable(f"memory.kv_dtype is {kv_dtype}, which is for a GPU.")
+        self.kv_dtype = kv_dtype
+        pool = {f"KV pool, {kv_tokens} tokens": sizes[kv_dtype] * kv_tokens}
+        self.ready = SimpleNamespace(memory_plan={"weights": 7} | pool)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_formats_that_the_machine_lacks_are_named_and_the_others_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = {"full": 2.0, "int4": 4.0}
+    monkeypatch.setattr(kv_formats, "LLM", SmallCache)
+    monkeypatch.setattr(kv_formats, "long_step_ms", lambda llm, number: steps[llm.kv_dtype] * (1 + number))
+    monkeypatch.setattr(kv_formats, "perplexity", lambda llm, *_: (10 / steps[llm.kv_dtype], 1))
+    monkeypatch.setattr(kv_formats, "found_needles", lambda *_: ([], [1, 2, 0]))
+    found = kv_formats.kv_formats(Asked("a model", 3))
+    assert found.rows == [
+        ("full", 100.0, (1 << 30) / 100, 4.0, 1.0, 5.0, 6),
+        ("int4", 25.0, (1 << 30) / 25, 8.0, 2.0, 2.5, 6),
+    ]
+    assert "4.0 times fewer bytes" in found.conclusion
+    assert "Not on this machine: packed, float16, fp8, int8." in found.conclusion
 
 
 def test_an_answer_fits_a_schema_or_does_not() -> None:

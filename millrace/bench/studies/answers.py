@@ -79,18 +79,9 @@ def needle_recall(asked: Asked) -> Findings:
     with LLM(asked.model, progress=False) as llm:
         lengths = [length for length in LENGTHS if length + 64 <= llm.max_context]
         for length in lengths:
-            asks, numbers = [], []
-            for depth in DEPTHS:
-                for _ in range(asked.samples):
-                    number = draw.randrange(10_000, 100_000)
-                    text = haystack(draw, length, depth, f"The secret number is {number}.", llm)
-                    asks.append(chat_ids(llm, f"{text}\n\nWhat is the secret number? Answer with the number only."))
-                    numbers.append(str(number))
-            replies = [one.text for one in llm.generate(asks, max_tokens=12, **GREEDY)]
-            found = [number in reply for number, reply in zip(numbers, replies, strict=True)]
-            parts = [sum(found[at : at + asked.samples]) for at in range(0, len(found), asked.samples)]
+            asks, parts = found_needles(llm, draw, length, asked.samples)
             mean = sum(map(len, asks)) / len(asks)
-            rows.append((length, mean, *parts, 100 * sum(parts) / len(found)))
+            rows.append((length, mean, *parts, 100 * sum(parts) / len(asks)))
     counts = f"of {asked.samples}"
     last = rows[-1]
     return Findings(
@@ -100,6 +91,20 @@ def needle_recall(asked: Asked) -> Findings:
         f"{rows[0][-1]:.0f}% of the numbers are found in {rows[0][0]:,} tokens and {last[-1]:.0f}% in {last[0]:,}, with"
         f" {len(DEPTHS) * asked.samples} texts per length. KV cache: the device's default format.",
     )
+
+
+def found_needles(llm: LLM, draw: random.Random, length: int, samples: int) -> tuple[list[list[int]], list[int]]:
+    """The prompts, and how many of `samples` numbers were found at each depth."""
+    asks, numbers = [], []
+    for depth in DEPTHS:
+        for _ in range(samples):
+            number = draw.randrange(10_000, 100_000)
+            text = haystack(draw, length, depth, f"The secret number is {number}.", llm)
+            asks.append(chat_ids(llm, f"{text}\n\nWhat is the secret number? Answer with the number only."))
+            numbers.append(str(number))
+    replies = [one.text for one in llm.generate(asks, max_tokens=12, **GREEDY)]
+    found = [number in reply for number, reply in zip(numbers, replies, strict=True)]
+    return asks, [sum(found[at : at + samples]) for at in range(0, len(found), samples)]
 
 
 SUBJECTS = ("The miller", "A neighbour", "The old bridge", "Her brother", "The harbour", "A merchant", "The garden")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from millrace.bench.studies import answers, cold_start, constraints, formats, mechanisms, sessions
+from millrace.bench.studies import answers, cold_start, constraints, formats, kv_formats, mechanisms, sessions
 from millrace.bench.studies.measured import MeasuredStudy
 
 MEASURED: dict[str, MeasuredStudy] = {
     **formats.STUDIES,
+    **kv_formats.STUDIES,
     **mechanisms.STUDIES,
     **cold_start.STUDIES,
     **constraints.STUDIES,
