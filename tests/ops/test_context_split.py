@@ -166,7 +166,7 @@ def build(kernel, warps, constants, kinds):
     return compile(ASTSource(kernel, signature, places), target=GPUTarget("cuda", 90, 32), options=options)
 
 heads = {"KV_HEADS": 8, "GROUP": 4, "D": 128, "DP": 128, "EARLY": True}
-floats = {"partial_ptr": "*fp32", "lse_ptr": "*fp32"}
+floats = {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "sinks_ptr": "*fp32"}
 kinds = floats | {"q_ptr": "*bf16", "out_ptr": "*bf16", "k_ptr": "*i16", "v_ptr": "*i16", "softmax_scale": "fp32"}
 kinds |= {name: "i32" for name in ("q_stride", "table_stride", "block_stride", "parts")}
 packed = {"PART": 32, "BS": 16, "ITEMS": 32, "HEAD_ITEMS": 1536, "FORMAT": "packed"}
