@@ -138,6 +138,18 @@ def test_many_streams_cost_the_page_no_more_than_fifty(browser: Browser, front: 
         assert sum("/explain" in url for url in asked) <= 8 * sum("/v1/stats" in url for url in asked)
 
 
+def test_kept_prompts_are_listed_with_the_tiers_that_hold_them(browser: Browser, front: Front) -> None:
+    kept = {"id": "session:boats", "tenant": "acme", "tokens": 96, "expires_in_s": 3600}
+    kept |= {"locations": {"device": 32, "host": 48}}
+    body = json.dumps({"data": [kept], "used_bytes": 1, "max_bytes": 4})
+    with watched_page(browser, front.url) as page:
+        page.route("**/v1/cache", lambda route: route.fulfill(body=body, content_type="application/json"))
+        page.goto(front.url + "/dashboard")
+        page.wait_for_selector("#kept-rows >> text=session:boats")
+        assert "32 device, 48 host, 16 evicted" in page.inner_text("#kept-rows")
+        assert "25" in page.inner_text("#kept-note")
+
+
 def test_a_missing_request_and_a_lost_server(browser: Browser, front: Front) -> None:
     with watched_page(browser, front.url, allowed_errors=("404", "ERR_FAILED")) as page:
         open_page(page, front, "/dashboard#request=nothing")

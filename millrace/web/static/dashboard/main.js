@@ -97,6 +97,30 @@ function head({ model, uptime_s, now, view }) {
   if (view?.tenant) byId("view").textContent = view.is_operator ? "Operator's view" : `View of ${view.tenant}`;
 }
 
+// ── kept prompts ─────────────────────────────────────────────────────────────────────────────────────────────────────
+const MAX_KEPT = 50, KEPT_EVERY_MS = 5000;
+let keptDue = 0;
+
+/** Handles of `/v1/cache`, with the tier that has their tokens; those that no tier has are computed again. */
+async function readKept() {
+  if (document.hidden || Date.now() < keptDue) return;
+  keptDue = Date.now() + KEPT_EVERY_MS;
+  try {
+    const { data, used_bytes, max_bytes } = await getJson("/v1/cache"), list = data.toSorted((one, other) => other.tokens - one.tokens);
+    byId("kept").hidden = list.length === 0;
+    byId("kept-rows").replaceChildren(...list.slice(0, MAX_KEPT).map(one => el("tr", {}, el("td", {}, one.id), el("td", {}, one.tenant), el("td", { class: "number" }, count(one.tokens)), el("td", {}, places(one)), el("td", { class: "number" }, duration(one.expires_in_s)))));
+    byId("kept-note").textContent = `${list.length > MAX_KEPT ? `The ${MAX_KEPT} largest of ${count(list.length)}. ` : ""}${share(max_bytes ? used_bytes / max_bytes : 0)} of what may be kept.`;
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error;
+    byId("kept").hidden = true;
+  }
+}
+
+function places({ tokens, locations }) {
+  const found = Object.entries(locations).filter(([, held]) => held), missing = tokens - found.reduce((sum, [, held]) => sum + held, 0);
+  return [...found.map(([place, held]) => `${count(held)} ${place}`), ...(missing ? [`${count(missing)} evicted`] : [])].join(", ");
+}
+
 // ── the round ────────────────────────────────────────────────────────────────────────────────────────────────────────
 async function round() {
   clearTimeout(timer);
@@ -108,6 +132,7 @@ async function round() {
     panels.update(data);
     pool.update(data.now.kv_blocks);
     await requests.update();
+    readKept();
     problem(null);
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
