@@ -13,6 +13,7 @@ from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.ops.attention import PagedAttention
+from millrace.ops.attention.latent import PagedLatentAttention
 
 
 def decoder_for(device: torch.device, *, paged: bool, **changes: Any) -> Decoder:
@@ -24,6 +25,8 @@ def decoder_for(device: torch.device, *, paged: bool, **changes: Any) -> Decoder
 
 
 def paged_attention(spec: ModelSpec) -> PagedAttention:
+    if spec.latent is not None:
+        return PagedLatentAttention(spec.num_heads, spec.latent.rank, spec.latent.rope_dim, spec.attention_scale)
     heads = (spec.num_heads, spec.num_kv_heads, spec.head_dim)
     return PagedAttention(*heads, spec.attention_scale, spec.attention_softcap)
 

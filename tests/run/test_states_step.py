@@ -1,4 +1,5 @@
-"""Recurrent states in the steps of both runners: chunks, prefix hits at checkpoints, preemption and drafts."""
+"""Recurrent states and latents in the steps of the runners: chunks, prefix hits, of states at checkpoints, preemption
+and drafts."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import torch
 from helpers.decode_table import want_few_programs
 from helpers.quick_interpreter import quick_interpreter
 from helpers.small_decoder import with_paged_attention
-from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
+from helpers.tiny_models import HYBRIDS, VOCAB, StateDictSource, config_of, make_reference
 from helpers.triton_mode import device as place
 from helpers.triton_mode import interpreted
 
@@ -20,6 +21,7 @@ from millrace.config import RunConfig
 from millrace.models.decoder import Decoder
 from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
+from millrace.ops.attention import latent
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.request import Request
@@ -42,7 +44,11 @@ def load(case: str, device: torch.device) -> Decoder:
 
 
 def drive(
-    runner: Runner | CudaRunner, max_drafts: int = 0, predicted: list[list[int]] | None = None, **changes: Any
+    runner: Runner | CudaRunner,
+    max_drafts: int = 0,
+    predicted: list[list[int]] | None = None,
+    has_states: bool = True,
+    **changes: Any,
 ) -> tuple[list[list[int]], Scheduler]:
     """`predicted`: what the requests will probably draw, of which some is right."""
     sizes = SIZES | changes
@@ -52,7 +58,7 @@ def drive(
             block_size=sizes["block_size"],
             max_running=sizes["max_rows"],
             token_budget=BUDGET,
-            state_slots=sizes["state_slots"],
+            state_slots=sizes["state_slots"] if has_states else None,
             prefix_cache=sizes["state_slots"] > 0,
             expected_output=1.0,
             drafts=DraftSettings(max_drafts, max_places=sizes["max_rows"] * (1 + max_drafts), is_padded=max_drafts > 0),
@@ -105,16 +111,17 @@ def test_the_plain_runner(case: str, max_drafts: int) -> None:
     assert not max_drafts or runner._drafted.num_accepted > 0
 
 
-@pytest.mark.parametrize(("case", "max_drafts"), [("qwen3_next_dense", 3), ("granite_hybrid", 0)])
+@pytest.mark.parametrize(("case", "max_drafts"), [("qwen3_next_dense", 3), ("granite_hybrid", 0), ("deepseek_v3", 0)])
 def test_the_gpu_runner(case: str, max_drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     if interpreted:
         want_few_programs(monkeypatch)
+        monkeypatch.setattr(latent, "num_multiprocessors", lambda _: 1)
     drafting = {"speculate": "ngram", "state_places": 1 + max_drafts} if max_drafts else {}
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     settings = RunnerSettings(token_budget=BUDGET, **SIZES, **drafting)
     runner = CudaRunner(with_paged_attention(load(case, place)), device, settings)
     expected = plain_tokens(case)
     with quick_interpreter() if interpreted else nullcontext():
-        found, scheduler = drive(runner, max_drafts, nearly(expected))
+        found, scheduler = drive(runner, max_drafts, nearly(expected), has_states=case in HYBRIDS)
     assert found == expected
-    assert scheduler.prefix.checkpoints.num_hits > 0
+    assert case not in HYBRIDS or scheduler.prefix.checkpoints.num_hits > 0

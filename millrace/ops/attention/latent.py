@@ -7,13 +7,22 @@ cache of a layer is [1, blocks, 1, block_size, rank + rope_dim]; the result is [
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+from millrace.ops.attention.paged import PagedAttention, PreparedRows
 from millrace.ops.attention.reference import PreparedReference
 from millrace.ops.attention.rows import AttentionRows, plain_rows
 from millrace.ops.base.version import Version
 from millrace.ops.kv.cache import CacheFormat, read_kv
+from millrace.ops.triton import triton_missing
+from millrace.ops.tuning.load import num_multiprocessors
+
+if TYPE_CHECKING:
+    from millrace.ops.triton.attention.decode import SplitWorkspace
 
 
 class ReferenceLatentAttention:
@@ -44,7 +53,55 @@ class ReferenceLatentAttention:
         return weights @ latents[:, : self._rank]
 
 
+class PagedLatentAttention(PagedAttention):
+    """The version for CUDA devices. All rows are tiled, those that decode too."""
+
+    def __init__(self, num_heads: int, rank: int, rope_dim: int, scale: float, *, is_fixed: bool = False) -> None:
+        from millrace.ops.triton.attention.latent import LatentShape
+
+        super().__init__(num_heads, 1, rank + rope_dim, scale, tile_decode_rows=True)
+        self._latent = LatentShape(num_heads, rank, rope_dim, scale)
+        self._is_fixed = is_fixed
+        self._parts: SplitWorkspace | None = None
+        self.queries_per_tile = self._latent.queries_per_tile
+
+    def __call__(self, queries: Tensor, kv: Tensor, prepared: PreparedRows, sinks: Tensor | None = None) -> Tensor:
+        from millrace.ops.triton.attention.context_split import ContextSplit
+        from millrace.ops.triton.attention.latent import attend_latents
+
+        shape, tiles = self._latent, prepared.step.tiles
+        assert sinks is None
+        out = torch.empty((queries.shape[0], shape.num_heads * shape.rank), dtype=queries.dtype, device=kv.device)
+        if tiles is None:
+            return out
+        programs = num_multiprocessors(kv.device)
+        parts, split = 1 if self._is_fixed else shape.parts(tiles.shape[0], programs), None
+        if parts > 1:
+            if self._parts is None:
+                self._parts = shape.workspace(programs, kv.device)
+            split = ContextSplit(parts, self._parts)
+        attend_latents(queries, kv, out, tiles, prepared.rows, shape, split)
+        return out
+
+
 VERSIONS = (
+    Version(
+        op="latent_attention",
+        name="paged",
+        make=PagedLatentAttention,
+        when="Triton: one pass over the latents, each read once for up to 64 query vectors; few tiles share keys",
+        devices=("cuda",),
+        missing=triton_missing,
+    ),
+    Version(
+        op="latent_attention",
+        name="paged_fixed",
+        make=partial(PagedLatentAttention, is_fixed=True),
+        when="Triton: as paged, with one program for all keys, so that sums never depend on the batch",
+        devices=("cuda",),
+        invariant_on=("cuda",),
+        missing=triton_missing,
+    ),
     Version(
         op="latent_attention",
         name="reference",
