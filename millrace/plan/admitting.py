@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 from millrace.plan.budget import ChunkBudget, StepBudget
-from millrace.plan.kv.host_tier import HostTier
+from millrace.plan.kv.host_tier import Loading
 from millrace.plan.kv.prefix import Match
 from millrace.plan.queue.admission_forecast import AdmissionForecast
 from millrace.plan.queue.delays import Cause, Delays
@@ -29,11 +30,11 @@ class Admitting:
         shares: FairShares,
         budget: StepBudget,
         lengths: OutputLengthEstimate,
-        host_tier: HostTier | None = None,
+        load: Callable[[Request, Match], Loading] = lambda *_: "none",
     ) -> None:
         self._seating, self._rows, self._pool, self._prefix = seating, seating.rows, seating.pool, seating.prefix
         self._waiting, self._policy, self._shares, self._budget = waiting, policy, shares, budget
-        self._lengths, self._host_tier = lengths, host_tier
+        self._lengths, self._load = lengths, load
         self.delays = Delays()
         self.is_static = False
         """True with static batching: a batch is gathered only when the one before has ended."""
@@ -80,7 +81,7 @@ class Admitting:
                 continue
             if not forecast.admit(request, match):
                 return self._choose_victim(request, "memory", now)
-            loading = self._host_tier.load(request, match) if self._host_tier is not None else "none"
+            loading = self._load(request, match)
             if loading == "blocked":
                 return "memory" if self._pool.num_soon else self._choose_victim(request, "memory", now)
             if loading == "started":

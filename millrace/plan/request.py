@@ -95,6 +95,8 @@ class Request:
     """Hash of the block it waits for, which a running request is computing."""
     loads: int = 0
     """Times that blocks of its prefix were loaded from host memory for it since it began to wait."""
+    returns: int = 0
+    """Times that blocks of its prefix were read from the disk for it since it began to wait."""
     num_output: int = field(init=False)
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at the first admission."""

@@ -26,12 +26,13 @@ from millrace.plan.drafts import DraftPlaces, DraftSettings
 from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.kv.block_pool import BlockPool
 from millrace.plan.kv.checkpoints import CheckpointFigures, Checkpoints
+from millrace.plan.kv.disk_tier import DiskTierSettings
 from millrace.plan.kv.eviction import EvictionSettings
 from millrace.plan.kv.groups import ONE_GROUP, KvGroups
-from millrace.plan.kv.host_tier import HostTier, HostTierSettings
+from millrace.plan.kv.host_tier import HostTierSettings
+from millrace.plan.kv.lower_tiers import LowerTiers
 from millrace.plan.kv.prefix import PrefixIndex
 from millrace.plan.kv.retention import Retention, RetentionSettings
-from millrace.plan.kv.slot_index import SlotIndex
 from millrace.plan.kv.transfer import PrefixTransfer
 from millrace.plan.planner.journal import WatchedBlocks
 from millrace.plan.planner.protocol import (
@@ -94,6 +95,8 @@ class SchedulerSettings:
     """Of one checkpoint."""
     drafts: DraftSettings = field(default_factory=DraftSettings)
     host_tier: HostTierSettings = field(default_factory=HostTierSettings)
+    disk_tier: DiskTierSettings = field(default_factory=DiskTierSettings)
+    """Needs a host tier."""
     eviction: EvictionSettings = field(default_factory=EvictionSettings)
     retention: RetentionSettings = field(default_factory=RetentionSettings)
 
@@ -103,10 +106,8 @@ class Scheduler:
         """`shapes`: by default every step runs at its own size."""
         groups, self.block_size = settings.groups, settings.block_size
         self.budget = StepBudget(settings.token_budget, settings.mixed_budget, settings.target)
-        has_host_tier = settings.host_tier.num_slots and settings.prefix_cache
-        host_index = SlotIndex("host", settings.host_tier.num_slots) if has_host_tier else None
-        tiers = () if host_index is None else (host_index,)
-        self.pool = BlockPool(settings.num_blocks, groups.num_groups, tiers, settings.eviction)
+        self.tiers = LowerTiers(settings.host_tier, settings.disk_tier, settings.prefix_cache)
+        self.pool = BlockPool(settings.num_blocks, groups.num_groups, self.tiers.indexes, settings.eviction)
         self._has_cache = settings.prefix_cache
         self.rows = Rows(settings.max_running, self.block_size, groups.num_groups)
         self.prefix = PrefixIndex(self.pool, self.block_size, settings.prefix_cache, groups)
@@ -117,11 +118,8 @@ class Scheduler:
         self.retention = Retention(settings.retention, self.pool, self.prefix, groups.num_groups)
         self.transfer = PrefixTransfer(self.pool, self.prefix, self.retention, groups)
         self._choice = RowChoice(self.rows, self.budget)
-        self.host_tier: HostTier | None = None
-        if host_index is not None:
-            columns_per_step = -(-settings.token_budget // self.block_size) + 2 * settings.max_running
-            most_per_step = columns_per_step * groups.num_groups
-            self.host_tier = HostTier(settings.host_tier, host_index, self.pool, self.prefix, most_per_step)
+        columns_per_step = -(-settings.token_budget // self.block_size) + 2 * settings.max_running
+        self.tiers.join(self.pool, self.prefix, columns_per_step * groups.num_groups)
         self._in_flight = StepsInFlight()
         self._seating = Seating(self.rows, self.pool, self.prefix, groups, self._in_flight)
         shapes = shapes if shapes is not None else ExactShapes()
@@ -133,7 +131,7 @@ class Scheduler:
         self.waiting = WaitingQueue(policy, self.shares, settings.aging_s, WaitingTokens(self.prefix))
         lengths = OutputLengthEstimate(initial=settings.expected_output)
         self._admitting = Admitting(
-            self._seating, self.waiting, policy, self.shares, self.budget, lengths, self.host_tier
+            self._seating, self.waiting, policy, self.shares, self.budget, lengths, self.tiers.load
         )
         self._admitting.is_static = settings.static_batching
         self.num_preemptions = 0
@@ -153,8 +151,8 @@ class Scheduler:
 
     @property
     def watched_blocks(self) -> Mapping[Location, WatchedBlocks]:
-        tier = self.host_tier
-        return {"device": self.pool} if tier is None else {"device": self.pool, "host": tier.index}
+        found: dict[Location, WatchedBlocks] = {"device": self.pool}
+        return found | {index.location: index for index in self.tiers.indexes}
 
     @property
     def has_drafts(self) -> bool:
@@ -260,22 +258,25 @@ class Scheduler:
         """End the handles with this name. Returns how many there were."""
         return self.retention.drop(name, owner)
 
-    # -- copies between the device and host memory -------------------------------------------------------------------
+    # -- copies between locations ----------------------------------------------------------------------------------
 
     def take_copies(self) -> list[BlockCopies]:
         """Copies to start now, beside the steps. Call it after every `plan`, also if that returned None."""
-        return self.host_tier.take_copies() if self.host_tier is not None else []
+        return self.tiers.take_copies()
+
+    def settle(self, now: float) -> None:
+        """No request will run any more: `take_copies` moves cached blocks to where they outlive the process."""
+        self.tiers.advance(now, is_idle=True)
 
     def copies_done(self, copies: BlockCopies, failed: bool, seconds: float = 0.0) -> None:
         """The copies have ended. Blocks that failed to arrive are computed; those that failed to leave are lost.
         `seconds`: how long they took, without waiting for their turn."""
-        if self.host_tier is not None:
-            self.host_tier.copies_done(copies, failed, seconds)
+        self.tiers.copies_done(copies, failed, seconds)
 
     @property
     def num_copies(self) -> int:
-        """Copies in flight: batches that `copies_done` has not been called for."""
-        return self.host_tier.num_copies if self.host_tier is not None else 0
+        """Copies to and from the device in flight: batches that `copies_done` has not been called for."""
+        return self.tiers.num_near
 
     # -- plan ------------------------------------------------------------------------------------------------------
 
@@ -297,8 +298,7 @@ class Scheduler:
         self.run_deferred()
         self._expire(now)
         self.retention.advance(now)
-        if self.host_tier is not None:
-            self.host_tier.advance(now)
+        self.tiers.advance(now, is_idle=not len(self._seating) and not len(self.waiting))
         if only is None:
             self._preempt_chosen(now)
         preempted_before = self.num_preemptions
@@ -467,11 +467,11 @@ class Scheduler:
 
     def observe_speed(self, tokens_per_s: float) -> None:
         """Throughput of full steps; 0 until measured."""
-        if self.host_tier is not None:
-            self.host_tier.prefill_tokens_per_s = tokens_per_s
+        if self.tiers.host is not None:
+            self.tiers.host.prefill_tokens_per_s = tokens_per_s
 
     def figures(self, now: float) -> PlannerFigures:
-        pool, tier, waiting, drafts = self.pool, self.host_tier, self.waiting, self._drafts.state
+        pool, tier, waiting, drafts = self.pool, self.tiers.host, self.waiting, self._drafts.state
         states = CheckpointFigures() if self.prefix.checkpoints is None else self.prefix.checkpoints.figures()
         return PlannerFigures(
             running=self.num_running,

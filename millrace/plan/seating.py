@@ -61,7 +61,7 @@ class Seating:
         self.pool.share(match.found)
         self.prefix.count(request, match.num_columns)
         self.prefix.expect(request, match.num_columns)
-        request.held_by, request.loads = None, 0
+        request.held_by, request.loads, request.returns = None, 0, 0
         self.num_recomputed += max(0, request.num_computed - match.num_columns * self._block_size)
         num_columns, num_reached = match.num_columns, match.num_reached
         row = self.rows.admit(request, match.blocks)

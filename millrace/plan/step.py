@@ -276,6 +276,8 @@ class BlockCopies:
     """Where the blocks are in the source: ids in the KV pool, slots elsewhere. Nothing in flight writes them."""
     slots: Int32s
     """Where they go in the target, one per block."""
+    names: tuple[bytes, ...] = ()
+    """To and from a disk: what is stored beside each block, so that it is found after a restart."""
 
 
 @dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.

@@ -185,7 +185,7 @@ class Replica:
         if self._repeating is None:
             return False
         due = min(until, self._sampled_at + SAMPLES_EVERY_S)
-        if self.scheduler.host_tier is not None:
+        if self.scheduler.tiers.host is not None:
             due = min(due, self._reported_at + REPORT_EVERY_S)
         turns = self._cycle.advance_repeated(self.scheduler, self._repeating, due)
         if turns is None:
@@ -252,8 +252,8 @@ class Replica:
     def _report(self, at: float) -> None:
         if at - self._reported_at >= REPORT_EVERY_S:
             self._reported_at = at
-            if self.scheduler.host_tier is not None:
-                self.scheduler.host_tier.prefill_tokens_per_s = self._rates.tokens_per_s
+            if self.scheduler.tiers.host is not None:
+                self.scheduler.tiers.host.prefill_tokens_per_s = self._rates.tokens_per_s
         if at - self._sampled_at >= SAMPLES_EVERY_S:
             self._sampled_at = at
             self._sample(at)

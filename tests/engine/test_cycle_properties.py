@@ -354,9 +354,9 @@ def test_the_schedules_have_late_masks_drafts_groups_copies_failures_and_graphs(
         dropped += int(world.scheduler.rows.num_dropped.sum())
         failed += world.num_failed
         captured += sum(isinstance(shape, StepShape) for shape in world.runner.captured)
-        if world.scheduler.host_tier is not None:
-            loaded += world.scheduler.host_tier.tokens_loaded
-            copies_failed += world.scheduler.host_tier.copies_failed
+        if world.scheduler.tiers.host is not None:
+            loaded += world.scheduler.tiers.host.tokens_loaded
+            copies_failed += world.scheduler.tiers.host.copies_failed
     found = {
         "draws that waited for masks": undrawn,
         "masks": masks,

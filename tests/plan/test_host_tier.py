@@ -2,126 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from helpers.toy_device import ToyDevice, lone_run
+from helpers.tier_bench import BLOCK, NUM_BLOCKS, PROMPT, ROUTES, WORKING_SET, TierBench, prompts, spill
 
 from millrace.params import Retain
-from millrace.plan.kv.groups import KvGroups
-from millrace.plan.kv.host_tier import PATIENCE_S, HostTier, HostTierSettings
-from millrace.plan.kv.retention import RetentionSettings
+from millrace.plan.kv.host_tier import PATIENCE_S
 from millrace.plan.kv.slot_index import SlotIndex
-from millrace.plan.request import Request
-from millrace.plan.scheduler import Scheduler, SchedulerSettings
-from millrace.plan.step import BlockCopies
-
-VOCAB, BLOCK, NUM_BLOCKS, PROMPT = 11, 4, 30, 40
-
-
-class Bench:
-    """A scheduler with a host tier, a toy device, and copies that take `copy_steps` steps."""
-
-    def __init__(
-        self,
-        num_slots: int = 200,
-        windows: tuple[int | None, ...] = (None,),
-        copy_steps: int = 2,
-        batch: int = 8,
-        retained: int = 0,
-    ) -> None:
-        num_blocks = NUM_BLOCKS * len(windows)
-        self.scheduler = Scheduler(
-            SchedulerSettings(
-                num_blocks=num_blocks,
-                block_size=BLOCK,
-                max_running=2,
-                token_budget=16,
-                expected_output=4.0,
-                groups=KvGroups(windows),
-                host_tier=HostTierSettings(num_slots, block_bytes=1, batch_bytes=batch),
-                retention=RetentionSettings(retained),
-            )
-        )
-        self.device = ToyDevice(num_blocks, BLOCK, 2, VOCAB, windows)
-        self.copies: list[tuple[BlockCopies, int]] = []
-        self.copy_steps = {"host": copy_steps, "device": copy_steps}
-        """By target."""
-        self.block_s = 0.0
-        """Seconds to copy a block."""
-        self.fails: set[str] = set()
-        """Targets to which copies fail."""
-        self.num_issued = {"host": 0, "device": 0}
-        self.step_no = self.num_computed = 0
-        self.next_id = 0
-        self.outputs: dict[int, list[int]] = {}
-        self.requests: dict[int, Request] = {}
-
-    @property
-    def tier(self) -> HostTier:
-        assert self.scheduler.host_tier is not None
-        return self.scheduler.host_tier
-
-    def submit(self, prompt: list[int], salt: bytes = b"", retain: Retain | None = None) -> int:
-        tokens = np.asarray(prompt, np.int32)
-        request = Request(id=self.next_id, prompt=tokens, max_tokens=4, salt=salt, retain=retain)
-        self.requests[request.id], self.outputs[request.id] = request, []
-        self.next_id += 1
-        self.scheduler.submit(request)
-        return request.id
-
-    def step(self) -> None:
-        self.step_no += 1
-        plan = self.scheduler.plan(float(self.step_no))
-        for copies in self.scheduler.take_copies():
-            self.num_issued[copies.target] += len(copies.blocks)
-            self.device.begin_copies(copies)
-            self.copies.append((copies, self.step_no + self.copy_steps[copies.target]))
-        if plan is not None:
-            self.num_computed += plan.num_tokens
-            outcome = self.scheduler.apply(plan.step_no, *self.device.run(plan))
-            for request_id, token in zip(outcome.request_ids.tolist(), outcome.tokens.tolist(), strict=True):
-                self.outputs[request_id].append(token)
-        due = [copies for copies, ends in self.copies if ends <= self.step_no]
-        self.copies = [(copies, ends) for copies, ends in self.copies if ends > self.step_no]
-        for copies in due:
-            failed = copies.target in self.fails
-            self.device.end_copies(copies, failed)
-            self.scheduler.copies_done(copies, failed, seconds=len(copies.blocks) * self.block_s)
-        self.scheduler.pool.check()
-        self.tier.index.check()
-
-    def run(self, limit: int = 400) -> None:
-        """Until all requests have ended; checks their tokens."""
-        for _ in range(limit):
-            if not self.scheduler.has_work:
-                break
-            self.step()
-        else:
-            pytest.fail("requests never ended")
-        for request_id, output in self.outputs.items():
-            request = self.requests[request_id]
-            assert output == lone_run(request.prompt.tolist(), request.max_tokens, (), 0, VOCAB)[0]
-
-    def start_loading(self, prompt: list[int]) -> int:
-        """Submit a request whose prefix is in host memory, until its first blocks are arriving."""
-        request_id, issued = self.submit(prompt), self.num_issued["device"]
-        while self.num_issued["device"] == issued:
-            self.step()
-        return request_id
-
-    def answer(self, prompt: list[int]) -> int:
-        """Number of the prompt's tokens that were found when it was answered alone."""
-        request_id = self.submit(prompt)
-        self.run()
-        return self.requests[request_id].cached_tokens
-
-
-def prompts(count: int) -> list[list[int]]:
-    rng = np.random.default_rng(1)
-    return [rng.integers(0, VOCAB, PROMPT).tolist() for _ in range(count)]
-
-
-WORKING_SET = 3 * NUM_BLOCKS // (PROMPT // BLOCK)
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6), (9, None, 4, None), (10,)])
@@ -129,7 +15,7 @@ WORKING_SET = 3 * NUM_BLOCKS // (PROMPT // BLOCK)
 def test_a_working_set_of_three_pools_is_answered_without_recomputing(
     windows: tuple[int | None, ...], copy_steps: int
 ) -> None:
-    bench = Bench(num_slots=200 * len(windows), windows=windows, copy_steps=copy_steps)
+    bench = TierBench(num_slots=200 * len(windows), windows=windows, copy_steps=copy_steps)
     texts = prompts(WORKING_SET)
     assert [bench.answer(prompt) for prompt in texts] == [0] * WORKING_SET
     for _ in range(2):
@@ -141,7 +27,7 @@ def test_a_working_set_of_three_pools_is_answered_without_recomputing(
 
 
 def test_a_working_set_is_loaded_under_steady_pressure() -> None:
-    bench = Bench(copy_steps=2)
+    bench = TierBench(copy_steps=2)
     texts = prompts(WORKING_SET)
     for _ in range(3):
         for prompt in texts:
@@ -154,44 +40,37 @@ def test_a_working_set_is_loaded_under_steady_pressure() -> None:
 
 
 def test_nothing_is_copied_while_the_pool_has_room() -> None:
-    bench = Bench()
+    bench = TierBench()
     bench.answer(prompts(1)[0])
-    assert bench.num_issued == {"host": 0, "device": 0}
-
-
-def spill(bench: Bench, prompt: list[int]) -> None:
-    """Have the prompt's blocks in host memory only."""
-    bench.answer(prompt)
-    for other in prompts(WORKING_SET + 1)[1:]:
-        bench.answer(other)
+    assert bench.num_issued == dict.fromkeys(ROUTES, 0)
 
 
 def test_requests_with_the_same_arriving_prefix_share_one_arrival() -> None:
-    bench, prompt = Bench(copy_steps=3), prompts(1)[0]
+    bench, prompt = TierBench(copy_steps=3), prompts(1)[0]
     spill(bench, prompt)
-    loaded = bench.num_issued["device"]
+    loaded = bench.num_issued["host device"]
     ids = [bench.submit(prompt), bench.submit(prompt), bench.submit([*prompt, 1, 2])]
     bench.step()
     assert bench.scheduler.num_running == 0, "a request with arriving blocks takes no row"
     bench.run()
-    assert bench.num_issued["device"] - loaded == (PROMPT - BLOCK) // BLOCK
+    assert bench.num_issued["host device"] - loaded == (PROMPT - BLOCK) // BLOCK
     assert min(bench.requests[id].cached_tokens for id in ids) == PROMPT - BLOCK
 
 
 def test_tenants_do_not_find_each_others_blocks_in_host_memory() -> None:
-    bench, prompt = Bench(), prompts(1)[0]
+    bench, prompt = TierBench(), prompts(1)[0]
     spill(bench, prompt)
-    loaded = bench.num_issued["device"]
+    loaded = bench.num_issued["host device"]
     other = bench.submit(prompt, salt=b"other")
     bench.run()
     assert bench.requests[other].cached_tokens == 0
-    assert bench.num_issued["device"] == loaded
+    assert bench.num_issued["host device"] == loaded
 
 
 def test_a_later_request_overtakes_one_whose_blocks_are_arriving() -> None:
-    bench, prompt = Bench(copy_steps=1), prompts(1)[0]
+    bench, prompt = TierBench(copy_steps=1), prompts(1)[0]
     spill(bench, prompt)
-    bench.copy_steps["device"] = 8
+    bench.copy_steps["host device"] = 8
     waiting = bench.start_loading(prompt)
     quick = bench.submit([1, 2, 3])
     for _ in range(7):
@@ -202,7 +81,7 @@ def test_a_later_request_overtakes_one_whose_blocks_are_arriving() -> None:
 
 
 def test_aborting_an_arriving_request_keeps_what_arrives() -> None:
-    bench, prompt = Bench(copy_steps=4), prompts(1)[0]
+    bench, prompt = TierBench(copy_steps=4), prompts(1)[0]
     spill(bench, prompt)
     aborted = bench.start_loading(prompt)
     held = bench.scheduler.pool.num_held
@@ -214,15 +93,15 @@ def test_aborting_an_arriving_request_keeps_what_arrives() -> None:
     for _ in range(10):
         bench.step()
     assert bench.scheduler.pool.num_held == 0
-    loaded = bench.num_issued["device"]
+    loaded = bench.num_issued["host device"]
     assert bench.answer(prompt) == PROMPT - BLOCK
-    assert bench.num_issued["device"] == loaded
+    assert bench.num_issued["host device"] == loaded
 
 
 def test_a_failed_load_is_computed() -> None:
-    bench, prompt = Bench(), prompts(1)[0]
+    bench, prompt = TierBench(), prompts(1)[0]
     spill(bench, prompt)
-    bench.fails = {"device"}
+    bench.fails = {"host device"}
     assert bench.answer(prompt) == 0
     assert bench.tier.copies_failed == (PROMPT - BLOCK) // BLOCK
     bench.fails = set()
@@ -231,8 +110,8 @@ def test_a_failed_load_is_computed() -> None:
 
 
 def test_blocks_that_fail_to_leave_are_evicted() -> None:
-    bench = Bench()
-    bench.fails = {"host"}
+    bench = TierBench()
+    bench.fails = {"device host"}
     texts = prompts(WORKING_SET)
     for prompt in (*texts, *texts):
         assert bench.answer(prompt) == 0
@@ -241,7 +120,7 @@ def test_blocks_that_fail_to_leave_are_evicted() -> None:
 
 
 def test_copies_that_never_end_do_not_stop_serving() -> None:
-    bench = Bench(copy_steps=10_000)
+    bench = TierBench(copy_steps=10_000)
     texts = prompts(WORKING_SET)
     for prompt in texts:
         bench.answer(prompt)
@@ -251,22 +130,22 @@ def test_copies_that_never_end_do_not_stop_serving() -> None:
 
 
 def test_a_request_whose_copies_never_end_is_computed() -> None:
-    bench, prompt = Bench(), prompts(1)[0]
+    bench, prompt = TierBench(), prompts(1)[0]
     spill(bench, prompt)
-    bench.copy_steps = {"host": 1, "device": 10_000}
+    bench.copy_steps |= {"device host": 1, "host device": 10_000}
     began = bench.step_no
     assert bench.answer(prompt) == 0
     assert PATIENCE_S < bench.step_no - began < PATIENCE_S + 20
     # When they end after all, the tier works again.
     bench.copies = [(copies, 0) for copies, _ in bench.copies]
-    bench.copy_steps["device"] = 1
+    bench.copy_steps["host device"] = 1
     bench.step()
     spill(bench, prompt)
     assert bench.answer(prompt) == PROMPT - BLOCK
 
 
 def test_loads_only_where_that_beats_computing() -> None:
-    bench, prompt = Bench(), prompts(1)[0]
+    bench, prompt = TierBench(), prompts(1)[0]
     bench.block_s = 0.1  # 40 tokens per second
     spill(bench, prompt)
     bench.tier.prefill_tokens_per_s = 50.0
@@ -304,7 +183,7 @@ def test_the_host_index_evicts_the_least_recently_used_and_never_what_copies_use
 
 def test_what_handles_keep_moves_down_and_comes_back() -> None:
     """More than the device holds: none of it is computed again, and other requests are not held up."""
-    bench, kept = Bench(retained=NUM_BLOCKS * 3), prompts(6)
+    bench, kept = TierBench(retained=NUM_BLOCKS * 3), prompts(6)
     for number, prompt in enumerate(kept):
         bench.submit(prompt, retain=Retain(1e6, f"session {number}", is_hint=False))
         bench.run()

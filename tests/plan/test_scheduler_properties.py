@@ -175,8 +175,8 @@ class World:
     def check_pools(self) -> None:
         self.scheduler.pool.check()
         self.scheduler.retention.check()
-        if self.scheduler.host_tier is not None:
-            self.scheduler.host_tier.index.check()
+        if self.scheduler.tiers.host is not None:
+            self.scheduler.tiers.host.index.check()
         if self.scheduler.prefix.checkpoints is not None:
             self.scheduler.prefix.checkpoints.slots.check()
 
@@ -313,9 +313,9 @@ def test_the_random_schedules_do_preempt_share_cancel_repeat_and_load() -> None:
         if world.scheduler.prefix.checkpoints is not None:
             begun += world.scheduler.prefix.checkpoints.num_hits
             evicted += world.scheduler.prefix.checkpoints.slots.num_evicted
-        if world.scheduler.host_tier is not None:
-            loaded += world.scheduler.host_tier.tokens_loaded
-            failed += world.scheduler.host_tier.copies_failed
+        if world.scheduler.tiers.host is not None:
+            loaded += world.scheduler.tiers.host.tokens_loaded
+            failed += world.scheduler.tiers.host.copies_failed
     assert begun > 20
     assert evicted > 20
     assert retained > 100

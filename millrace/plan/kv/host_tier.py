@@ -15,15 +15,17 @@ tier is stuck: requests compute what they waited for, and dirty blocks are evict
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from millrace.plan.kv.block_pool import BlockPool
+from millrace.plan.kv.copy_rate import CopyRate
 from millrace.plan.kv.prefix import Columns, Match, PrefixIndex
 from millrace.plan.kv.slot_index import SlotIndex
-from millrace.plan.kv.tier import CacheKey, Place
+from millrace.plan.kv.tier import CacheKey, Place, Tier
 from millrace.plan.request import Request
 from millrace.plan.step import BlockCopies, Location
 
@@ -33,8 +35,6 @@ MAX_BATCHES = 4
 """Batches in flight in each direction. They are acknowledged once per step, so a step's time should be filled."""
 CLEAN_SHARE = 1 / 8
 """Share of the pool that is kept free or clean, at least."""
-RATE_DECAY = 0.9
-"""By how much older batches count less in the measured rate of copies."""
 MAX_LOADS = 4
 """Arrivals that one waiting request may start. If its blocks are evicted before it is admitted, it loads them again."""
 
@@ -93,10 +93,20 @@ class _Batch:
 
 class HostTier:
     def __init__(
-        self, settings: HostTierSettings, index: SlotIndex, pool: BlockPool, prefix: PrefixIndex, most_per_step: int
+        self,
+        settings: HostTierSettings,
+        index: SlotIndex,
+        pool: BlockPool,
+        prefix: PrefixIndex,
+        most_per_step: int,
+        numbers: Iterator[int],
+        below: Tier | None = None,
     ) -> None:
-        """`most_per_step`: blocks that one step may take."""
+        """`most_per_step`: blocks that one step may take. `numbers`: of copies and arrivals. `below`: a tier that keeps
+        what is evicted here; blocks move towards it while nothing runs."""
         self.settings, self.index = settings, index
+        self._numbers, self._below = numbers, below
+        self.is_idle = False
         self._pool, self._prefix = pool, prefix
         self._num_clean = max(most_per_step, int(pool.total * CLEAN_SHARE))
         """Blocks to keep free or clean. At least what a step may take, so waiting for blocks always ends."""
@@ -105,11 +115,9 @@ class HostTier:
         self._queue: deque[_Load] = deque()
         self._in_flight: dict[int, _Batch] = {}
         self._arrivals: dict[int, _Arrival] = {}
-        self._next_copies = 0
         self._now = 0.0
         self.is_stuck = False
-        self._copied_bytes, self._copy_seconds = 0.0, 0.0
-        """Sums over batches, older ones counted less."""
+        self.rate = CopyRate()
         self.prefill_tokens_per_s = 0.0
         """Measured rate of computing prompts, which the engine keeps up to date; 0 if unknown."""
         self.tokens_loaded = 0
@@ -121,9 +129,9 @@ class HostTier:
         """Batches in flight."""
         return len(self._in_flight)
 
-    def advance(self, now: float) -> None:
-        """Call before each plan: finds out whether copies are stuck."""
-        self._now = now
+    def advance(self, now: float, is_idle: bool = False) -> None:
+        """Call before each plan: finds out whether copies are stuck. `is_idle`: no request waits or runs."""
+        self._now, self.is_idle = now, is_idle
         self._num_wanted = 0
         oldest = next(iter(self._in_flight.values()), None)
         was_stuck, self.is_stuck = self.is_stuck, oldest is not None and now - oldest.began > PATIENCE_S
@@ -164,16 +172,13 @@ class HostTier:
 
     def _pays(self, num_blocks: int, num_tokens: int) -> bool:
         """True if loading beats computing, or if nothing was measured yet. Copies that are queued come first."""
-        if not self._copied_bytes:
-            return True
         num_bytes = (len(self._queue) + num_blocks) * self.settings.block_bytes
-        return num_bytes * self._copy_seconds / self._copied_bytes * self.prefill_tokens_per_s <= num_tokens
+        return self.rate.seconds(num_bytes) * self.prefill_tokens_per_s <= num_tokens
 
     def _start(self, request: Request, first: int, longer: Columns[Place], num_tokens: int, num_missing: int) -> None:
         """Allocate blocks for what is missing and queue its copies, first columns first."""
         end, free = len(longer[0]), iter(self._pool.take_held(num_missing))
-        arrival = _Arrival(-1 - self._next_copies, request.hashes[first:end], num_missing, num_tokens, [])
-        self._next_copies += 1
+        arrival = _Arrival(-1 - next(self._numbers), request.hashes[first:end], num_missing, num_tokens, [])
         for column in range(end):
             tokens, parent = self._prefix.tokens_of(request, column), self._prefix.parent_of(request, column)
             for group, places in enumerate(longer):
@@ -194,6 +199,7 @@ class HostTier:
 
     def _end_load(self, load: _Load, failed: bool, is_readable: bool = True) -> None:
         arrival = load.arrival
+        self.index.touch(load.key)
         self.index.unpin(load.key, failed=not is_readable)
         if failed:
             arrival.failed = True
@@ -238,8 +244,11 @@ class HostTier:
         pool = self._pool
         num_coming = sum(len(batch.leaving) for batch in self._in_flight.values())
         num_lacking = self._num_clean + self._num_wanted - pool.num_available - num_coming
+        is_spare = num_lacking <= 0 and self._below is not None and self.is_idle
         leaving, blocks, slots = [], [], []
-        for _ in range(min(num_lacking, self.settings.max_blocks)):
+        for _ in range(self.settings.max_blocks if is_spare else min(num_lacking, self.settings.max_blocks)):
+            if is_spare and not self._has_spare_slot():
+                break
             oldest = pool.oldest_dirty()
             slot = self.index.fill(oldest[1], oldest[2]) if oldest is not None else None
             if oldest is None or slot is None:
@@ -252,13 +261,19 @@ class HostTier:
         batch = _Batch(self._now, leaving=leaving)
         return self._issue(batch, "device", "host", blocks, slots) if blocks else None
 
+    def _has_spare_slot(self) -> bool:
+        """True if a slot is free, or if the tier below has what would be evicted."""
+        if self.index.num_free:
+            return True
+        oldest = self.index.next_evicted()
+        return oldest is not None and self._below is not None and oldest in self._below
+
     def _issue(
         self, batch: _Batch, source: Location, target: Location, blocks: list[int], slots: list[int]
     ) -> BlockCopies:
         columns = np.array(blocks, np.int32), np.array(slots, np.int32)
-        copies = BlockCopies(self._next_copies, source, target, *columns)
+        copies = BlockCopies(next(self._numbers), source, target, *columns)
         self._in_flight[copies.copies_no] = batch
-        self._next_copies += 1
         return copies
 
     def copies_done(self, copies: BlockCopies, failed: bool, seconds: float) -> None:
@@ -266,8 +281,7 @@ class HostTier:
         if failed:
             self.copies_failed += len(copies.blocks)
         else:
-            self._copied_bytes = RATE_DECAY * self._copied_bytes + len(copies.blocks) * self.settings.block_bytes
-            self._copy_seconds = RATE_DECAY * self._copy_seconds + seconds
+            self.rate.add(len(copies.blocks) * self.settings.block_bytes, seconds)
         for load in batch.loads:
             self._end_load(load, failed, is_readable=not failed)
         for block, key in batch.leaving:

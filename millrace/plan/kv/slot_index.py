@@ -5,7 +5,7 @@ Every slot is in exactly one of four states, and the equation always holds:
   free     has no content worth keeping
   ready    can be loaded; evicted in least-recently-used order
   filling  a copy writes it
-  pinned   a copy reads it
+  pinned   a copy reads it; it keeps its place in the order
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class SlotIndex:
         """Notes the blocks of group 0; None while nobody reads it."""
         self.num_evicted: dict[EvictionCause, int] = {"room": 0, "failed": 0}
         self._free = list(range(num_slots - 1, -1, -1))
-        self._ready: OrderedDict[CacheKey, None] = OrderedDict()
+        self._order: OrderedDict[CacheKey, None] = OrderedDict()
+        """Ready and pinned blocks, the least recently used first."""
         self._filling: set[CacheKey] = set()
         self._pins: dict[CacheKey, int] = {}
         """Number of copies that read each pinned slot."""
@@ -39,6 +40,14 @@ class SlotIndex:
     @property
     def num_used(self) -> int:
         return self.total - len(self._free)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def next_evicted(self) -> CacheKey | None:
+        """The block that makes room for the next one, once no slot is free."""
+        return next((key for key in self._order if key not in self._pins), None)
 
     def __contains__(self, key: CacheKey) -> bool:
         return key in self._slot_of
@@ -55,8 +64,8 @@ class SlotIndex:
         return None if tokens is None or key in self._filling else (self._slot_of[key], tokens)
 
     def touch(self, key: CacheKey) -> None:
-        if key in self._ready:
-            self._ready.move_to_end(key)
+        if key in self._order:
+            self._order.move_to_end(key)
         if key in self._slot_of:
             for listener in self.listeners:
                 listener.used(self, key)
@@ -65,9 +74,10 @@ class SlotIndex:
         if key in self._slot_of:
             raise AssertionError(f"the block is in {self.location} already")
         if not self._free:
-            if not self._ready:
+            oldest = self.next_evicted()
+            if oldest is None:
                 return None
-            self._drop(next(iter(self._ready)), "room")
+            self._drop(oldest, "room")
         slot = self._free.pop()
         self._slot_of[key], self._tokens_of[key] = slot, tokens
         self._filling.add(key)
@@ -75,7 +85,7 @@ class SlotIndex:
 
     def filled(self, key: CacheKey, failed: bool) -> None:
         self._filling.remove(key)
-        self._ready[key] = None
+        self._order[key] = None
         if failed:
             self._drop(key, "failed")
             return
@@ -85,7 +95,6 @@ class SlotIndex:
             listener.filled(self, key)
 
     def pin(self, key: CacheKey) -> None:
-        self._ready.pop(key, None)
         self._pins[key] = self._pins.get(key, 0) + 1
 
     def unpin(self, key: CacheKey, failed: bool) -> None:
@@ -94,7 +103,6 @@ class SlotIndex:
         self._pins[key] -= 1
         if self._pins[key] == 0:
             del self._pins[key]
-            self._ready[key] = None
             if self._tokens_of[key] is None:
                 self._drop(key, "failed")
 
@@ -102,12 +110,12 @@ class SlotIndex:
         """Blocks that slots hold already, least recently used first: slot, key and tokens of each."""
         for slot, key, tokens in entries:
             if key not in self._slot_of:
-                self._slot_of[key], self._tokens_of[key], self._ready[key] = slot, tokens, None
+                self._slot_of[key], self._tokens_of[key], self._order[key] = slot, tokens, None
         used = set(self._slot_of.values())
         self._free = [slot for slot in range(self.total - 1, -1, -1) if slot not in used]
 
     def _drop(self, key: CacheKey, cause: EvictionCause) -> None:
-        del self._ready[key]
+        del self._order[key]
         del self._tokens_of[key]
         self._free.append(self._slot_of.pop(key))
         self.num_evicted[cause] += 1
@@ -121,8 +129,9 @@ class SlotIndex:
 
     def check(self) -> None:
         """Check the equation, and that no slot is used twice."""
-        parts = (len(self._free), len(self._ready), len(self._filling), len(self._pins))
-        keys = {*self._ready, *self._filling, *self._pins}
+        num_ready = len(self._order) - len(self._pins)
+        parts = (len(self._free), num_ready, len(self._filling), len(self._pins))
+        keys = {*self._order, *self._filling}
         slots = {*self._free, *self._slot_of.values()}
-        if sum(parts) != self.total or keys != set(self._slot_of) or len(slots) != self.total:
+        if sum(parts) != self.total or keys != set(self._slot_of) or len(slots) != self.total or num_ready < 0:
             raise AssertionError(f"equation of {self.location} broken: {parts} of {self.total} slots")
