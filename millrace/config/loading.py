@@ -206,10 +206,39 @@ def _check_combinations(config: Config) -> None:
             " again; set only one of the two.",
             param="memory.kv_host_gib",
         )
+    _check_disk(config)
     if server.in_process and server.fronts > 1:
         raise ConfigError(
             f"server.in_process runs one front, but server.fronts is {server.fronts}; set only one of the two.",
             param="server.fronts",
+        )
+
+
+def _check_disk(config: Config) -> None:
+    memory, plan = config.memory, config.plan
+    if bool(memory.kv_disk) != bool(memory.kv_disk_gib):
+        missing = "kv_disk_gib" if memory.kv_disk else "kv_disk"
+        raise ConfigError(
+            "--kv-disk names a directory for KV blocks and --kv-disk-gib their size: set both or none.",
+            param=f"memory.{missing}",
+        )
+    if not memory.kv_disk:
+        return
+    if not memory.kv_host_gib:
+        raise ConfigError(
+            "KV blocks go to --kv-disk through host memory: set --kv-host-gib too, 1 or more.",
+            param="memory.kv_host_gib",
+        )
+    steps_elsewhere = {
+        "--tensor-parallel": config.run.tensor_parallel > 1,
+        "--mirror": plan.mirror,
+        "--step-log": bool(plan.step_log),
+    }
+    if given := [name for name, is_given in steps_elsewhere.items() if is_given]:
+        raise ConfigError(
+            f"With {given[0]} steps run in further processes too, which would need the blocks of --kv-disk; set only"
+            " one of the two.",
+            param="memory.kv_disk",
         )
 
 

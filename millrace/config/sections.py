@@ -211,6 +211,10 @@ class MemoryConfig:
         "host memory in GiB for KV blocks that the pool evicts: they return instead of being computed again; 0 = none",
         minimum=0.0,
     )
+    kv_disk: str = setting(
+        "", "directory on a local disk for KV blocks: they are written from host memory, return, and outlive a restart"
+    )
+    kv_disk_gib: float = setting(0.0, "size in GiB of the KV blocks in the directory kv_disk, per model", minimum=0.0)
     kv_dtype: KvDtype = setting(
         "auto",
         "KV cache format; full: the model's dtype; packed: bfloat16 in 12 bits (GPU); float16: float32 models on a CPU;"

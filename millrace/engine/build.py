@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,9 @@ from millrace.engine.adapters.build import check_adapters, make_adapters
 from millrace.engine.adapters.store import parse_adapters
 from millrace.engine.build_encoder import build_encoder_engine
 from millrace.engine.constrained import ConstrainedRequests
+from millrace.engine.disk.copier import DiskCopier
+from millrace.engine.disk.open import disk_settings, open_disk
+from millrace.engine.disk.store import BlockStore
 from millrace.engine.drafting.find import DrafterSource, find_drafter
 from millrace.engine.figures.step_figures import ModelWork
 from millrace.engine.fingerprint import weights_digest
@@ -109,14 +112,17 @@ def build_engine(
         return build_encoder_engine(config, files, channel, on_loading)
     decided = _decide(config, files, on_loading)
     check_adapters(config, is_possible=decided.device.defaults.takes_adapters, spec=decided.spec)
+    identity = _identity(config, decided)
+    store = open_disk(config, identity, decided.plan.block_bytes)
     mirror = Mirror(config) if config.plan.mirror else None
     ranks = RankGroup(config) if config.run.tensor_parallel > 1 else None
     try:
-        return _build_decoding(config, decided, channel, build_pool, mirror, ranks, on_loading), _ready(config, decided)
+        engine = _build_decoding(config, decided, channel, build_pool, mirror, ranks, store, on_loading)
+        return engine, _ready(config, decided, identity)
     except BaseException:
-        for processes in (mirror, ranks):
-            if processes is not None:
-                processes.close()
+        for opened in (mirror, ranks, store):
+            if opened is not None:
+                opened.close()
         raise
 
 
@@ -127,6 +133,7 @@ def _build_decoding(
     build_pool: KernelBuildPool | None,
     mirror: Mirror | None,
     ranks: RankGroup | None,
+    store: BlockStore | None,
     on_loading: Callable[[str, int, int], None],
 ) -> Engine:
     setup = _setup(config, decided)
@@ -144,7 +151,10 @@ def _build_decoding(
     if mirror is not None and mirrored is not None:
         mirror.wait_until_ready()
         runner = RecordedRunner(runner, mirrored)
-    scheduler = Scheduler(decided.scheduler, make_shape_choice(made.facts.shapes))
+    settings = replace(decided.scheduler, disk_tier=disk_settings(store))
+    scheduler = Scheduler(settings, make_shape_choice(made.facts.shapes))
+    if store is not None and scheduler.tiers.disk is not None:
+        scheduler.tiers.disk.restore(store.stored())
     text = AUTO_TEXT if config.plan.speculate == AUTO else config.plan.speculate
     return Engine(
         *(scheduler, runner, decided.device, channel),
@@ -155,6 +165,7 @@ def _build_decoding(
         drafter=decided.drafter_kind or text,
         mirror=mirror,
         ranks=ranks,
+        disk=None if store is None else DiskCopier(store, made.host_blocks, runner),
         adapters=lambda shares: (
             make_adapters(config.adapters, decided.spec, decided.precision.dtype, made.fill_slot, shares)
             if isinstance(made, Runner)
@@ -389,26 +400,30 @@ def model_work(spec: ModelSpec, weights_bytes: int, kv_token_bytes: int) -> Mode
     )
 
 
-def _ready(config: Config, decided: Decided) -> EngineReady:
-    files, spec, device, plan = decided.files, decided.spec, decided.device, decided.plan
-    precision, measured = decided.precision, device.measured_limits(decided.precision.dtype)
-    dtype_name = str(precision.dtype).removeprefix("torch.")
-    identity = [__version__, torch.__version__, device.name(), *_model_identity(config, decided)]
+def _identity(config: Config, decided: Decided) -> str:
+    """Digest of what answers depend on."""
+    identity = [__version__, torch.__version__, decided.device.name(), *_model_identity(config, decided)]
     if config.run.tensor_parallel > 1:  # Sums have another order.
         identity.append(f"ranks {config.run.tensor_parallel}")
+    return _digest(identity)
+
+
+def _ready(config: Config, decided: Decided, identity: str) -> EngineReady:
+    files, spec, device, plan = decided.files, decided.spec, decided.device, decided.plan
+    precision, measured = decided.precision, device.measured_limits(decided.precision.dtype)
     return EngineReady(
         model_name=config.model.served_name or files.name,
         max_context=plan.max_context,
         vocab_size=spec.vocab_size,
         kv_tokens=plan.kv_tokens,
         block_size=config.plan.block_size,
-        dtype=dtype_name,
+        dtype=str(precision.dtype).removeprefix("torch."),
         device=device.name(),
         memory_plan=plan.parts(),
         notes=(*rank_notes(config, device), *plan.notes, *precision.notes, *_device_notes(device)),
         num_parameters=spec.num_parameters,
         step_ms=1e3 * target_step_s(config, device.defaults),
-        fingerprint="mr-" + _digest(identity)[:12],
+        fingerprint="mr-" + identity[:12],
         drafters=offered_drafters(config.plan.speculate, device.defaults.pads_drafts, decided.drafter_kind),
         device_bytes_per_s=measured.bytes_per_s,
         device_flops=measured.flops,

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from millrace.engine.copies import BlockCopying
+from millrace.engine.copies import BlockCopying, Copier
 from millrace.engine.steps.culprit import Culprit, find_culprit
 from millrace.engine.steps.draws import Draws, Launched, MaskSource
 from millrace.engine.steps.repeated import MAX_DEPTH, RepeatedTurns, RepeatingRunner, TurnClock
@@ -89,13 +89,15 @@ class Cycle:
         probe: Callable[[], None],
         masks: MaskSource | None = None,
         sleep: Callable[[float], None] = time.sleep,
+        copier: Copier | None = None,
     ) -> None:
-        """`facts`: the runner's. `probe` raises if the device itself is unusable. `sleep` passes seconds of `clock`."""
+        """`facts`: the runner's. `copier`: by default the runner. `probe` raises if the device itself is unusable.
+        `sleep` passes seconds of `clock`."""
         self._scheduler, self._runner, self._listener = scheduler, runner, listener
         self._facts, self._clock, self._probe = facts, clock, probe
         self._draws = Draws(runner, masks, append=scheduler.append_forced, facts=facts, clock=clock)
         self._launched: deque[Launched] = deque()
-        self._copying = BlockCopying(scheduler, runner, clock, sleep)
+        self._copying = BlockCopying(scheduler, copier or runner, clock, sleep)
         self._confirmed_at = 0.0
         self._last_device_s = 0.0
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="plan")
@@ -105,6 +107,16 @@ class Cycle:
     @property
     def num_launched(self) -> int:
         return len(self._launched)
+
+    @property
+    def look_again_s(self) -> float | None:
+        """When to look for copies that have ended; None if there are none."""
+        return self._copying.look_again_s
+
+    def settle(self, wait_s: float) -> None:
+        """No step will run any more: until then, move blocks to where they outlive the process."""
+        if not self._launched:
+            self._copying.settle(wait_s)
 
     @property
     def num_jumped(self) -> int:
@@ -127,7 +139,7 @@ class Cycle:
             self._copying.acknowledge()
         depth = 1 if self._last_device_s >= self._facts.slow_step_s else self._facts.steps_in_flight
         launched = len(self._launched) < depth and not self._needs_masks and self._launch_next()
-        if self._copying and not self._launched:  # only copies can make a step possible
+        if self._copying.has_near and not self._launched:  # only copies can make a step possible
             self._copying.acknowledge(wait=True)
             return True
         progressed = launched or bool(self._launched)
@@ -142,7 +154,7 @@ class Cycle:
         turn needs a plan of its own. The listener is told nothing of these turns."""
         facts, launched = self._facts, self._launched
         depth = 1 if self._last_device_s >= facts.slow_step_s else facts.steps_in_flight
-        if self._copying or len(launched) != depth - 1 or depth > MAX_DEPTH:
+        if self._copying.has_near or len(launched) != depth - 1 or depth > MAX_DEPTH:
             return None
         if (ahead := planner.repeats_ahead()) is None:
             return None

@@ -16,6 +16,7 @@ import msgspec
 from millrace.engine.adapters.service import SCAN_EVERY_S, EngineAdapters
 from millrace.engine.constrained import ConstrainedRequests
 from millrace.engine.cycle import Confirmed, Cycle
+from millrace.engine.disk.copier import DiskCopier
 from millrace.engine.explain import explain
 from millrace.engine.figures.draft_figures import DraftFigures
 from millrace.engine.figures.row_drafts import RowDraftCounts, step_drafts
@@ -69,6 +70,8 @@ CHECK_POOL_EVERY = 4096
 """Steps between checks of the pool equation."""
 BLOCKED_WAIT_S = 0.05
 """Wait for messages when there is work but no step can be planned."""
+SETTLE_S = 3.0
+"""At the end, longest time for which cached KV blocks are written to the disk."""
 RANK_CHECK_S = 1.0
 """An idle engine looks so often whether other ranks are there."""
 ADAPTER_QUERIES = ("adapters", "add_adapter", "drop_adapter")
@@ -95,13 +98,14 @@ class Engine:
         ranks: RankGroup | None = None,
         adapters: Callable[[Shares], EngineAdapters | None] = lambda _: None,
         transfers: Transfers | None = None,
+        disk: DiskCopier | None = None,
     ) -> None:
         """`facts`: the runner's. `constrained`: None if the model's tokenizer cannot be used with grammars. `work`:
         bytes and FLOPs of the model's steps; None if unknown. `has_figures`: False counts no more than reports need.
-        `drafter`: who proposes drafts where the runner does not say. `mirror`, `ranks`: closed with the engine.
+        `drafter`: who proposes drafts where the runner does not say. `mirror`, `ranks`, `disk`: closed with the engine.
         `adapters`: makes them, given the figures by adapter. `transfers`: None if there is no KV cache."""
         self._scheduler, self._facts = scheduler, facts
-        self._constrained, self._mirror, self._ranks = constrained, mirror, ranks
+        self._constrained, self._mirror, self._ranks, self._disk = constrained, mirror, ranks, disk
         self._transfers = transfers
         self._device = device
         self._channel = channel
@@ -122,7 +126,9 @@ class Engine:
         """Called from the watchdog thread when a step hangs."""
         self.on_idle: Callable[[], None] = idle_memory.collect_young
         """Called once each time the engine becomes idle."""
-        self._cycle = Cycle(scheduler, runner, self, facts=facts, clock=clock, probe=self._probe, masks=constrained)
+        self._cycle = Cycle(
+            *(scheduler, runner, self), facts=facts, clock=clock, probe=self._probe, masks=constrained, copier=disk
+        )
         self._stopping = False
         self._progressed = False
         self._idle_since: float | None = None
@@ -145,6 +151,8 @@ class Engine:
         finally:
             watchdog.stop()
             self._cycle.close()
+            if self._disk is not None:
+                self._disk.close()
             if self._ranks is not None:
                 self._ranks.close()  # Before the device: a step may wait for a rank.
             self._device.close()
@@ -167,6 +175,8 @@ class Engine:
             if self._ranks is not None:
                 self._ranks.check()
             if self._stopping:
+                if self._disk is not None:
+                    self._cycle.settle(SETTLE_S)
                 return
             if self.adapters is not None:
                 self._take_loaded(self.adapters)
@@ -273,6 +283,8 @@ class Engine:
         """Timeout for the next wait for messages: 0 with work in progress, None (no limit) when idle."""
         if self._cycle.num_launched or self._progressed:
             return 0.0
+        if (look_again_s := self._cycle.look_again_s) is not None:
+            return look_again_s
         if self._scheduler.has_work:
             return BLOCKED_WAIT_S
         if self._constrained is not None and self._constrained.is_compiling:

@@ -371,6 +371,16 @@ class EngineStats(msgspec.Struct, frozen=True):
     """KV blocks that could not be copied to or from host memory."""
     host_blocks_lost: int = 0
     """KV blocks that were evicted before they were copied to host memory."""
+    disk_blocks_total: int = 0
+    """KV blocks that fit on the disk; 0 without `--kv-disk`."""
+    disk_blocks_used: int = 0
+    disk_blocks_written: int = 0
+    disk_tokens_read: int = 0
+    """Tokens whose KV blocks returned from the disk; they are among those that returned from host memory."""
+    disk_copies_failed: int = 0
+    """KV blocks that could not be written, or that were unreadable."""
+    disk_blocks_lost: int = 0
+    """KV blocks that host memory evicted before they were written."""
     grammars: GrammarStats = GrammarStats()
     histograms: bytes = b""
     """float64 counts and sums of latencies and lengths, as `observe.histograms` lays them out."""

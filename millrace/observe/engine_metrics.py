@@ -137,19 +137,24 @@ def _kv(stats: EngineStats) -> Iterator[Metric]:
     blocks.add_metric(["retained"], stats.blocks_retained)
     blocks.add_metric(["used"], used)
     yield blocks
-    if stats.host_blocks_total:
-        host = GaugeMetricFamily("millrace_kv_host_blocks", "KV blocks in host memory by state.", labels=["state"])
-        host.add_metric(["free"], stats.host_blocks_total - stats.host_blocks_used)
-        host.add_metric(["used"], stats.host_blocks_used)
-        yield host
+    lower = [
+        ("host", "in host memory", stats.host_blocks_total, stats.host_blocks_used),
+        ("disk", "on the disk", stats.disk_blocks_total, stats.disk_blocks_used),
+    ]
+    lower = [tier for tier in lower if tier[2]]
+    for name, where, num_total, num_used in lower:
+        tier = GaugeMetricFamily(f"millrace_kv_{name}_blocks", f"KV blocks {where} by state.", labels=["state"])
+        tier.add_metric(["free"], num_total - num_used)
+        tier.add_metric(["used"], num_used)
+        yield tier
     if stats.state_slots_total:
         yield from _states(stats)
     places = GaugeMetricFamily(
         "millrace_kv_used_ratio", "Share of the KV blocks of a place that hold keys and values.", labels=["place"]
     )
     places.add_metric(["device"], (used + stats.blocks_cached) / max(1, stats.blocks_total))
-    if stats.host_blocks_total:
-        places.add_metric(["host"], stats.host_blocks_used / stats.host_blocks_total)
+    for name, _, num_total, num_used in lower:
+        places.add_metric([name], num_used / num_total)
     yield places
 
 
@@ -228,6 +233,10 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
         ("forced_tokens", "Output tokens appended without a draw: a grammar allowed no others.", stats.forced_tokens),
         ("host_copies_failed", "KV blocks not copied to or from host memory, by error.", stats.host_copies_failed),
         ("host_blocks_lost", "KV blocks evicted before they were copied to host memory.", stats.host_blocks_lost),
+        ("disk_tokens_read", "Tokens whose KV blocks returned from the disk.", stats.disk_tokens_read),
+        ("disk_blocks_written", "KV blocks written to the disk.", stats.disk_blocks_written),
+        ("disk_copies_failed", "KV blocks not written to the disk, or unreadable there.", stats.disk_copies_failed),
+        ("disk_blocks_lost", "KV blocks that host memory evicted before they were written.", stats.disk_blocks_lost),
         ("prompt_tokens", "Prompt tokens of requests that got their first token.", stats.prompt_tokens),
         ("cached_tokens", "Prompt tokens of ended requests found in the prefix cache.", stats.cached_tokens),
         ("output_tokens", "Output tokens.", stats.output_tokens),
@@ -301,7 +310,9 @@ def _labelled_counters(stats: EngineStats) -> Iterator[Metric]:
     )
     loaded = min(stats.host_tokens_loaded, stats.prefix_hit_tokens)  # It was on the device when it was looked up.
     tiers.add_metric(["device"], stats.prefix_hit_tokens - loaded)
-    tiers.add_metric(["host"], loaded)
+    read = min(stats.disk_tokens_read, loaded)
+    tiers.add_metric(["host"], loaded - read)
+    tiers.add_metric(["disk"], read)
     tiers.add_metric(["none"], stats.prefix_query_tokens - stats.prefix_hit_tokens)
     yield tiers
     finished = CounterMetricFamily("millrace_engine_finished", "Ended sequences, by finish reason.", labels=["reason"])

@@ -242,6 +242,7 @@ def _gauges(ends: list[EngineStats | None]) -> dict[str, Any]:
             "cached": share(lambda s: s.blocks_cached, lambda s: s.blocks_total),
             "free": share(lambda s: s.blocks_free, lambda s: s.blocks_total),
             "host_used": share(lambda s: s.host_blocks_used, lambda s: s.host_blocks_total),
+            "disk_used": share(lambda s: s.disk_blocks_used, lambda s: s.disk_blocks_total),
         },
     }
 

@@ -506,6 +506,7 @@ class Scheduler:
             host_tokens_loaded=tier.tokens_loaded if tier is not None else 0,
             host_copies_failed=tier.copies_failed if tier is not None else 0,
             host_blocks_lost=pool.num_lost,
+            **self.tiers.disk_figures(),
             draft_length=drafts.length,
             draft_probes=drafts.num_probes,
             draft_stops=drafts.num_stops,

@@ -36,6 +36,7 @@ from millrace.plan.step import (
 )
 from millrace.run.device.block_contents import BlockContents
 from millrace.run.device.device import Device, Pending
+from millrace.run.device.host_blocks import HostBlocks
 from millrace.run.drafting.device_chain import paged
 from millrace.run.drafting.device_drafts import drafts_of, masks_drafts
 from millrace.run.drafting.models import DrafterModel, kv_spec_of
@@ -135,6 +136,11 @@ class CudaRunner:
         if self._copier is None:
             raise AssertionError("there is no host memory for KV blocks")
         return self._copier.copy(copies)
+
+    @property
+    def host_blocks(self) -> tuple[HostBlocks, ...]:
+        """Host memory for KV blocks; none without a host tier."""
+        return () if self._copier is None else self._copier.host_blocks
 
     @property
     def shapes(self) -> ShapeFacts | None:

@@ -36,6 +36,7 @@ from millrace.run.cpu.native_step import NativeStep
 from millrace.run.device.block_contents import BlockContents
 from millrace.run.device.block_copier import JointCopier, OrderedCopier
 from millrace.run.device.device import Device, Pending
+from millrace.run.device.host_blocks import HostBlocks
 from millrace.run.drafting.drafted_rows import DraftedRows, VerifiedStep
 from millrace.run.drafting.drafter import Drafter, DraftGuide
 from millrace.run.drafting.drafters import make_drafters
@@ -273,6 +274,11 @@ class Runner:
         if self._copier is None:
             raise AssertionError("there is no host memory for KV blocks")
         return self._copier.copy(copies)
+
+    @property
+    def host_blocks(self) -> tuple[HostBlocks, ...]:
+        """Host memory for KV blocks; none without a host tier."""
+        return () if self._copier is None else self._copier.host_blocks
 
     def fill_slot(self, slot: int, adapter: Adapter) -> None:
         """Queue that the slot holds this adapter, after the steps launched so far and before all later ones."""

@@ -268,6 +268,8 @@ class EncodePlanner:
     def drop_handles(self, name: str, owner: str | None) -> int:
         return 0
 
+    def settle(self, now: float) -> None: ...
+
     def observe_speed(self, tokens_per_s: float) -> None: ...
 
     def figures(self, now: float) -> PlannerFigures:

@@ -58,6 +58,10 @@ def name_of(key: CacheKey, tokens: bytes) -> bytes:
     return bytes((key[0],)) + key[1] + tokens
 
 
+def name_bytes(block_size: int) -> int:
+    return 1 + HASH_BYTES + 4 * block_size
+
+
 def read_name(name: bytes) -> tuple[CacheKey, bytes]:
     end = 1 + HASH_BYTES
     return (name[0], name[1:end]), name[end:]

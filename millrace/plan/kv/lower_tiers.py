@@ -38,6 +38,20 @@ class LowerTiers:
         """Batches in flight to and from the device."""
         return self.host.num_copies if self.host is not None else 0
 
+    def disk_figures(self) -> dict[str, int]:
+        """Fields of `PlannerFigures`."""
+        disk = self.disk
+        if disk is None:
+            return {}
+        return {
+            "disk_blocks_total": disk.index.total,
+            "disk_blocks_used": disk.index.num_used,
+            "disk_blocks_written": disk.blocks_written,
+            "disk_tokens_read": disk.tokens_read,
+            "disk_copies_failed": disk.reads_failed + disk.writes_failed,
+            "disk_blocks_lost": disk.num_lost,
+        }
+
     def advance(self, now: float, is_idle: bool) -> None:
         """Call before each plan. `is_idle`: no request waits or runs."""
         if self.host is not None:

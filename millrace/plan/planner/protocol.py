@@ -113,6 +113,12 @@ class PlannerFigures:
     host_tokens_loaded: int = 0
     host_copies_failed: int = 0
     host_blocks_lost: int = 0
+    disk_blocks_total: int = 0
+    disk_blocks_used: int = 0
+    disk_blocks_written: int = 0
+    disk_tokens_read: int = 0
+    disk_copies_failed: int = 0
+    disk_blocks_lost: int = 0
     draft_length: int = 0
     draft_probes: int = 0
     draft_stops: int = 0
@@ -245,13 +251,16 @@ class Planner(Protocol):
     def drop_handles(self, name: str, owner: str | None) -> int:
         """End those with this name, of this owner or of any. Returns how many there were."""
 
-    # -- copies between the device and host memory
+    # -- copies between locations
 
     def take_copies(self) -> list[BlockCopies]:
         """Copies to start now, beside the steps. Called after every `plan`."""
 
     def copies_done(self, copies: BlockCopies, failed: bool, seconds: float = 0.0) -> None:
         """These copies have ended. `seconds`: how long they took, without waiting for their turn."""
+
+    def settle(self, now: float) -> None:
+        """No request will run any more: `take_copies` moves blocks to where they outlive the process."""
 
     # -- what the engine measured, and what it reports
 

@@ -22,6 +22,10 @@ from millrace.run.device.side_stream import SideStream
 
 
 class BlockCopier(Protocol):
+    @property
+    def host_blocks(self) -> tuple[HostBlocks, ...]:
+        """The host memory: of a block one part in each, if several pools are copied."""
+
     def copy(self, copies: BlockCopies) -> Pending[float]:
         """Start the copies. The result is the number of seconds that they took."""
 
@@ -44,6 +48,7 @@ class OrderedCopier:
     def __init__(self, kv: Sequence[Tensor], num_slots: int, device: Device) -> None:
         self._device, self._parts = device, block_parts(kv)
         host = HostBlocks(num_slots, buffer_shape(self._parts), self._parts[0].dtype)
+        self.host_blocks = (host,)
         (self._host,) = host.chunks
         self._on_cpu = CpuBlocks(self._parts, self._host) if device.kind == "cpu" else None
 
@@ -81,6 +86,7 @@ class StreamCopier:
         self._addresses = addresses_of(self._parts)
         shape, dtype = buffer_shape(self._parts), self._parts[0].dtype
         self._host = HostBlocks(num_slots, shape, dtype, pinned_for=device.torch_device)
+        self.host_blocks = (self._host,)
         self._out, self._in = (_Lane((max_blocks, *shape), dtype, device) for _ in range(2))
         self._compile()
 
@@ -116,6 +122,10 @@ class JointCopier:
 
     def __init__(self, copiers: Sequence[BlockCopier]) -> None:
         self._copiers = copiers
+
+    @property
+    def host_blocks(self) -> tuple[HostBlocks, ...]:
+        return tuple(host for copier in self._copiers for host in copier.host_blocks)
 
     def copy(self, copies: BlockCopies) -> Pending[float]:
         return _JointPending([copier.copy(copies) for copier in self._copiers])

@@ -50,6 +50,10 @@ class HostBlocks:
         first = slot % self.chunk_slots
         return self.chunks[slot // self.chunk_slots][first : first + count]
 
+    def bytes_of(self, slot: int) -> memoryview:
+        """The memory of one block."""
+        return self.run(slot, 1).view(torch.uint8).numpy().data.cast("B")
+
     def runs_of(self, slots: Int32s) -> Iterator[tuple[int, int, int]]:
         """(index, slot, count) of each run of consecutive slots of one chunk: one transfer copies a run."""
         first, numbers = 0, slots.tolist()

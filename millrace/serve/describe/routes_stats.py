@@ -135,9 +135,13 @@ def _now(request: web.Request, model: ServedModel[FrontState], parts: list[Front
     used = engine.blocks_total - engine.blocks_free - engine.blocks_cached
     device = {"total": engine.blocks_total, "used": used, "cached": engine.blocks_cached, "free": engine.blocks_free}
     places = {"device": device}
-    if engine.host_blocks_total:
-        free = engine.host_blocks_total - engine.host_blocks_used
-        places["host"] = {"total": engine.host_blocks_total, "used": engine.host_blocks_used, "free": free}
+    lower = {
+        "host": (engine.host_blocks_total, engine.host_blocks_used),
+        "disk": (engine.disk_blocks_total, engine.disk_blocks_used),
+    }
+    for place, (total, taken) in lower.items():
+        if total:
+            places[place] = {"total": total, "used": taken, "free": total - taken}
     return now | {
         "running": engine.running,
         "waiting": engine.waiting,

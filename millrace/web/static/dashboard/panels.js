@@ -31,6 +31,7 @@ const GROUPS = [
     ["KV pool", { format: share, isShare: true, stacked: true }, [line("used", "1", series => series.kv_share?.used), line("cached", "3", series => series.kv_share?.cached)]],
     ["Prefix hit rate", { format: share, isShare: true, note: "of looked-up prompt tokens" }, [line("hits", "1", series => series.prefix_hit_rate)]],
     ["Host memory", { format: share, isShare: true, needs: data => data.now.kv_blocks?.host?.total > 0 }, [line("used", "1", series => series.kv_share?.host_used)]],
+    ["KV on the disk", { format: share, isShare: true, needs: data => data.now.kv_blocks?.disk?.total > 0 }, [line("used", "1", series => series.kv_share?.disk_used)]],
     ["Evictions and preemptions per second", { format: count }, [line("evictions", "1", series => series.evictions_per_s), line("preemptions", "2", series => series.preemptions_per_s)]],
   ]],
   ["Device", [
