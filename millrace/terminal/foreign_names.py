@@ -71,7 +71,7 @@ ADVICE = {
     "--limit-mm-per-prompt": _IMAGES,
     "--mm-processor-kwargs": _IMAGES,
     "--enable-multimodal": _IMAGES,
-    "--kv-transfer-config": "KV blocks from other servers are not supported yet; --kv-host-gib and --kv-disk keep those of this one.",
+    "--kv-transfer-config": "KV blocks of other servers are not supported yet; --kv-host-gib and --kv-disk keep this one's.",
     "--enable-expert-parallel": _ONE_GPU,
     "--tensor-split": _ONE_GPU,
     "--split-mode": _ONE_GPU,

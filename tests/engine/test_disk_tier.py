@@ -88,9 +88,10 @@ def test_two_servers_on_one_directory_are_refused_and_other_formats_have_other_f
 @pytest.mark.parametrize("served", ["llama"], indirect=True)
 @pytest.mark.parametrize("trouble", ["full", "damaged", "vanished"])
 def test_a_disk_in_trouble_changes_no_token(
-    trouble: str, served: tuple[str, Path, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+    trouble: str, served: tuple[str, Path, list[list[int]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, disk, expected = served
+    disk = tmp_path if trouble == "full" else disk
     read, count = OpenFile.read, 0
 
     def fail(*_: object) -> None:
