@@ -71,7 +71,7 @@ ADVICE = {
     "--limit-mm-per-prompt": _IMAGES,
     "--mm-processor-kwargs": _IMAGES,
     "--enable-multimodal": _IMAGES,
-    "--kv-transfer-config": "KV blocks of other servers are not supported yet; --kv-host-gib and --kv-disk keep this one's.",
+    "--kv-transfer-config": "KV blocks stay on their machine; use --kv-host-gib and --kv-disk for more of them.",
     "--enable-expert-parallel": _ONE_GPU,
     "--tensor-split": _ONE_GPU,
     "--split-mode": _ONE_GPU,
