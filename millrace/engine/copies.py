@@ -63,7 +63,8 @@ class BlockCopying:
         return self._oldest_near() is not None
 
     def _oldest_near(self) -> _Started | None:
-        return next((lane[0] for route, lane in self._started.items() if "device" in route and lane), None)
+        near = (lane[0] for route, lane in self._started.items() if "device" in route and lane)
+        return min(near, key=lambda started: started.at, default=None)
 
     @property
     def look_again_s(self) -> float | None:
