@@ -1,7 +1,7 @@
 """Adapters in one batch: are the answers PEFT's, and what do they save against a replica each?
 
     python examples/adapters.py                    # makes the directory `adapters`
-    python tools/adapter_study.py adapters
+    python tools/adapter_study.py adapters         # --compare or --measure: one half only
 
 Prints the answers beside those of PEFT's own model (transformers, float32), then memory and throughput of one process
 with all adapters, and of as many processes with one adapter each, on the same cores.
@@ -21,7 +21,7 @@ QUESTIONS = (
     *("What is the capital of Germany?", "What is the opposite of good?", "What does a horse say?"),
     *("What colour is a banana?", "Why is the sky blue?", "Name a river in Africa."),
 )
-PER_ADAPTER, TOKENS = 6, 48
+PER_ADAPTER, TOKENS = 4, 32
 """Requests of each adapter, and tokens of each answer, while throughput is measured."""
 FIXED: dict[str, Any] = {"temperature": 0.0}
 
@@ -72,14 +72,8 @@ def compare(adapters: dict[str, Path]) -> None:
 def greedy(model: Any, prompt: list[int], count: int, ends: set[int]) -> list[int]:
     import torch
 
-    tokens = list(prompt)
-    with torch.inference_mode():
-        for _ in range(count):
-            token = int(model(torch.tensor([tokens])).logits[0, -1].argmax())
-            if token in ends:
-                break
-            tokens.append(token)
-    return tokens[len(prompt) :]
+    found = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=count, eos_token_id=sorted(ends))
+    return [token for token in found[0, len(prompt) :].tolist() if token not in ends]
 
 
 def serve_part(adapters: dict[str, Path]) -> None:
@@ -137,10 +131,13 @@ def tell(process: subprocess.Popen[str]) -> None:
 def main() -> None:
     folder, *rest = sys.argv[1:]
     adapters = adapters_in(Path(folder))
-    if rest:
+    if rest[:1] == ["--part"]:
         serve_part({name: adapters[name] for name in rest[1:]})
         return
-    compare(adapters)
+    if rest != ["--measure"]:
+        compare(adapters)
+    if rest == ["--compare"]:
+        return
     for _ in range(2):  # Alternating, as other work on the machine comes and goes.
         for what, groups in (("one process", [list(adapters)]), ("a process each", [[name] for name in adapters])):
             rate, pss, rss = measured(Path(folder), groups)
