@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from millrace.params import Retain
 from millrace.plan.budget import StepTarget
 from millrace.plan.drafts import DraftSettings
+from millrace.plan.kv.disk_tier import DiskTierSettings
 from millrace.plan.kv.eviction import EvictionSettings
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.host_tier import HostTierSettings
@@ -43,6 +44,7 @@ class World:
         windows: tuple[int | None, ...] = (None,),
         max_drafts: int = 0,
         host_slots: int = 0,
+        disk_slots: int = 0,
         state_slots: int | None = None,
         **limits: int,
     ) -> None:
@@ -62,6 +64,7 @@ class World:
                 eviction=EvictionSettings(rng.choice(["lru", "frequency", "cost"]), rng.choice([0.0, 0.5])),
                 retention=RetentionSettings(rng.choice([0, 4, 10]), 1),
                 state_slots=state_slots,
+                disk_tier=DiskTierSettings(disk_slots if host_slots else 0),
                 host_tier=HostTierSettings(host_slots, block_bytes=1, batch_bytes=rng.choice([1, 3, 100])),
             )
         )
@@ -177,6 +180,8 @@ class World:
         self.scheduler.retention.check()
         if self.scheduler.tiers.host is not None:
             self.scheduler.tiers.host.index.check()
+        if self.scheduler.tiers.disk is not None:
+            self.scheduler.tiers.disk.check()
         if self.scheduler.prefix.checkpoints is not None:
             self.scheduler.prefix.checkpoints.slots.check()
 
@@ -263,6 +268,7 @@ def random_world(seed: int) -> World:
         state_slots=rng.choice([None, 0, 1, 3, 20]) if windows == (None,) else None,
         max_drafts=rng.choice([0, 0, 1, 3]),
         host_slots=rng.choice([0, 0, 3, 20, 100]),
+        disk_slots=(0, 12, 200)[seed % 3],
         num_blocks=rng.choice([12, 16, 24, 60]),
         block_size=rng.choice([1, 3, 4, 8]),
         max_running=max_running,
@@ -291,7 +297,7 @@ def test_the_random_schedules_do_preempt_share_cancel_repeat_and_load() -> None:
     """The property above is only worth something if the schedules exercise these features."""
     preemptions = hits = cancelled = repeated = accepted = dropped = loaded = failed = lost = jumped = retained = (
         unkept
-    ) = begun = evicted = 0
+    ) = begun = evicted = read = unreadable = 0
     for seed in range(60):
         world = random_world(seed)
         for _ in range(20):
@@ -316,11 +322,16 @@ def test_the_random_schedules_do_preempt_share_cancel_repeat_and_load() -> None:
         if world.scheduler.tiers.host is not None:
             loaded += world.scheduler.tiers.host.tokens_loaded
             failed += world.scheduler.tiers.host.copies_failed
+        if world.scheduler.tiers.disk is not None:
+            read += world.scheduler.tiers.disk.tokens_read
+            unreadable += world.scheduler.tiers.disk.reads_failed
     assert begun > 20
     assert evicted > 20
     assert retained > 100
     assert unkept > 10
     assert loaded > 100
+    assert read > 10
+    assert unreadable > 0
     assert failed > 10
     assert lost > 10
     assert accepted > 100
