@@ -7,7 +7,7 @@ import pytest
 from helpers.toy_device import ToyDevice, lone_run
 
 from millrace.params import Retain
-from millrace.plan.kv.disk_tier import DiskTier, DiskTierSettings, WritePolicy
+from millrace.plan.kv.disk_tier import DiskTier, DiskTierSettings
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.host_tier import HostTier, HostTierSettings
 from millrace.plan.kv.retention import RetentionSettings
@@ -36,7 +36,6 @@ class TierBench:
         batch: int = 8,
         retained: int = 0,
         disk_slots: int = 0,
-        writes: WritePolicy = "all",
     ) -> None:
         num_blocks = NUM_BLOCKS * len(windows)
         self.scheduler = Scheduler(
@@ -49,7 +48,7 @@ class TierBench:
                 groups=KvGroups(windows),
                 host_tier=HostTierSettings(num_slots, block_bytes=1, batch_bytes=batch),
                 retention=RetentionSettings(retained),
-                disk_tier=DiskTierSettings(disk_slots, writes),
+                disk_tier=DiskTierSettings(disk_slots),
             )
         )
         self.device = ToyDevice(num_blocks, BLOCK, 2, VOCAB, windows)

@@ -18,7 +18,6 @@ import itertools
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
@@ -31,8 +30,6 @@ from millrace.plan.kv.tier import CacheKey, EvictionCause, Place, Tier
 from millrace.plan.request import Request
 from millrace.plan.step import BlockCopies, Location
 
-WritePolicy = Literal["all", "reused"]
-"""Written are all blocks of host memory, or those that were used twice."""
 PATIENCE_S = 5.0
 """Shortest time that a request waits for its blocks, and after which a read in flight is stuck."""
 MAX_BATCHES = 4
@@ -50,7 +47,6 @@ RATE_HOLDS_S = 60.0
 class DiskTierSettings:
     num_slots: int = 0
     """Blocks that the disk holds; 0 turns the tier off."""
-    writes: WritePolicy = "all"
 
 
 def name_of(key: CacheKey, tokens: bytes) -> bytes:
@@ -122,8 +118,8 @@ class DiskTier:
         """`numbers`: of copies and returns."""
         self.settings, self.index = settings, index
         self._host, self._prefix, self._numbers = host, prefix, numbers
-        self._unwritten: OrderedDict[CacheKey, int] = OrderedDict()
-        """Blocks of host memory that the disk lacks, least recently used first, with the number of their uses."""
+        self._unwritten: OrderedDict[CacheKey, None] = OrderedDict()
+        """Blocks of host memory that the disk lacks, least recently used first."""
         self._queue: deque[_Read] = deque()
         self._alone: deque[_Read] = deque()
         """Reads of a batch that failed: one by one, they show which block is unreadable."""
@@ -161,17 +157,19 @@ class DiskTier:
 
     def filled(self, tier: Tier, key: CacheKey) -> None:
         if key not in self.index:
-            self._unwritten[key] = 1
+            self._unwritten[key] = None
 
     def used(self, tier: Tier, key: CacheKey) -> None:
         if key not in self.index:
-            self._unwritten[key] = self._unwritten.pop(key, 0) + 1
+            self._unwritten[key] = None
+            self._unwritten.move_to_end(key)
         else:
             self.index.touch(key)
 
     def evicted(self, tier: Tier, key: CacheKey, cause: EvictionCause) -> None:
-        if self._unwritten.pop(key, None) is not None and cause == "room":
-            self.num_lost += 1
+        if key in self._unwritten:
+            del self._unwritten[key]
+            self.num_lost += cause == "room"
 
     # -- in --------------------------------------------------------------------------------------------------------
 
@@ -301,9 +299,7 @@ class DiskTier:
 
     def _to_write(self) -> list[CacheKey]:
         """The next batch: the oldest blocks first."""
-        least = 2 if self.settings.writes == "reused" else 1
-        ready = (key for key, uses in self._unwritten.items() if uses >= least)
-        return list(itertools.islice(ready, self._host.settings.max_blocks))
+        return list(itertools.islice(self._unwritten, self._host.settings.max_blocks))
 
     def _issue(
         self,
@@ -349,7 +345,7 @@ class DiskTier:
             self.index.filled(key, failed)
             self._host.index.unpin(key, failed=False)
             if failed and key in self._host.index:
-                self._unwritten[key] = 1
+                self._unwritten[key] = None
         if failed:
             self.writes_failed += len(keys)
         else:
