@@ -251,5 +251,6 @@ class Seating:
         checkpoints.discard()
         rows = self.rows
         for row in self._row_of.values():
+            rows.fold(row)  # The checkpoints' hashes are of tokens in the history.
             progress = int(rows.known_host[row]), int(rows.confirmed[row])
             rows.confirmed[row] = rows.computed[row] = checkpoints.rewind(row, rows.request(row), *progress)

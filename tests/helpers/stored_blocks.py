@@ -78,9 +78,10 @@ class StoredSource:
         shape, kind = self.shapes[name], self.stored_format(name)
         dtype = dtype or torch.float32
         if kind is not None:
-            return dequantised(kind, self._blocks(name, kind), shape[1], dtype)
+            return dequantised(kind, self._blocks(name, kind), shape[1], dtype).to(device=device)
         torch.manual_seed(len(name))
-        return torch.ones(shape, dtype=dtype) if "norm" in name else (torch.randn(shape) * 0.05).to(dtype)
+        plain = torch.ones(shape) if "norm" in name else torch.randn(shape) * 0.05
+        return plain.to(device=device, dtype=dtype)
 
     def stored_format(self, name: str) -> str | None:
         return next((kind for end, kind in self._formats.items() if name.endswith(end)), None)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from helpers.suite import FUZZ
 from helpers.toy_device import ToyDevice, lone_run
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from millrace.params import Retain
@@ -345,6 +345,7 @@ def test_the_random_schedules_do_preempt_share_cancel_repeat_and_load() -> None:
 
 @settings(max_examples=200 if FUZZ else 60, deadline=None)
 @given(st.integers(0, 2**32))
+@example(1310217)
 def test_a_poison_request_fails_alone(seed: int) -> None:
     """Bisect a failed step as the engine does: halve the suspects until one is left."""
     world = random_world(seed)
