@@ -71,12 +71,12 @@ ADVICE = {
     "--limit-mm-per-prompt": _IMAGES,
     "--mm-processor-kwargs": _IMAGES,
     "--enable-multimodal": _IMAGES,
-    "--kv-transfer-config": "KV blocks stay on their machine; use --kv-host-gib and --kv-disk for more of them.",
     "--enable-expert-parallel": _ONE_GPU,
     "--tensor-split": _ONE_GPU,
     "--split-mode": _ONE_GPU,
     "--main-gpu": "Choose the GPU with CUDA_VISIBLE_DEVICES in the environment.",
     # Called or done otherwise.
+    "--kv-transfer-config": "Replicas behind millrace gateway fetch KV blocks from each other. Leave it out.",
     "--enable-lora": _ADAPTERS_ON,
     "--lora": _GGUF_ADAPTERS,
     "--lora-scaled": _GGUF_ADAPTERS,

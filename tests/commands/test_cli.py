@@ -117,8 +117,10 @@ def test_every_setting_is_an_option_by_short_and_dotted_name(key: str, capsys: p
     if setting.minimum is not None and value is not None:
         value = str(max(setting.kind(value), setting.kind(setting.minimum)))
     value = {"plan.token_budget": "300", "plan.mixed_budget": "300"}.get(key, value)
+    host = ["--kv-host-gib", "1"]
+    with_others = {"memory.kv_disk": [*host, "--kv-disk-gib", "1"], "memory.kv_disk_gib": [*host, "--kv-disk", "kv"]}
     for flag in (setting.flag, f"--{key}"):
-        arguments = ["config", "--toml", flag] + ([value] if value is not None else [])
+        arguments = ["config", "--toml", *with_others.get(key, []), flag] + ([value] if value is not None else [])
         assert main(arguments) == 0
         printed = tomllib.loads(capsys.readouterr().out)[setting.section][setting.name]
         assert printed == (True if setting.kind is bool else value if isinstance(printed, str) else setting.kind(value))

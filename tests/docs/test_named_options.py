@@ -12,7 +12,7 @@ from helpers.pages import PAGES, ROOT, name_of, without_blocks
 from millrace.cli import command_parsers
 
 OF_OTHERS = {
-    "README.md": "gpu-memory-utilization pipeline-parallel-size kv-transfer-config max-model-len mmproj",
+    "README.md": "gpu-memory-utilization pipeline-parallel-size max-model-len mmproj",
     "CONTRIBUTING.md": "strict",
     "docs/adapters.md": "lora-modules",
     "docs/deployment.md": "no-deps gpus plat-name",

@@ -15,8 +15,8 @@ PAGES = Path(__file__).parents[2] / "docs" / "studies"
 
 
 def test_every_page_has_its_study_and_plot() -> None:
-    """Simulated studies have a page each; measured ones where they were measured."""
-    pages = {file.stem for file in PAGES.glob("*.md")}
+    """Simulated studies have a page each; measured ones where they were measured. That of adapters has a tool."""
+    pages = {file.stem for file in PAGES.glob("*.md")} - {"adapters"}
     assert set(STUDIES) <= pages <= {*STUDIES, *MEASURED}
     for name in pages:
         assert f"millrace study {name} " in (PAGES / f"{name}.md").read_text(encoding="utf-8")
