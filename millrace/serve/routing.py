@@ -23,6 +23,7 @@ from millrace.serve.stored.background import BACKGROUND, BackgroundRunner, run_b
 from millrace.serve.stored.routes_files import UPLOAD_PATH, check_upload
 from millrace.serve.tenancy.access import authorise, cross_origin, is_preflight, refuse_cross_site
 from millrace.serve.tenancy.auditing import audit
+from millrace.serve.transfer.prefixes import IMPORT_PATHS
 from millrace.web.pages import add_pages
 
 log = logging.getLogger("millrace.serve")
@@ -143,7 +144,7 @@ async def _expect(request: web.Request) -> web.StreamResponse | None:
             raise BadRequest("The header 'Expect' must be '100-continue'; remove it.", code="http_error")
         if request.path == UPLOAD_PATH:
             check_upload(request, request.app[STATE])
-        else:
+        elif request.path not in IMPORT_PATHS:  # Signed files, which are checked part by part.
             check_headers(request, request.app[STATE].body_limit_bytes)
     except MillraceError as error:
         response = error_response(error, request_id, _error_writer(request))

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from helpers.adapter_files import ATTENTION, MLP, greedy, merged, write_adapter
+from helpers.tiny_models import config_of, make_reference
 
 from millrace import LLM, SamplingParams
 from millrace.config import load_config
 from millrace.engine.adapters.build import check_adapters
 from millrace.errors import ConfigError, ModelNotFound
+from millrace.models.spec.families import spec_from_config
 from millrace.models.weights.random_weights import RandomWeights
 from millrace.params import Grammar
 from millrace.plan.scheduler import Scheduler
@@ -184,14 +186,17 @@ def test_an_unknown_adapter_is_refused_with_the_list(adapted: Adapted) -> None:
         ({"plan.step_log": "steps.log"}, {}, "--step-log does not hold adapters"),
         ({}, {"is_possible": False}, "on a GPU, where adapters are not supported yet: use --device cpu"),
         ({}, {"is_encoder": True}, "the model is an encoder"),
-        ({}, {"has_states": True}, "the model has recurrent layers"),
+        ({}, {"spec": "qwen3_next_dense"}, "the model has recurrent layers"),
+        ({}, {"spec": "deepseek_v3"}, "the model has latent attention"),
         ({"adapters.adapter_dir": "/no/such"}, {}, "--adapter-dir /no/such: there is no such directory"),
         ({"adapters.adapters": "a=/no/such"}, {}, "The adapter 'a' cannot be served: /no/such: there is no such"),
     ],
 )
 def test_what_adapters_do_not_go_with_is_refused_by_name(
-    settings: dict[str, Any], device: dict[str, bool], says: str
+    settings: dict[str, Any], device: dict[str, Any], says: str
 ) -> None:
+    if "spec" in device:
+        device = {"spec": spec_from_config(config_of(make_reference(device["spec"])))}
     config = load_config(None, {"adapters.max_adapters": 4, **settings}).config
     with pytest.raises(ConfigError, match=says):
         check_adapters(config, **{"is_possible": True, **device})

@@ -37,6 +37,7 @@ from millrace.serve.transfer.kv_file import (
     refusal,
 )
 
+IMPORT_PATHS = ("/v1/cache/import", "/v1/sessions/import")
 EXPORT_TIMEOUT_S = 600.0
 
 
