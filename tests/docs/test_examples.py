@@ -91,10 +91,15 @@ NEVER_RUN = {
 """Commands of which no example is run, with what runs them instead."""
 
 ENCODERS = "tests/serve/test_encoders_served.py asks encoders"
+ADAPTERS = "tests/serve/test_adapters_served.py makes adapters"
 NEVER_ASKED = {
     **{f"POST {path}": ENCODERS for path in ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score")},
     **{f"POST {path}": ENCODERS for path in ("/v1/classify", "/classify", "/v1/sparse-vector", "/v1/multi-vector")},
     "DELETE /api/delete": "tests/serve/test_manage_models.py deletes a model of its own",
+    **{f"{method} /v1/adapters": ADAPTERS for method in ("GET", "POST")},
+    **{f"{method} /v1/adapters/{{name}}": ADAPTERS for method in ("GET", "DELETE")},
+    **{f"POST /v1/{what}_lora_adapter": ADAPTERS for what in ("load", "unload")},
+    "POST /v1/kv/blocks": "tests/gateway/test_kv_between_replicas.py has two replicas",
     "GET /v1/kv/events": "tests/faults/test_kv_events_served.py reads its stream",
 }
 

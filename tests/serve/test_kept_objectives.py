@@ -29,7 +29,7 @@ def test_failed_requests_count_and_are_kept_across_a_restart(tmp_path: Path, mon
         for _ in range(3):
             assert post(front.port, CHAT, BODY).status == 200
         assert post(front.port, CHAT, {"messages": 5}).status == 400
-        assert post(front.port, "/v1/load_lora_adapter", {}).status == 501
+        assert post(front.port, "/v1/audio/transcriptions", {}).status == 501
         get(front.port, "/nowhere")
         assert counted(front) == (5, 5), "GET does not count, and neither 4xx nor 501 is a failure"
 
