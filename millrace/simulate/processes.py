@@ -18,6 +18,9 @@ GARBAGE_THRESHOLDS = (100_000, 50, 50)
 """Requests and blocks have no reference cycles to look for."""
 END_LIMIT_S = 10.0
 """For a process to end once it has reported."""
+PROCESS_ENDED = (
+    "A process of the simulation ended, probably for lack of memory. Simulate fewer requests, or use --processes 1."
+)
 
 
 class GroupProcess:
@@ -33,23 +36,23 @@ class GroupProcess:
 
     def ask_until(self, at_s: float) -> None:
         """Start `run_until`; `take_ended` waits for its result."""
-        self._end.send(("run_until", at_s))
+        self._send("run_until", at_s)
 
     def take_ended(self) -> Ended:
         ended: Ended = self._result()
         return ended
 
     def submit(self, index: int, number: int, request: SimulatedRequest, at_s: float) -> None:
-        self._end.send(("submit", index, number, request, at_s))
+        self._send("submit", index, number, request, at_s)
 
     def kill(self, index: int, back_at: float) -> Left:
-        self._end.send(("kill", index, back_at))
+        self._send("kill", index, back_at)
         left: Left = self._result()
         return left
 
     def reports(self) -> list[ReplicaReport]:
         """The last call."""
-        self._end.send(("reports",))
+        self._send("reports")
         found: list[ReplicaReport] = self._result()
         self.close()
         return found
@@ -60,14 +63,17 @@ class GroupProcess:
         if self._process.is_alive():
             self._process.kill()
 
+    def _send(self, *call: object) -> None:
+        try:
+            self._end.send(call)
+        except OSError as error:
+            raise MillraceError(PROCESS_ENDED) from error
+
     def _result(self) -> Any:
         try:
             result = self._end.recv()
         except (EOFError, OSError) as error:
-            raise MillraceError(
-                "A process of the simulation ended, probably for lack of memory. Simulate fewer requests, or use"
-                " --processes 1."
-            ) from error
+            raise MillraceError(PROCESS_ENDED) from error
         if isinstance(result, Exception):
             raise result
         return result

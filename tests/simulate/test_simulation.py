@@ -92,9 +92,13 @@ def test_processes_that_share_the_replicas_change_nothing() -> None:
 
 
 @pytest.mark.live
-def test_a_process_that_dies_ends_the_simulation_with_a_sentence() -> None:
+@pytest.mark.parametrize("already_ended", [False, True])
+def test_a_process_that_dies_ends_the_simulation_with_a_sentence(already_ended: bool) -> None:
     fleet = Fleet(PROFILE, SimulationSettings(replicas=2), seed=0, num_processes=2)
-    fleet._elsewhere[1]._process.kill()  # as the kernel does when memory runs out
+    process = fleet._elsewhere[1]._process
+    process.kill()  # as the kernel does when memory runs out
+    if already_ended:  # else it may end before the call is sent, or after
+        process.join(10)
     with pytest.raises(MillraceError, match="lack of memory"):
         fleet.run_until(1.0)
     fleet.close()
