@@ -10,10 +10,9 @@ from aiohttp import web
 from millrace.errors import BadRequest, MillraceError, RequestFailed
 from millrace.serve import api_routes
 from millrace.serve.describe import routes_absent, routes_info
-from millrace.serve.describe.openapi import openapi_document
 from millrace.serve.describe.sampler import run_sampler
 from millrace.serve.describe.tracing import run_exporter, traced
-from millrace.serve.http.app_keys import FINISH_REASON, OPENAPI, REQUEST_ID, STREAM_STATUS
+from millrace.serve.http.app_keys import FINISH_REASON, REQUEST_ID, STREAM_STATUS
 from millrace.serve.http.body import check_headers
 from millrace.serve.http.error_bodies import AllowedMethods, error_response, from_aiohttp
 from millrace.serve.http.ids import request_id_of
@@ -43,7 +42,6 @@ def build_app(state: FrontState) -> web.Application:
         ]
     )
     app[STATE] = state
-    app[OPENAPI] = openapi_document()
     app[BACKGROUND] = BackgroundRunner(state, api_routes.BATCH_ENDPOINTS, open_tasks)
     app.cleanup_ctx.append(run_background)
     app.cleanup_ctx.append(run_sampler)

@@ -5,6 +5,7 @@ The document must not allow what the server refuses; `openapi_limits` adds the r
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -103,7 +104,9 @@ _TAGS = {
 }
 
 
+@cache
 def openapi_document() -> bytes:
+    """Made when somebody asks for it: that takes longer than all else that a front does at its start."""
     document = {
         "openapi": "3.1.0",
         "info": {

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from millrace.errors import BadRequest
 from millrace.observe.merge import merge
 from millrace.observe.metrics import CONTENT_TYPE
+from millrace.serve.describe.openapi import openapi_document
 from millrace.serve.generate.prompts import encode_chat, encode_texts
-from millrace.serve.http.app_keys import OPENAPI
 from millrace.serve.http.body import BodyDecoder, read_body
 from millrace.serve.http.error_bodies import RETRY_AFTER_S
 from millrace.serve.http.json_answer import json_answer
@@ -69,7 +71,7 @@ async def _all_metrics(state: FrontState, *, vllm_names: bool, with_tenants: boo
 
 # ── documentation ─────────────────────────────────────────────────────────────────────────────────────────────────────
 async def openapi(request: web.Request) -> web.Response:
-    return json_answer(request, request.app[OPENAPI])
+    return json_answer(request, await asyncio.to_thread(openapi_document))
 
 
 # ── the tokenizer ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -21,4 +21,3 @@ EXTRA_HEADERS = web.RequestKey("extra_headers", dict)
 """Headers that every response to this request carries, streams included."""
 TRACE = web.RequestKey("trace", RequestTrace)
 """Spans of this request; absent if none are exported."""
-OPENAPI = web.AppKey("openapi", bytes)
