@@ -108,10 +108,10 @@ def build_engine(
     files = resolve_model(config.model.source, progress=on_loading)
     if is_encoder(files.config):
         check_encoder_ranks(config)
-        check_adapters(config, is_possible=True, is_encoder=True)
+        check_adapters(config, is_encoder=True)
         return build_encoder_engine(config, files, channel, on_loading)
     decided = _decide(config, files, on_loading)
-    check_adapters(config, is_possible=decided.device.defaults.takes_adapters, spec=decided.spec)
+    check_adapters(config, spec=decided.spec)
     identity = _identity(config, decided)
     store = open_disk(config, identity, decided.plan.block_bytes)
     mirror = Mirror(config) if config.plan.mirror else None
@@ -166,10 +166,9 @@ def _build_decoding(
         mirror=mirror,
         ranks=ranks,
         disk=None if store is None else DiskCopier(store, made.host_blocks, runner),
-        adapters=lambda shares: (
-            make_adapters(config.adapters, decided.spec, decided.precision.dtype, made.fill_slot, shares)
-            if isinstance(made, Runner)
-            else None
+        adapters=lambda shares: make_adapters(
+            *(config.adapters, decided.spec, decided.precision.dtype, made.fill_slot, shares),
+            is_pinned=decided.device.defaults.has_own_memory,
         ),
         transfers=Transfers(
             *(scheduler.transfer, made.contents),

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.models.adapters.read import Adapter
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.context_rule import context_parts
@@ -34,6 +35,7 @@ from millrace.plan.step import (
     StepShape,
     Variant,
 )
+from millrace.run.adapter_slots import IsReady
 from millrace.run.device.block_contents import BlockContents
 from millrace.run.device.device import Device, Pending
 from millrace.run.device.host_blocks import HostBlocks
@@ -41,7 +43,7 @@ from millrace.run.drafting.device_chain import paged
 from millrace.run.drafting.device_drafts import drafts_of, masks_drafts
 from millrace.run.drafting.models import DrafterModel, kv_spec_of
 from millrace.run.facts import RunnerFacts
-from millrace.run.graphs.device_state import DeviceState, make_copier, make_device_state
+from millrace.run.graphs.device_state import DeviceState, make_copier, make_device_state, make_filler
 from millrace.run.graphs.graph_cache import GraphCache
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.graphs.step_work import UPDATES_IN_PACKET, Accept, StepWork
@@ -93,6 +95,7 @@ class CudaRunner:
         self._table, self._sampler, self._drafts, self._chain = state.table, state.sampler, state.drafts, state.chain
         self._states = state.states
         self._copier = make_copier(state, device, settings)
+        self._filler = make_filler(state, device)
         self.contents = BlockContents([state.kv, state.draft_kv], device, settings.kv_dtype)
         self._writer = PacketWriter(
             max_rows=settings.max_rows,
@@ -141,6 +144,11 @@ class CudaRunner:
     def host_blocks(self) -> tuple[HostBlocks, ...]:
         """Host memory for KV blocks; none without a host tier."""
         return () if self._copier is None else self._copier.host_blocks
+
+    def fill_slot(self, slot: int, adapter: Adapter | None) -> IsReady:
+        if self._filler is None:
+            raise AssertionError("there are no slots for adapters")
+        return self._filler.fill(slot, adapter)
 
     @property
     def shapes(self) -> ShapeFacts | None:
@@ -377,6 +385,7 @@ def _shape_facts(
         has_drafts=state.drafts is not None,
         needs_all_states=state.chain is not None and state.chain.reads_states and not state.chain.taps,
         can_capture=settings.graphs and device.type == "cuda",
+        takes_adapters=state.slots is not None,
     )
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from millrace.models.adapters.read import Adapter
 from millrace.models.adapters.slots import AdapterSlots
-from millrace.models.adapters.targets import targets_of
 from millrace.models.batch import Taps
 from millrace.models.decoder import Decoder
 from millrace.plan.shapes.table import ShapeFacts
@@ -31,6 +30,7 @@ from millrace.plan.step import (
     StepPlan,
     TrainedDrafts,
 )
+from millrace.run.adapter_slots import IsReady, OrderedFiller, make_slots
 from millrace.run.cpu.model_drafter import make_model_drafter
 from millrace.run.cpu.native_step import NativeStep
 from millrace.run.device.block_contents import BlockContents
@@ -173,13 +173,6 @@ class AnyRunner(Protocol):
         """Heads that ran in a larger graph than theirs since the last call."""
 
 
-def make_slots(decoder: Decoder, settings: RunnerSettings) -> AdapterSlots | None:
-    """None: steps have no adapters."""
-    if not settings.adapter_slots:
-        return None
-    return AdapterSlots(targets_of(decoder.spec), settings.adapter_slots, decoder.device, decoder.dtype)
-
-
 class Runner:
     """Runs every step at its own size; needs no warm-up."""
 
@@ -280,12 +273,12 @@ class Runner:
         """Host memory for KV blocks; none without a host tier."""
         return () if self._copier is None else self._copier.host_blocks
 
-    def fill_slot(self, slot: int, adapter: Adapter) -> None:
-        """Queue that the slot holds this adapter, after the steps launched so far and before all later ones."""
-        slots = self._slots
-        if slots is None:
+    def fill_slot(self, slot: int, adapter: Adapter | None) -> IsReady:
+        """Begin to fill a slot that no later step reads until this is ready; None empties it. Steps launched so far
+        read what it held."""
+        if self._slots is None:
             raise AssertionError("there are no slots for adapters")
-        self._device.queue(lambda: slots.put(slot, adapter.to(slots.device)))
+        return OrderedFiller(self._slots, self._device).fill(slot, adapter)
 
     def build_next(self) -> None:
         pass

@@ -184,7 +184,6 @@ def test_an_unknown_adapter_is_refused_with_the_list(adapted: Adapted) -> None:
         ({"run.tensor_parallel": 2}, {}, "--tensor-parallel splits the model: leave one of them out"),
         ({"plan.mirror": True}, {}, "--mirror repeats steps without adapters"),
         ({"plan.step_log": "steps.log"}, {}, "--step-log does not hold adapters"),
-        ({}, {"is_possible": False}, "on a GPU, where adapters are not supported yet: use --device cpu"),
         ({}, {"is_encoder": True}, "the model is an encoder"),
         ({}, {"spec": "qwen3_next_dense"}, "the model has recurrent layers"),
         ({}, {"spec": "deepseek_v3"}, "the model has latent attention"),
@@ -199,4 +198,4 @@ def test_what_adapters_do_not_go_with_is_refused_by_name(
         device = {"spec": spec_from_config(config_of(make_reference(device["spec"])))}
     config = load_config(None, {"adapters.max_adapters": 4, **settings}).config
     with pytest.raises(ConfigError, match=says):
-        check_adapters(config, **{"is_possible": True, **device})
+        check_adapters(config, **device)

@@ -102,6 +102,23 @@ def test_a_runner_that_cannot_capture_gets_the_shapes_themselves() -> None:
     assert [shapes.choose(decoding(17)) for _ in range(3)] == 3 * [(ShapeTable(FACTS).decode(17), False)]
 
 
+def test_steps_with_adapters_have_graphs_of_their_own() -> None:
+    """Steps without any run what they would run on a server without adapters."""
+    shapes, plain = PaddedShapes(replace(FACTS, takes_adapters=True)), PaddedShapes(FACTS)
+    drafted = replace(decoding(2), drafts=ints(1, 0))
+    for sizes in (decoding(3), drafted, prompt(1, 100), prompt(1, 9, scores=True)):
+        shape, _ = shapes.choose(sizes)
+        assert shape == plain.choose(sizes)[0]
+        adapted, captures = shapes.choose(replace(sizes, adapters=True))
+        assert (adapted, captures) == (replace(shape, adapters=True), False)
+    last, captures = shapes.choose(replace(decoding(3), adapters=True))
+    assert captures
+    assert shapes.repeat(last, 3, 0) == (last, False)
+    parts = [plan.shape for plan in captured(PaddedShapes(replace(FACTS, takes_adapters=True)))]
+    assert [part for part in parts if not getattr(part, "adapters", False)] == [one.shape for one in captured(plain)]
+    assert shapes.choose(replace(decoding(16), adapters=True))[0] in parts
+
+
 def test_split_kv_and_long_rows_wait_for_their_graphs() -> None:
     facts = replace(FACTS, max_parts=(8,) * 8, takes_long_rows=True, max_context=1024)
     shapes = PaddedShapes(facts)

@@ -208,3 +208,24 @@ def test_every_step_that_the_budget_allows_has_a_shape(token_budget: int, max_ro
             assert shape.tokens <= token_budget + max_rows
             assert shape.rows > num_decode_rows + 1 or shape.tokens == tokens
             assert shape in shapes.all_mixed()
+
+
+def test_a_packet_names_the_adapter_slot_of_each_token() -> None:
+    """Of every place and every chunk; padding and steps without adapters have none."""
+    rng, table = np.random.default_rng(4), RequestTable(CpuDevice(1), max_rows=MAX_ROWS + 1, max_blocks=8)
+    writer = PacketWriter(max_rows=MAX_ROWS, block_size=BLOCK, queries_per_tile=PER_TILE, tile_decode_rows=False)
+    plan = a_plan(rng, 3, 5, table)
+    table.adapters[plan.rows] = own = np.array([2, 0, 7], np.int32)
+    chunks, packet = own.repeat(plan.counts).tolist(), np.full(20_000, 777, np.int32)
+    shapes = {
+        StepShape(32, 8, 8, is_decode=False, adapters=True): [*chunks, *[0] * (32 - len(chunks))],
+        StepShape(8, 4, 0, is_decode=True, places=2, adapters=True): [2, 2, 0, 0, 7, 7, 0, 0],
+        StepShape(4, 4, 0, is_decode=True, adapters=True): [2, 0, 7, 0],
+        StepShape(4, 4, 0, is_decode=True): [],
+    }
+    for shape, wanted in shapes.items():
+        counts = np.ones(3, np.int32) if shape.is_decode else plan.counts
+        writer.write(replace(plan, counts=counts), table, shape, packet)
+        assert writer.layout(shape).slots.of(packet).tolist() == wanted
+        writer.write(None, table, shape, packet)
+        assert not writer.layout(shape).slots.of(packet).any()

@@ -20,9 +20,7 @@ from millrace.models.spec.model_spec import ModelSpec
 GIB = 1 << 30
 
 
-def check_adapters(
-    config: Config, *, is_possible: bool, is_encoder: bool = False, spec: ModelSpec | None = None
-) -> None:
+def check_adapters(config: Config, *, is_encoder: bool = False, spec: ModelSpec | None = None) -> None:
     """Raise ConfigError for settings that cannot go with adapters, before anything is loaded."""
     if not config.adapters.num_slots:
         return
@@ -38,7 +36,6 @@ def check_adapters(
         (config.run.tensor_parallel > 1, "--tensor-parallel splits the model", "leave one of them out"),
         (config.plan.mirror, "--mirror repeats steps without adapters", "leave one of them out"),
         (bool(config.plan.step_log), "--step-log does not hold adapters", "leave one of them out"),
-        (not is_possible, "the model would run on a GPU, where adapters are not supported yet", "use --device cpu"),
     )
     for is_there, why, remedy in conflicts:
         if is_there:
@@ -54,12 +51,12 @@ def check_adapters(
 
 
 def make_adapters(
-    config: AdapterConfig, spec: ModelSpec, dtype: torch.dtype, fill: Fill, shares: Shares
+    config: AdapterConfig, spec: ModelSpec, dtype: torch.dtype, fill: Fill, shares: Shares, *, is_pinned: bool
 ) -> EngineAdapters | None:
-    """None: the model takes no adapters."""
+    """None: the model takes no adapters. `is_pinned`: see `read_adapter`."""
     if not config.num_slots:
         return None
-    store = AdapterStore(_reader(config, spec, dtype), int(config.adapter_memory * GIB))
+    store = AdapterStore(_reader(config, spec, dtype, is_pinned), int(config.adapter_memory * GIB))
     for name, path in parse_adapters(config.adapters).items():
         store.declare(name, path)
     requests = AdaptedRequests(store, config.num_slots, fill)
@@ -67,10 +64,11 @@ def make_adapters(
     return EngineAdapters(requests, lambda: shares, folder, allows_adding=config.allow_adapters)
 
 
-def _reader(config: AdapterConfig, spec: ModelSpec, dtype: torch.dtype) -> Read:
+def _reader(config: AdapterConfig, spec: ModelSpec, dtype: torch.dtype, is_pinned: bool) -> Read:
     targets, max_bytes = targets_of(spec), int(config.adapter_memory * GIB)
 
     def read(folder: Path) -> Adapter:
-        return read_adapter(folder, targets, dtype, max_rank=config.max_lora_rank, max_bytes=max_bytes)
+        limits = {"max_rank": config.max_lora_rank, "max_bytes": max_bytes}
+        return read_adapter(folder, targets, dtype, **limits, is_pinned=is_pinned)
 
     return read

@@ -1,8 +1,8 @@
 """Requests with an adapter: held back until it has a slot on the device. A held request takes no row.
 
 A slot belongs to one version of one adapter. Requests pin it from the moment it is theirs to their end, so it is filled
-anew only when none of them is open. Slots are filled between steps, in launch order: steps in flight read the old
-matrices, later ones the new.
+anew only when none of them is open. Steps in flight read the old matrices, steps launched once the slot is ready the
+new ones. On a GPU matrices are copied beside the steps, and requests wait for the end of the copy.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from millrace.models.adapters.read import Adapter
 from millrace.params import SamplingParams
 from millrace.plan.request import Request
 
-Fill = Callable[[int, Adapter], None]
-"""(slot, matrices): queued behind the steps launched so far."""
+Fill = Callable[[int, Adapter], Callable[[], bool]]
+"""(slot, matrices): begins to fill it. What it returns is asked until it says that later steps may read the slot."""
 MAX_PASSED_S = 2.0
 """When a request has waited this long for a slot, no new request is given the slot used longest ago: it becomes free as
 its open requests end."""
@@ -29,6 +29,8 @@ class Slot:
     number: int
     name: str
     digest: str
+    is_filled: bool = False
+    """Later steps may read it."""
     users: set[int] = field(default_factory=set)
     """Open requests."""
 
@@ -58,6 +60,8 @@ class AdaptedRequests:
         self._free = list(range(num_slots, 0, -1))
         self._slots: OrderedDict[str, Slot] = OrderedDict()
         """By digest, the least recently used first."""
+        self._filling: list[tuple[Slot, Callable[[], bool]]] = []
+        """Slots whose matrices are being copied."""
         self._slot_of: dict[int, Slot] = {}
         """By open request."""
         self._held: OrderedDict[int, _Held] = OrderedDict()
@@ -75,7 +79,11 @@ class AdaptedRequests:
 
     @property
     def is_loading(self) -> bool:
-        return self.store.is_loading
+        return self.store.is_loading or bool(self._filling)
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._held or self._filling)
 
     @property
     def resident(self) -> dict[str, int]:
@@ -88,7 +96,7 @@ class AdaptedRequests:
     @property
     def digests(self) -> frozenset[str]:
         """Versions in slots."""
-        return frozenset(self._slots)
+        return frozenset(digest for digest, slot in self._slots.items() if slot.is_filled)
 
     def hold(self, request: Request, params: SamplingParams) -> bool:
         """False if the request has its slot and can be scheduled. Else it waits for `take_ready`, or `take_failed` says
@@ -105,6 +113,9 @@ class AdaptedRequests:
 
     def take_ready(self) -> list[tuple[Request, SamplingParams]]:
         """Requests that have a slot now, in the order in which they came."""
+        for slot, is_ready in self._filling:
+            slot.is_filled = is_ready()
+        self._filling = [one for one in self._filling if not one[0].is_filled]
         ready = []
         for held in list(self._held.values()):
             if self._seat(held):
@@ -146,7 +157,7 @@ class AdaptedRequests:
         known = held.known
         slot = self._slots.get(known.digest) if known.digest else None
         if slot is not None:
-            return not self._must_yield(slot, held) and self._take(held, slot)
+            return slot.is_filled and not self._must_yield(slot, held) and self._take(held, slot)
         adapter = self.store.adapter(known)
         if adapter is None:
             if not held.needs_files:
@@ -158,8 +169,12 @@ class AdaptedRequests:
             return False
         slot = self._slots[known.digest] = Slot(number, known.name, known.digest)
         self.store.pin(known.digest)
-        self._fill(number, adapter)
+        is_ready = self._fill(number, adapter)
         self.num_fills += 1
+        slot.is_filled = is_ready()
+        if not slot.is_filled:
+            self._filling.append((slot, is_ready))
+            return False
         return self._take(held, slot)
 
     def _take(self, held: _Held, slot: Slot) -> bool:
@@ -186,7 +201,7 @@ class AdaptedRequests:
         if self._free:
             return self._free.pop()
         for digest, slot in self._slots.items():
-            if not slot.users:
+            if slot.is_filled and not slot.users:
                 del self._slots[digest]
                 self.store.unpin(digest)
                 self.num_slot_evictions += 1

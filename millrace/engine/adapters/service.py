@@ -73,7 +73,7 @@ class EngineAdapters:
         return self._requests.hold(request, params)
 
     def take_ready(self) -> list[tuple[Request, SamplingParams]]:
-        return self._requests.take_ready() if self._requests.num_held else []
+        return self._requests.take_ready() if self._requests.has_waiting else []
 
     def take_failed(self, now: float) -> list[tuple[Failed, bool]]:
         """(request, whether its deadline passed)"""

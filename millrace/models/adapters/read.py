@@ -15,7 +15,7 @@ from torch import Tensor
 from millrace.errors import AdapterError
 from millrace.models.adapters.config import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig, read_config
 from millrace.models.adapters.targets import AdapterTargets
-from millrace.ops.lora.weights import LinearLora, LoraPart, pack
+from millrace.ops.lora.weights import LinearLora, LoraPart, join, pack
 
 _KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
 _OTHERS = (
@@ -35,16 +35,25 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Adapter:
     """Validated matrices in host memory, in the model's dtype."""
 
+    data: Tensor
+    """All matrices, one after the other."""
     linears: dict[int, LinearLora]
-    """By index of the linear, see `AdapterTargets`."""
+    """Parts of `data`, by index of the linear, see `AdapterTargets`."""
     max_rank: int
-    num_bytes: int
     digest: str
     """Of the files: names the adapter's content."""
     base_model: str
 
+    @property
+    def num_bytes(self) -> int:
+        return self.data.nbytes
+
+    def on(self, data: Tensor) -> Adapter:
+        """The same adapter in a copy of its matrices."""
+        return replace(self, data=data, linears={index: lora.within(data) for index, lora in self.linears.items()})
+
     def to(self, device: torch.device) -> Adapter:
-        return replace(self, linears={index: linear.to(device) for index, linear in self.linears.items()})
+        return self if self.data.device == device else self.on(self.data.to(device))
 
 
 def read_adapter(
@@ -54,8 +63,10 @@ def read_adapter(
     *,
     max_rank: int,
     max_bytes: int,
+    is_pinned: bool = False,
 ) -> Adapter:
-    """Raises AdapterError with the file, the tensor and the remedy. Nothing of the adapter is kept then."""
+    """Raises AdapterError with the file, the tensor and the remedy. Nothing of the adapter is kept then. `is_pinned`:
+    in memory that a GPU copies from beside its steps."""
     config = read_config(folder)
     path = folder / WEIGHTS_FILE
     size = path.stat().st_size
@@ -71,9 +82,8 @@ def read_adapter(
     digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
     digest.update(data)
     linears = _Reading(path, tensors, config, targets, dtype, max_rank).linears()
-    num_bytes = sum(linear.num_bytes for linear in linears.values())
     rank = max(max(linear.ranks) for linear in linears.values())
-    return Adapter(linears, rank, num_bytes, digest.hexdigest(), config.base_model)
+    return Adapter(*join(linears, is_pinned=is_pinned), rank, digest.hexdigest(), config.base_model)
 
 
 class _Reading:

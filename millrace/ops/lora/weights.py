@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +10,8 @@ from torch import Tensor
 
 MAX_PARTS = 3
 """Parts of a linear's outputs: queries, keys and values."""
+ALIGN = 16
+"""Matrices that are joined begin at multiples of so many numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +36,6 @@ class LinearLora:
     """By part, MAX_PARTS of them; 0 for a part that the adapter leaves as it is."""
     scales: tuple[float, ...]
 
-    @property
-    def num_bytes(self) -> int:
-        return self.a.nbytes + self.b.nbytes
-
     def parts(self, in_features: int, out_sizes: Sequence[int]) -> list[tuple[int, int, Tensor, Tensor, float]]:
         """(first output, end, A, B, scale) of each part that the adapter changes."""
         found, first, at_a, at_b = [], 0, 0, 0
@@ -53,6 +51,11 @@ class LinearLora:
     def to(self, device: torch.device) -> LinearLora:
         return LinearLora(self.a.to(device), self.b.to(device), self.ranks, self.scales)
 
+    def within(self, data: Tensor) -> LinearLora:
+        """The same linear in a copy of the tensor that it is a part of."""
+        a, b = (data[own.storage_offset() :][: own.numel()] for own in (self.a, self.b))
+        return LinearLora(a, b, self.ranks, self.scales)
+
 
 def pack(parts: Sequence[LoraPart | None]) -> LinearLora:
     own = [part for part in parts if part is not None]
@@ -63,6 +66,17 @@ def pack(parts: Sequence[LoraPart | None]) -> LinearLora:
         tuple(0 if part is None else part.a.shape[0] for part in (*parts, *missing)),
         tuple(0.0 if part is None else part.scale for part in (*parts, *missing)),
     )
+
+
+def join(linears: Mapping[int, LinearLora], *, is_pinned: bool = False) -> tuple[Tensor, dict[int, LinearLora]]:
+    """All matrices in one tensor, which one copy moves, and the linears as parts of it."""
+    matrices = [own for lora in linears.values() for own in (lora.a, lora.b)]
+    sizes = [-(-own.numel() // ALIGN) * ALIGN for own in matrices]
+    data = torch.zeros(sum(sizes), dtype=matrices[0].dtype, pin_memory=is_pinned)
+    parts = torch.split(data, sizes)
+    places = [part[: own.numel()].copy_(own) for part, own in zip(parts, matrices, strict=True)]
+    pairs = zip(linears.items(), places[::2], places[1::2], strict=True)
+    return data, {index: LinearLora(a, b, lora.ranks, lora.scales) for (index, lora), a, b in pairs}
 
 
 class LoraColumns:
@@ -87,10 +101,10 @@ class LoraColumns:
         ranks = [none if one is None else one.ranks for one in found]
         scales = [none if one is None else one.scales for one in found]
         addresses = [(0, 0) if one is None else (one.a.data_ptr(), one.b.data_ptr()) for one in found]
-        columns = torch.tensor(addresses, dtype=torch.int64).to(device)
+        columns = _sent(torch.tensor(addresses, dtype=torch.int64), device)
         self.a[:, slot], self.b[:, slot] = columns[:, 0], columns[:, 1]
-        self.ranks[:, slot] = torch.tensor(ranks, dtype=torch.int32).to(device)
-        self.scales[:, slot] = torch.tensor(scales, dtype=torch.float32).to(device)
+        self.ranks[:, slot] = _sent(torch.tensor(ranks, dtype=torch.int32), device)
+        self.scales[:, slot] = _sent(torch.tensor(scales, dtype=torch.float32), device)
         self.held[slot] = linears
 
 
@@ -110,3 +124,8 @@ class LoraTable:
         """(first output, end, A, B, scale) of each part that the slot's adapter changes."""
         lora = self._columns.held[slot].get(self._index)
         return [] if lora is None else lora.parts(self.in_features, self.out_sizes)
+
+
+def _sent(values: Tensor, device: torch.device) -> Tensor:
+    """On the device, without waiting for the steps queued there."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

@@ -7,7 +7,6 @@ such shape run at their own size.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Protocol
 
 from millrace.plan.shapes.captures import Captures
@@ -73,9 +72,12 @@ class PaddedShapes:
         self.captures = Captures(capture_order(table), table.decode_sizes, enabled=facts.can_capture)
         self._settled: StepShape | None = None
         """The last decode shape, if it has a graph and is no fallback: a repeated step runs at it again."""
+        self._with_adapters: dict[StepShape, StepShape] = {}
 
     def choose(self, sizes: StepSizes) -> tuple[StepShape, bool]:
         shape = self._wanted(sizes)
+        if sizes.adapters:
+            shape = self._adapted(shape)
         if shape.is_exact:
             return shape, False
         return self._decode(shape) if shape.is_decode else (shape, self.captures.use(shape))
@@ -84,11 +86,16 @@ class PaddedShapes:
         shares_prefix = self._shares_prefix(num_rows, shared_blocks)
         if last is self._settled and last.shares_prefix == shares_prefix:
             return last, False
-        return self._decode(self._table.decode(num_rows, shares_prefix=shares_prefix))
+        wanted = self._table.decode(num_rows, shares_prefix=shares_prefix)
+        return self._decode(self._adapted(wanted) if last.adapters else wanted)
 
     def _decode(self, wanted: StepShape) -> tuple[StepShape, bool]:
         """The decode shape to run at. After a fallback, the right one is captured when the engine is idle."""
-        decode = partial(self._table.decode, shares_prefix=wanted.shares_prefix, places=wanted.places)
+
+        def decode(rows: int) -> StepShape:
+            shape = self._table.decode(rows, shares_prefix=wanted.shares_prefix, places=wanted.places)
+            return self._adapted(shape) if wanted.adapters else shape
+
         size = self.captures.choose_size(wanted.rows, decode)
         if size != wanted.rows:
             self.captures.want(wanted)
@@ -97,6 +104,15 @@ class PaddedShapes:
         captures = self.captures.use(wanted)
         self._settled = wanted if self.captures.has(wanted) else None
         return wanted, captures
+
+    def _adapted(self, shape: StepShape) -> StepShape:
+        """The same for a step with adapters, whose graphs are others: steps without any do not pay for them."""
+        if shape.is_exact:
+            return replace(shape, adapters=True)
+        adapted = self._with_adapters.get(shape)
+        if adapted is None:
+            adapted = self._with_adapters[shape] = replace(shape, adapters=True)
+        return adapted
 
     def _wanted(self, sizes: StepSizes) -> StepShape:
         num_rows, table = len(sizes.counts), self._table

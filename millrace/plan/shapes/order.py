@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from millrace.plan.shapes.table import PLACES, ShapeTable
 from millrace.plan.step import HeadShape, StepShape
 
@@ -22,7 +24,9 @@ def capture_order(table: ShapeTable) -> list[Part]:
     if not facts.can_capture:
         return []
     placed = placed_shapes(table) if facts.has_drafts else []
-    return [*placed, *_usual(table), *(table.chunks(facts.max_context) if facts.takes_long_rows else [])]
+    usual, chunks = _usual(table), table.chunks(facts.max_context) if facts.takes_long_rows else []
+    adapted = [replace(shape, adapters=True) for shape in [*placed, *_hot_bodies(table)] if facts.takes_adapters]
+    return [*placed, *usual, *adapted, *chunks]
 
 
 def first_request_parts(table: ShapeTable) -> list[Part]:
@@ -43,13 +47,26 @@ def build_order(table: ShapeTable) -> list[Part]:
 
 def placed_shapes(table: ShapeTable) -> list[StepShape]:
     """Decode shapes with drafts, for the common sizes."""
-    hot = [size for size in table.decode_sizes if size in HOT_DECODE]
-    return [table.decode(size, places=places) for size in hot for places in PLACES if table.has_places(size, places)]
+    return [
+        table.decode(size, places=places)
+        for size in _hot_sizes(table)
+        for places in PLACES
+        if table.has_places(size, places)
+    ]
+
+
+def _hot_sizes(table: ShapeTable) -> list[int]:
+    return [size for size in table.decode_sizes if size in HOT_DECODE]
+
+
+def _hot_bodies(table: ShapeTable) -> list[StepShape]:
+    """The bodies that most steps run at."""
+    return [*(table.decode(size) for size in _hot_sizes(table)), *table.all_mixed()]
 
 
 def _usual(table: ShapeTable) -> list[Part]:
     """All bodies except drafts and chunks of long prompts, and the heads."""
-    hot = [size for size in table.decode_sizes if size in HOT_DECODE]
+    hot = _hot_sizes(table)
     rest = [size for size in table.decode_sizes if size not in HOT_DECODE]
 
     def decode(size: int) -> list[Part]:

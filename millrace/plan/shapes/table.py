@@ -58,6 +58,8 @@ class ShapeFacts:
     needs_all_states: bool = False
     """A drafter reads the states of all tokens after the last layer."""
     can_capture: bool = False
+    takes_adapters: bool = False
+    """Steps may have adapters: each shape has a variant with them."""
 
 
 class ShapeTable:

@@ -46,8 +46,6 @@ class DeviceDefaults:
     """Drafts of one row that a step verifies. None: as many as are ever planned."""
     pads_drafts: bool = False
     """Every row of a step is computed with all its places, and one drafter fills them."""
-    takes_adapters: bool = False
-    """Steps may have adapters."""
     can_split: bool = False
     """A model can be split over several processes."""
 
@@ -66,7 +64,6 @@ CPU_DEFAULTS = DeviceDefaults(
     # Steps wait for a batch.
     copy_batch_bytes=4 << 20,
     can_split=True,
-    takes_adapters=True,
 )
 CUDA_DEFAULTS = DeviceDefaults(
     dtype=torch.bfloat16,

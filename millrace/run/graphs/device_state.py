@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from millrace.models.adapters.slots import AdapterSlots
 from millrace.models.decoder import Decoder
+from millrace.run.adapter_slots import OrderedFiller, StreamFiller, make_slots
 from millrace.run.device.block_copier import BlockCopier, JointCopier, OrderedCopier, StreamCopier
 from millrace.run.device.device import Device
 from millrace.run.device.state_pool import StatePool
@@ -33,6 +35,8 @@ class DeviceState:
     """The drafter that is a model, if there is one."""
     states: StatePool | None
     """None if the model has no recurrent layer."""
+    slots: AdapterSlots | None
+    """None if steps have no adapters."""
 
 
 def make_device_state(
@@ -68,7 +72,8 @@ def make_device_state(
         )
         chain = make_device_drafter(setup, drafter, draft_kv, decoder.dtype)
     states = make_state_pool(decoder, device, settings)
-    return DeviceState(kv, draft_kv, table, sampler, drafts, chain, states)
+    slots = make_slots(decoder, settings, deterministic=paged(decoder.attention).tile_decode_rows)
+    return DeviceState(kv, draft_kv, table, sampler, drafts, chain, states, slots)
 
 
 def make_copier(state: DeviceState, device: Device, settings: RunnerSettings) -> BlockCopier | None:
@@ -79,3 +84,10 @@ def make_copier(state: DeviceState, device: Device, settings: RunnerSettings) ->
     if device.torch_device.type == "cuda":
         return JointCopier([StreamCopier(kv, slots, device, max_blocks=settings.max_copied) for kv in pools])
     return JointCopier([OrderedCopier(kv, slots, device) for kv in pools])
+
+
+def make_filler(state: DeviceState, device: Device) -> OrderedFiller | StreamFiller | None:
+    """None without slots for adapters."""
+    if state.slots is None:
+        return None
+    return StreamFiller(state.slots) if device.torch_device.type == "cuda" else OrderedFiller(state.slots, device)

@@ -80,7 +80,7 @@ class StepWork:
         self._block_size, self._max_rows = settings.block_size, max_rows
         self._head_layout = head_layout = writer.layout(smallest)
         words = 9 * head_layout.middle + 8 * (max_rows + 32) + num_words(max_rows + 1)
-        words += 6 * max_tokens + 3 * UPDATES_IN_PACKET + 512
+        words += (7 if settings.adapter_slots else 6) * max_tokens + 3 * UPDATES_IN_PACKET + 512
         self._ring = PacketRing(words + max_rows * ROW_WORDS, device)
         self._packet = self._ring.on_device
         self._token_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
@@ -95,6 +95,7 @@ class StepWork:
         self._logits = torch.empty((max_rows, spec.vocab_size), dtype=torch.float32, device=device)
         self._drawn = TokenRing(max_rows, device)
         self._drafts, self._chain, self._states = state.drafts, state.chain, state.states
+        self._slots = state.slots
         self._counts = TokenRing(NUM_COUNTS * max_rows, device)
         """NUM_COUNTS numbers of each row, in steps with drafts."""
         self._masks = MaskRing(words_per_mask(spec.vocab_size), device, max_states=head_layout.middle)
@@ -199,12 +200,15 @@ class StepWork:
             chain.feed(batch, fed)
         if chain is not None and chain.taps:
             batch.taps = self._taps(chain.taps, shape.tokens)
+        if shape.adapters and self._slots is not None:
+            batch.adapters = self._slots.step(part(layout.slots))
         if drawn_only and (not reads_states or batch.taps is not None):
             batch.drawn = DrawnStates(index, out)
             hidden = decoder.forward(batch, self._kv)
         else:
             hidden = decoder.forward(batch, self._kv)
             torch.index_select(hidden, 0, index, out=out)
+        batch.adapters = None  # Drafters draft for the base model.
         if chain is not None and reads_states:
             states = hidden if batch.taps is None else batch.taps.out.flatten(1)
             chain.feed(batch, replace(fed, states=states))

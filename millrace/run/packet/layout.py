@@ -60,6 +60,8 @@ class PacketLayout:
         """Drafts that each row may have; -1 for rows whose start the host knows."""
         self.tokens_in = self._take(shape.tokens)
         self.token_rows = self._take(shape.tokens if not shape.is_decode or shape.places > 1 else 0)
+        self.slots = self._take(shape.tokens if shape.adapters else 0)
+        """Adapter slot of each token; 0 for the base model and for padding."""
         self.tiles = self._take(2 * shape.tiles)
         self.last_tokens = self._take(shape.rows if shape.last_only else 0)
         has_list = shape.has_decode_rows and not shape.shares_prefix and shape.rows >= MIN_LISTED_ROWS

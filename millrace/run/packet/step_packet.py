@@ -162,6 +162,9 @@ class PacketWriter:
         first, last = layout.tokens_in.start, layout.tokens_in.start + shape.tokens
         packet[first : first + total] = ON_DEVICE
         packet[first + total : last] = 0
+        if shape.adapters:
+            counted = counts if not shape.is_decode else shape.tokens_per_row
+            _put_padded(packet, layout.slots, table.adapters[rows].repeat(counted))
         query_starts = layout.query_starts.of(packet)
         last_tokens = query_starts[1:] - 1
         if shape.last_only:
@@ -237,6 +240,11 @@ def _write_forced(plan: StepPlan, tokens_in: npt.NDArray[np.int32]) -> None:
 
 def _put(packet: Int32s, section: Section, values: Integers) -> None:
     packet[section.start : section.start + len(values)] = values
+
+
+def _put_padded(packet: Int32s, section: Section, values: Integers) -> None:
+    _put(packet, section, values)
+    packet[section.start + len(values) : section.start + section.length] = 0
 
 
 def _write_query_starts(packet: Int32s, start: int, counts: Int32s) -> int:
