@@ -2,8 +2,9 @@
 
 Each case draws settings and requests at random: drafts, host tier, a small pool, odd block sizes, short steps, KV
 formats, prefix sharing, sampling, grammars with forced tokens, log-probabilities, penalties, predictions, bad words,
-allowed tokens, and vectors wanted at the same time. A mirror runs every step too and draws the same. Preemption is
-crossed with drafts, KV groups and copies in tests/plan. A new feature adds itself to `SETTINGS` or `requests_of`.
+allowed tokens, and vectors wanted at the same time. A mirror runs every step too and draws the same; or, as the two
+exclude each other, there is a disk, from which blocks return after a restart too. Preemption is crossed with drafts, KV
+groups and copies in tests/plan. A new feature adds itself to `SETTINGS` or `requests_of`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import random
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -108,18 +110,20 @@ TIGHT: dict[str, Any] = {"kv_tokens": 200, "max_running": 12}
 # Three drafts, however long a step takes, so that the tokens that a grammar forces are always among them.
 DRAFTING: dict[str, Any] = {"kv_tokens": 4000, "max_running": 3, "draft_tokens": 3, "step_ms": 0.0}
 DRAFTING["drafter"] = DEFAULT_MODEL
+# Host memory for about 50 blocks, which is less than a round has.
+ON_DISK: dict[str, Any] = TIGHT | {"kv_host_gib": 0.01, "kv_disk_gib": 0.25, "block_size": 16, "prefix_cache": True}
 
 
 @pytest.mark.parametrize(
     ("kv_dtype", "all_limits"),
     [
         ("float16", (TIGHT, DRAFTING | {"speculate": "draft"})),
-        ("int8", (TIGHT,)),
+        ("int8", (TIGHT, ON_DISK)),
         ("int4", (TIGHT, DRAFTING | {"speculate": "auto"})),
     ],
 )
 def test_any_combination_gives_the_answers_of_lone_runs(
-    kv_dtype: str, all_limits: tuple[dict[str, Any], ...], monkeypatch: pytest.MonkeyPatch
+    kv_dtype: str, all_limits: tuple[dict[str, Any], ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(kv_dtype)
     rounds = [requests_of(rng) for _ in range(2)]
@@ -132,19 +136,27 @@ def test_any_combination_gives_the_answers_of_lone_runs(
         settings = {name: rng.choice(values) for name, values in SETTINGS.items()} | limits
         if not settings["prefix_cache"]:
             settings["kv_host_gib"] = 0.0  # the host tier holds blocks of the prefix cache
-        with LLM(dtype="float32", kv_dtype=kv_dtype, mirror=True, **settings) as llm, ThreadPoolExecutor(1) as beside:
+        settings |= {"kv_disk": str(tmp_path)} if "kv_disk_gib" in limits else {"mirror": True}
+        settings |= {"dtype": "float32", "kv_dtype": kv_dtype}
+        with LLM(**settings) as llm, ThreadPoolExecutor(1) as beside:
             for index in (0, 1, 0):
                 if index == 1:
                     embedded = beside.submit(vectors_of, llm, rounds[0])
                 assert answers_of(llm, rounds[index]) == expected[index], settings
             assert embedded.result(300) == pytest.approx(vectors, abs=1e-3), settings
             stats = stats_after(llm, 3 * len(rounds[0]) + 2 * NUM_EMBEDDED)
-            assert stats.mirror is not None
-            assert (stats.mirror.is_up, stats.mirror.differences) == (True, 0), settings
-            assert stats.mirror.steps > 20
+            if stats.mirror is not None:
+                assert (stats.mirror.is_up, stats.mirror.differences) == (True, 0), settings
+                assert stats.mirror.steps > 20
             num_hits += stats.prefix_hit_tokens
             num_forced += stats.forced_tokens
             num_guided += sum(stats.drafts["grammar"].accepted) if "grammar" in stats.drafts else 0
+        if "kv_disk" in settings:
+            with LLM(**settings) as llm:
+                assert answers_of(llm, rounds[1]) == expected[1], settings
+                stats = stats_after(llm, len(rounds[1]))
+                assert stats.disk_tokens_read > 0, settings
+                assert stats.disk_copies_failed == 0
     assert num_hits > 0
     # Appended or drafted, whichever comes first: that depends on how long steps take.
     assert num_forced + num_guided > 5
