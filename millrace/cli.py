@@ -31,6 +31,7 @@ COMMANDS = {
     "train-drafter": "train a drafter for speculative decoding from a model's own answers",
     "train-adapter": "train a LoRA adapter of a model from examples, as PEFT writes it",
     "merge": "add a LoRA adapter to its model's weights and write the result",
+    "create": "make a model of a served one: an adapter, a system prompt, parameters (Ollama's Modelfile)",
     "bench": "measure this machine, or any OpenAI-compatible server",
     "load": "send a workload to a server: latencies, goodput, the highest rate that meets objectives",
     "simulate": "run a trace through the engine's scheduler with step times instead of a device",
@@ -85,7 +86,7 @@ _LIBRARY = ("models", "pull", "ls", "show", "kv", "cache", "sessions", "rm", "al
 _FLEET = ("gateway", "up", "status", "restart", "down", "router", "postmortem")
 """Commands whose modules are in `millrace/commands/fleet`."""
 
-_ADAPTERS = ("train-adapter", "merge")
+_ADAPTERS = ("train-adapter", "merge", "create")
 """Commands whose modules are in `millrace/commands/adapters`."""
 
 _SETUP = ("doctor", "completion")

@@ -356,9 +356,12 @@ class SamplingDefaults:
     repetition_penalty: float | None = None
     source: str = "neutral"
     """Where the values come from, in words."""
+    stop: tuple[str, ...] = ()
+    """Stop strings of requests that send none."""
 
     def fields(self) -> dict[str, float]:
-        values = {name: getattr(self, name) for name in SamplingDefaults.__slots__ if name != "source"}
+        """Those that are numbers."""
+        values = {name: getattr(self, name) for name in SamplingDefaults.__slots__ if name not in ("source", "stop")}
         return {name: value for name, value in values.items() if value is not None}
 
     def fill(self, given: Mapping[str, Any]) -> dict[str, Any]:

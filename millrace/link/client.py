@@ -23,6 +23,7 @@ import msgspec
 from millrace.errors import EngineUnavailable, ModelNotFound, Overloaded
 from millrace.link.block_parts import PartAnswer, PartOfPrefix
 from millrace.link.channel import FrontChannel, NoEngine
+from millrace.link.known_adapters import KnownAdapters
 from millrace.link.kv_listeners import KvListeners
 from millrace.link.limits import check_allowed_ends, check_named_ids, checked_ids, overflow, text_too_long
 from millrace.link.messages import (
@@ -113,10 +114,7 @@ class EngineClient:
         """The last progress of an engine that is starting."""
         self.limits: EngineReady | None = None
         """`ready`, or while the model is unloaded that of its last engine."""
-        self.adapters: tuple[str, ...] | None = None
-        """Names of the adapters that requests may ask for; None if the model takes none or was never loaded."""
-        self._added_adapters: dict[str, AddAdapter] = {}
-        """Added through this front: the next engine is told of them."""
+        self.known_adapters = KnownAdapters()
         self.is_unloaded = channel is None
         """True if there is no engine and none is starting."""
         self.is_wanted = False
@@ -292,6 +290,11 @@ class EngineClient:
         self.want()
         return request_id
 
+    @property
+    def adapters(self) -> tuple[str, ...] | None:
+        """Names of the adapters that requests may ask for; None if the model takes none or was never loaded."""
+        return self.known_adapters.names
+
     def _check_adapter(self, name: str) -> None:
         if not name or name in (self.adapters or ()):
             return
@@ -323,7 +326,7 @@ class EngineClient:
         )
         answer = msgspec.json.decode(reply, type=AdapterAnswer) if reply else AdapterAnswer(error=NO_ADAPTERS)
         if not answer.error:
-            self._added_adapters[asked.name] = asked
+            self.known_adapters.note_added(asked)
         return answer
 
     async def drop_adapter(self, name: str) -> AdapterAnswer:
@@ -334,16 +337,13 @@ class EngineClient:
         reply = await self.query("adapters", "", None)
         return msgspec.json.decode(reply, type=AdapterAnswer).adapters if reply else []
 
-    def _use_adapters(self, names: tuple[str, ...]) -> None:
-        self.adapters = names
-        self._added_adapters = {name: asked for name, asked in self._added_adapters.items() if name in names}
-
-    def _add_adapters_again(self) -> None:
+    def _tell_of_adapters(self, names: tuple[str, ...] | None) -> None:
         """Requests that go on with this engine find them: it takes messages in order."""
-        for asked in self._added_adapters.values():
+        for asked in self.known_adapters.on_new_engine(names):
             query_id, self._next_query_id = self._next_query_id, self._next_query_id + 1
             body = msgspec.json.encode(asked).decode()
             self._channel.send(Query(self.front_index, query_id, "add_adapter", body))
+            self.known_adapters.note_told(query_id, asked.name)
 
     async def query(self, kind: QueryKind, name: str, tenant: str | None, value: str = "") -> bytes:
         """Explain or cancel the request with this name. Returns JSON, or b"" if the engine knows no such request."""
@@ -471,21 +471,22 @@ class EngineClient:
         if isinstance(message, Reply):
             if message.query_id in self._queries and not self._queries[message.query_id].done():
                 self._queries[message.query_id].set_result(message.body)
+            else:
+                self.known_adapters.on_reply(message.query_id, message.body)
             return
         if isinstance(message, KvEvents):
             self.kv.on_events(message)
             return
         if isinstance(message, AdapterNames):
-            self._use_adapters(message.names)
+            self.known_adapters.on_names(message.names)
             return
         if isinstance(message, EngineReady):
-            self.adapters = message.adapters
             if self.ready is None:
                 self.num_engine_starts += 1
                 self.kv.on_new_engine()
             self.ready, self.failure, self.limits = message, None, message
             self._recheck(message)
-            self._add_adapters_again()
+            self._tell_of_adapters(message.adapters)
             self.requests.resume()
         elif isinstance(message, EngineRetired):
             self.unload()

@@ -19,6 +19,7 @@ from millrace.serve.encode import classify, cohere_embed, multi_vector, rerank, 
 from millrace.serve.fetching.wire import BLOCKS_PATH
 from millrace.serve.generate.work import Prepare
 from millrace.serve.http.error_bodies import error_body
+from millrace.serve.ollama import create as ollama_create
 from millrace.serve.ollama import embed as ollama_embed
 from millrace.serve.ollama import library as ollama_library
 from millrace.serve.ollama import routes as ollama
@@ -79,6 +80,9 @@ POST: dict[str, Handler] = {
     "/api/embeddings": ollama_embed.embeddings,
     "/api/show": ollama.show,
     "/api/pull": ollama_library.pull,
+    "/api/create": ollama_create.create,
+    "/api/copy": ollama_create.copy,
+    "/api/blobs/{digest}": ollama_create.put_blob,
     "/v1/models/{model:.+}/load": models.load,
     "/v1/models/{model:.+}/unload": models.unload,
     "/v1/adapters": adapters.create,
@@ -124,6 +128,7 @@ GET: dict[str, Handler] = {
     "/api/ps": ollama.loaded,
     "/api/version": ollama.version,
 }
+HEAD: dict[str, Handler] = {"/api/blobs/{digest}": ollama_create.has_blob}
 DELETE: dict[str, Handler] = {
     _RESPONSE: responses.delete,
     "/v1/chat/completions/{completion_id}": stored_chat.delete,

@@ -10,6 +10,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from millrace.model_settings import ModelSettings
 from millrace.observe.audit import AuditLog
 from millrace.observe.metrics import FrontMetrics
 from millrace.observe.slo.objective import parse_objectives
+from millrace.serve.created_models import CreatedModels, uploaded_adapters
+from millrace.serve.data_directory import data_directory
 from millrace.serve.http.connection import FrontRunner
 from millrace.serve.http.siblings import socket_path
 from millrace.serve.model_control import FixedModels, ModelControl
@@ -258,9 +261,12 @@ def load_state(
         directory=directory,
         control=control,
     )
-    state.models = ServedModels()
+    created = CreatedModels(data_directory(server, first.name))
+    state.models = ServedModels(created)
     for model in models:
         state.models.add(_served_model(state, model, clients[model.name], is_first=model is first))
+        if client.front_index == 0:
+            clients[model.name].known_adapters.lasting = partial(uploaded_adapters, created, model.name)
     return state
 
 

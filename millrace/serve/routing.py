@@ -16,6 +16,7 @@ from millrace.serve.http.app_keys import FINISH_REASON, REQUEST_ID, STREAM_STATU
 from millrace.serve.http.body import check_headers
 from millrace.serve.http.error_bodies import AllowedMethods, error_response, from_aiohttp
 from millrace.serve.http.ids import request_id_of
+from millrace.serve.ollama.create import BLOBS_PATH, check_blob
 from millrace.serve.responses.background import open_tasks
 from millrace.serve.state import STATE, FrontState
 from millrace.serve.stored.background import BACKGROUND, BackgroundRunner, run_background
@@ -52,6 +53,8 @@ def build_app(state: FrontState) -> web.Application:
         post(path, handler)
     for path, handler in api_routes.GET.items():
         get(path, handler)
+    for path, handler in api_routes.HEAD.items():
+        app.router.add_head(path, handler)
     for path, handler in api_routes.DELETE.items():
         app.router.add_delete(path, handler)
     get("/health", routes_info.health)
@@ -142,6 +145,8 @@ async def _expect(request: web.Request) -> web.StreamResponse | None:
             raise BadRequest("The header 'Expect' must be '100-continue'; remove it.", code="http_error")
         if request.path == UPLOAD_PATH:
             check_upload(request, request.app[STATE])
+        elif request.path.startswith(BLOBS_PATH):
+            check_blob(request, request.app[STATE])
         elif request.path not in IMPORT_PATHS:  # Signed files, which are checked part by part.
             check_headers(request, request.app[STATE].body_limit_bytes)
     except MillraceError as error:

@@ -14,6 +14,7 @@ from typing import Generic, Literal, TypeVar
 
 from millrace.errors import MillraceError, ModelNotFound
 from millrace.link.client import EngineClient
+from millrace.serve.created_models import CreatedModel, CreatedModels
 from millrace.sources.file_facts import FileFacts, file_facts
 
 State = TypeVar("State")
@@ -109,7 +110,9 @@ class ServedModel(Generic[State]):
 
 
 class ServedModels(Generic[State]):
-    def __init__(self) -> None:
+    def __init__(self, created: CreatedModels | None = None) -> None:
+        """`created`: models that clients made of these."""
+        self.created = created or CreatedModels()
         self._models: list[ServedModel[State]] = []
         self._named: dict[str, ServedModel[State]] = {}
 
@@ -125,12 +128,28 @@ class ServedModels(Generic[State]):
             self._named.setdefault(name, model)
 
     def listed(self) -> list[tuple[ServedModel[State], str, str]]:
-        """(model, name, adapter) of all names that requests may give: models, their aliases, their adapters."""
-        found = []
+        """(model, name, adapter) of all names that requests may give: models, their aliases, their adapters, and what
+        was made of them."""
+        found, created = [], self.created.all()
         for model in self._models:
             found += [(model, name, "") for name in (model.name, *model.aliases)]
-            found += [(model, f"{model.name}:{adapter}", adapter) for adapter in model.client.adapters or ()]
+            made = [one for one in created if one.model == model.name and self._can_answer(model, one)]
+            own = {one.adapter for one in made if one.digests}
+            adapters = (adapter for adapter in model.client.adapters or () if adapter not in own)
+            found += [(model, f"{model.name}:{adapter}", adapter) for adapter in adapters]
+            found += [(model, one.name, one.adapter) for one in made]
         return found
+
+    def made(self, name: str) -> CreatedModel | None:
+        """What clients made under this name, if its model is served here and no served model has the name."""
+        one = None if name in self._named else self.created.get(name)
+        return one if one is not None and one.model in self._named else None
+
+    @staticmethod
+    def _can_answer(model: ServedModel[State], made: CreatedModel) -> bool:
+        """A model that was never loaded has no list of adapters."""
+        adapters = model.client.adapters
+        return not made.adapter or made.adapter in (adapters or ()) or (adapters is None and model.client.ready is None)
 
     def find(self, name: str) -> ServedModel[State]:
         found = self._named.get(name)
@@ -138,7 +157,7 @@ class ServedModels(Generic[State]):
             found = adapted[0]
         if found is None:
             raise ModelNotFound(
-                f"The model {name[:200]!r} is not served here; this server serves {self._listed()}.", param="model"
+                f"The model {name[:200]!r} is not served here; this server serves {self.shown()}.", param="model"
             )
         return found
 
@@ -153,6 +172,8 @@ class ServedModels(Generic[State]):
     def _adapter_of(self, name: str) -> tuple[ServedModel[State], str] | None:
         if name in self._named:
             return None
+        if (made := self.made(name)) is not None:
+            return self._named[made.model], made.adapter
         base, colon, adapter = name.partition(":")
         while colon:
             model = self._named.get(base)
@@ -162,8 +183,9 @@ class ServedModels(Generic[State]):
             base = f"{base}:{more}"
         return next(((model, name) for model in self._models if name in (model.client.adapters or ())), None)
 
-    def _listed(self) -> str:
-        own = [name for model, name, adapter in self.listed() if adapter or name == model.name]
+    def shown(self) -> str:
+        """The first names, for messages."""
+        own = [name for model, name, _ in self.listed() if name == model.name or name not in model.aliases]
         names = [repr(name) for name in own[:MAX_NAMES_SHOWN]]
         further = len(own) - len(names)
         return ", ".join(names) + (f" and {further} more" if further else "")

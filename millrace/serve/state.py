@@ -22,6 +22,7 @@ from millrace.observe.metrics import FrontMetrics
 from millrace.observe.model_figures import ModelFigures
 from millrace.observe.tracing.exporter import SpanExporter
 from millrace.params import NEUTRAL_DEFAULTS, SamplingDefaults
+from millrace.serve.created_models import CreatedModel
 from millrace.serve.data_directory import data_directory
 from millrace.serve.database import Store
 from millrace.serve.fetching.fetcher import PrefixFetcher
@@ -130,6 +131,8 @@ class FrontState:
     """Sampling of requests that set none."""
     adapter: str = ""
     """The adapter of the model that answers; empty for the model itself."""
+    made: CreatedModel | None = None
+    """What a client made of the model, if the request names that."""
     is_embedder: bool = False
     """True if the model was trained to give embeddings."""
     encoder: EncoderFiles | None = None
@@ -195,6 +198,8 @@ class FrontState:
     @property
     def answers_as(self) -> str:
         """What answers give as their model."""
+        if self.made is not None:
+            return self.made.name
         return f"{self.model_name}:{self.adapter}" if self.adapter else self.model_name
 
     @property
@@ -227,13 +232,22 @@ class FrontState:
         if name is None or name == self.model_name:
             return self
         model, adapter = self.models.with_adapter(name)
-        state = await model.when_read()
+        state, made = await model.when_read(), self.models.made(name)
+        if made is not None:
+            return state.as_made(made)
         return state.with_adapter(adapter) if adapter else state
 
     def with_adapter(self, name: str) -> FrontState:
         """The same with one of the model's adapters. It shares everything else, and lives as long as one request."""
         state = copy.copy(self)
         state.adapter = name
+        return state
+
+    def as_made(self, made: CreatedModel) -> FrontState:
+        """The same as a client changed it."""
+        state = self.with_adapter(made.adapter)
+        state.made = made
+        state.sampling_defaults = made.over(self.sampling_defaults)
         return state
 
     def of_model(self, config: Config, name: str, client: EngineClient, text: ModelText) -> FrontState:

@@ -71,10 +71,10 @@ def download(args: argparse.Namespace, path: str, target: Path) -> int:
 
 
 def upload(args: argparse.Namespace, path: str, source: Path) -> Any:
-    """Send a file as the body; returns the JSON answer."""
+    """Send a file as the body; returns the JSON answer, or None."""
     try:
         with source.open("rb") as file, _answer(args, "POST", path, file, source.stat().st_size) as answer:
-            return json.loads(answer.read())
+            return json.loads(answer.read() or b"null")
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise MillraceError(f"{source} could not be sent: {error}.") from error
 
@@ -111,6 +111,7 @@ def get_json(
 
 def _message(body: bytes) -> str:
     try:
-        return str(json.loads(body)["error"]["message"])
+        error = json.loads(body)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, KeyError, TypeError):
         return body[:200].decode("utf-8", "replace")

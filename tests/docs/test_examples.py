@@ -59,6 +59,7 @@ CANNOT_RUN = {
     r"^millrace postmortem .*--since": "asks for an hour that has passed",
     r"/v1/kv/events": "streams until Ctrl-C",
     r'"model": "(reranker|classifier|sparse|colbert|\S*MiniLM\S*)"': "a model that these tests do not serve",
+    r"^millrace create": "reads a Modelfile; tests/contract/test_created_models.py has one",
     r"^millrace launch(?!.* --print)": "starts a program that npm installs",
     r"^millrace models --check": "asks the hub",
     r"smollm2-135m-instruct:pirate": "tests/serve/test_adapters_served.py makes adapters",
@@ -79,6 +80,7 @@ NEVER_RUN = {
     "train-drafter": "tests/training runs it on a tiny model",
     "train-adapter": "tests/training runs it on a tiny model",
     "merge": "tests/training runs it on a tiny model",
+    "create": "tests/contract creates models",
     "rm": "tests/commands deletes a model of its own",
     "gateway": "tests/gateway starts some",
     "status": "tests/fleet starts fleets",
@@ -95,6 +97,7 @@ ADAPTERS = "tests/serve/test_adapters_served.py makes adapters"
 NEVER_ASKED = {
     **{f"POST {path}": ENCODERS for path in ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score")},
     **{f"POST {path}": ENCODERS for path in ("/v1/classify", "/classify", "/v1/sparse-vector", "/v1/multi-vector")},
+    **{f"POST /api/{path}": "tests/contract/test_created_models.py" for path in ("copy", "blobs/{digest}")},
     "DELETE /api/delete": "tests/serve/test_manage_models.py deletes a model of its own",
     **{f"{method} /v1/adapters": ADAPTERS for method in ("GET", "POST")},
     **{f"{method} /v1/adapters/{{name}}": ADAPTERS for method in ("GET", "DELETE")},

@@ -70,6 +70,7 @@ _TYPES = (
     schemas_ollama.OllamaVersion,
     *(embed.OllamaEmbedRequest, embed.OllamaEmbedAnswer, embed.OllamaEmbeddingsRequest, embed.OllamaEmbeddingsAnswer),
     *(schemas_ollama.OllamaPullRequest, schemas_ollama.OllamaDeleteRequest, schemas_ollama.OllamaPullStatus),
+    *(schemas_ollama.OllamaCreateRequest, schemas_ollama.OllamaCopyRequest),
 )
 
 _ACCEPTED_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -81,6 +82,7 @@ _ACCEPTED_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     **dict.fromkeys(("MessagesRequest", "CountTokensRequest"), schemas_anthropic.NOT_SUPPORTED),
     "OllamaChatRequest": schemas_ollama.NOT_SUPPORTED,
     "OllamaGenerateRequest": schemas_ollama.NOT_SUPPORTED,
+    "OllamaCreateRequest": schemas_ollama.CREATE_NOT_SUPPORTED,
     "OllamaOptions": schemas_ollama.OPTIONS_NOT_SUPPORTED,
     "OllamaMessage": schemas_ollama.MESSAGE_NOT_SUPPORTED,
 }

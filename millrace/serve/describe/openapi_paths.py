@@ -533,9 +533,36 @@ def _ollama_paths() -> dict[str, Any]:
         "/api/show": {"post": {**show, "requestBody": _body("OllamaShowRequest", {"model": _NAME})}},
         "/api/pull": {"post": {**pull, "requestBody": _body("OllamaPullRequest", {"model": _NAME})}},
         "/api/delete": {"delete": {**delete, "requestBody": _body("OllamaDeleteRequest", {"model": _NAME})}},
+        **_created_paths(pulled, managed, shape),
         "/api/tags": {"get": _operation("ollama", "ollamaTags", "List the served models", "OllamaModels")},
         "/api/ps": {"get": _operation("ollama", "ollamaPs", "List the loaded models", "OllamaModels")},
         "/api/version": {"get": _operation("ollama", "ollamaVersion", "The server's version", "OllamaVersion")},
+    }
+
+
+def _created_paths(progress: dict[str, Any], errors: tuple[str, ...], shape: str) -> dict[str, Any]:
+    create = _operation("ollama", "ollamaCreate", "Make a model of a served one", progress, errors, shape=shape)
+    copy = _operation("ollama", "ollamaCopy", "Give a model a second name", {"description": "OK"}, errors, shape=shape)
+    example = {"model": "pirate", "from": _NAME, "system": "You are a pirate.", "parameters": {"temperature": 0.7}}
+    octets = {"required": True, "content": {"application/octet-stream": {"schema": {}}}}
+    digest = [_in_path("digest")]
+    put = _operation(
+        *("ollama", "ollamaPutBlob", "Upload a file of an adapter", {"description": "It was here already."}),
+        ("400", "403", "408", "413", "500"),
+        shape=shape,
+        requestBody=octets,
+        parameters=digest,
+    )
+    put["responses"]["201"] = {"description": "It was received."}
+    has = _operation("ollama", "ollamaHasBlob", "Whether a file is here", {"description": "It is."}, parameters=digest)
+    has["responses"]["404"] = {"description": "It is not."}
+    has["responses"]["400"] = has["responses"]["403"] = {"description": "The digest is wrong, or the key."}
+    return {
+        "/api/create": {"post": {**create, "requestBody": _body("OllamaCreateRequest", example)}},
+        "/api/copy": {
+            "post": {**copy, "requestBody": _body("OllamaCopyRequest", {"source": _NAME, "destination": "x"})}
+        },
+        "/api/blobs/{digest}": {"post": put, "head": has},
     }
 
 

@@ -26,9 +26,6 @@ ABSENT: dict[str, str] = {
     "/v1/responses/compact": "Compaction of responses is",
     "/v1/messages/batches": "Anthropic's message batches are",
     "/api/push": "Pushing models is",
-    "/api/create": "Creating models is",
-    "/api/copy": "Copying models is",
-    "/api/blobs": "Blobs are",
 }
 """Path (with everything below it) and the subject and verb of the error message."""
 

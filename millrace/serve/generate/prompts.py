@@ -92,6 +92,7 @@ async def _encode_chat(state: FrontState, conversation: Conversation, may_cut: b
     """The token ids, and the rendered text."""
     check_writes(state)
     conversation.check()
+    conversation = with_own_system(state, conversation)
     num_chars = (len(conversation.messages) + len(conversation.tools)) * _MESSAGE_CHARS
     for message in conversation.messages:
         for text in message.texts:
@@ -111,6 +112,14 @@ async def _encode_chat(state: FrontState, conversation: Conversation, may_cut: b
         return _encode_after(state.tokenizer, conversation.known, text), text
 
     return await off_loop(state, num_chars, work)
+
+
+def with_own_system(state: FrontState, conversation: Conversation) -> Conversation:
+    """With the system prompt that a client gave to the model, if the conversation has none."""
+    messages = conversation.messages
+    if state.made is None or not state.made.system or any(message.role == "system" for message in messages):
+        return conversation
+    return dataclasses.replace(conversation, messages=[Message("system", state.made.system), *messages])
 
 
 async def chat_prompt(

@@ -30,7 +30,7 @@ def sampling_params(
     if fields.get("top_k") == -1:
         fields["top_k"] = 0
     return SamplingParams(
-        stop=() if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
+        stop=defaults.stop if stop is None else (stop,) if isinstance(stop, str) else tuple(stop),
         stop_token_ids=tuple(stop_token_ids or ()),
         logit_bias=_logit_bias(logit_bias),
         **defaults.fill(fields),

@@ -13,6 +13,7 @@ import msgspec
 from aiohttp import web
 
 from millrace.errors import BadRequest, Conflict, Forbidden, MillraceError, ModelError, NotFound, Overloaded
+from millrace.serve.created_models import CreatedModel
 from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.http.body import BodyDecoder, read_body
 from millrace.serve.http.event_stream import JSON_LINES
@@ -40,7 +41,7 @@ async def pull(request: web.Request) -> web.StreamResponse:
     body = _pull_body.decode(await read_body(request, state.body_limit_bytes))
     name = _name(body)
     if not await asyncio.to_thread(_is_here, name, state):
-        _check_may_manage(request, state)
+        check_may_manage(request, state)
         _check_is_name(name)
     if body.stream is False:
         await asyncio.shield(_start_fetch(name, state, _Reports(None)))
@@ -51,7 +52,10 @@ async def pull(request: web.Request) -> web.StreamResponse:
 async def delete(request: web.Request) -> web.Response:
     state = request.app[STATE]
     name = _name(_delete_body.decode(await read_body(request, state.body_limit_bytes)))
-    _check_may_manage(request, state)
+    check_may_manage(request, state)
+    if (made := state.models.made(name)) is not None:
+        await remove_made(state, made)
+        return json_answer(request, {"status": "success"})
     if await asyncio.to_thread(_is_served, name, state):
         raise Conflict(f"The model '{name}' is being served; stop the server before you delete it.", param="model")
     try:
@@ -59,6 +63,13 @@ async def delete(request: web.Request) -> web.Response:
     except ModelError as error:
         raise NotFound(error.message, param="model") from error
     return json_answer(request, {"status": "success"})
+
+
+async def remove_made(state: FrontState, made: CreatedModel) -> None:
+    """Remove what a client made, with the adapter that was uploaded for it."""
+    if made.digests:
+        await state.models.find(made.model).client.drop_adapter(made.adapter)
+    await asyncio.to_thread(state.models.created.remove, made)
 
 
 async def _stream_pull(request: web.Request, name: str, state: FrontState) -> web.StreamResponse:
@@ -174,7 +185,7 @@ def _name(body: OllamaDeleteRequest) -> str:
     return name.removesuffix(LATEST)
 
 
-def _check_may_manage(request: web.Request, state: FrontState) -> None:
+def check_may_manage(request: web.Request, state: FrontState) -> None:
     """Downloads fill the disk and deletions are final: by default only for operators' keys, and without keys only for
     programs on this machine."""
     server = state.config.server

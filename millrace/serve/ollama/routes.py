@@ -143,7 +143,7 @@ async def _load(
 # ── models ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 async def tags(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    names = [(model, name) for model, name, adapter in state.models.listed() if adapter or name == model.name]
+    names = [(model, name) for model, name, _ in state.models.listed() if name not in model.aliases]
     return json_answer(request, OllamaModels([await _model(state, model, name) for model, name in names]))
 
 
@@ -183,7 +183,7 @@ async def show(request: web.Request) -> web.Response:
     return json_answer(
         request,
         OllamaShowAnswer(
-            f"FROM {state.model_name}\n" + (f"ADAPTER {state.adapter}\n" if state.adapter else ""),
+            _modelfile(state),
             "\n".join(f"{name:<30} {value:g}" for name, value in state.sampling_defaults.fields().items()),
             state.template.source,
             model.details,
@@ -192,6 +192,18 @@ async def show(request: web.Request) -> web.Response:
             model.modified_at,
         ),
     )
+
+
+def _modelfile(state: FrontState) -> str:
+    lines, made = [f"FROM {state.model_name}"], state.made
+    if state.adapter:
+        lines.append(f"ADAPTER {state.adapter}")
+    if made is not None:
+        lines += [f'SYSTEM """{made.system}"""'] if made.system else []
+        lines += [f"PARAMETER {name} {value:g}" for name, value in made.sampling.items()]
+        lines += [f'PARAMETER stop "{text}"' for text in made.stop]
+        lines += [f'LICENSE """{made.licence}"""'] if made.licence else []
+    return "\n".join(lines) + "\n"
 
 
 async def version(request: web.Request) -> web.Response:

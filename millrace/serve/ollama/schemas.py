@@ -210,6 +210,50 @@ class OllamaPullRequest(OllamaDeleteRequest, kw_only=True):
     insecure: Annotated[bool | None, described("Accepted, without effect: transfers are always verified.")] = None
 
 
+class OllamaCreateRequest(Strict, kw_only=True):
+    """The body of POST /api/create."""
+
+    model: Annotated[str | None, described("Name of the new model.")] = None
+    name: Annotated[str | None, described("Older name of `model`.")] = None
+    from_: Annotated[str | None, described("Name of the served model that it is made of.")] = msgspec.field(
+        default=None, name="from"
+    )
+    adapters: Annotated[
+        dict[str, str] | None,
+        described(
+            "Files of a LoRA adapter as PEFT saves it, adapter_config.json and a safetensors file: digests"
+            " (`sha256:…`) of uploaded files by name."
+        ),
+    ] = None
+    system: Annotated[str | None, described("System prompt of conversations that have none.")] = None
+    parameters: Annotated[
+        OllamaOptions | None,
+        described("Defaults of requests: temperature, top_k, top_p, min_p, repeat_penalty, stop."),
+    ] = None
+    license: Annotated[str | list[str] | None, described("Kept with the model.")] = None
+    stream: Annotated[bool | None, described("Stream JSON lines with the progress; default true.")] = None
+    files: Annotated[Refused, unsupported("null and {} are accepted.")] = UNSET
+    template: Annotated[Refused, unsupported('null and "" are accepted.')] = UNSET
+    messages: Annotated[Refused, unsupported("null and [] are accepted.")] = UNSET
+    quantize: Annotated[Refused, unsupported('null and "" are accepted.')] = UNSET
+    quantization: Annotated[Refused, unsupported('null and "" are accepted.')] = UNSET
+    modelfile: Annotated[Refused, unsupported("null is accepted; `millrace create` sends one.")] = UNSET
+    path: Annotated[Refused, unsupported("null is accepted.")] = UNSET
+
+
+class OllamaCopyRequest(Strict, kw_only=True):
+    """The body of POST /api/copy."""
+
+    source: Annotated[str, described("Name of a served model, or of a created one.")]
+    destination: Annotated[str, described("The further name.")]
+
+
+CREATE_NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "files": ({},),
+    **dict.fromkeys(("template", "quantize", "quantization"), ("",)),
+    "messages": ([],),
+    **dict.fromkeys(("modelfile", "path"), ()),
+}
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "images": ([],),
     "width": (),

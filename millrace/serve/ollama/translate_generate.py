@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
+
 from millrace.errors import BadRequest
 from millrace.params import SamplingParams
 from millrace.serve.generate.chat.open_chat import Chat, open_prompt
@@ -26,6 +28,8 @@ async def text_generation(state: FrontState, body: OllamaGenerateRequest, receiv
     """Through a template, unless the body asks for `raw` or the model has no template."""
     try:
         _check(state, body)
+        if state.made is not None and not (body.system or body.raw or body.context or body.suffix):
+            body = msgspec.structs.replace(body, system=state.made.system or None)
         params = ollama_params(state, body)
         chat = await _chat(state, body, params)
         prompt = _cut(state, body, chat.prompt, params.max_tokens) if body.truncate else chat.prompt

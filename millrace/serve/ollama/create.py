@@ -1,0 +1,291 @@
+"""Ollama's /api/create, /api/copy and /api/blobs: models made of served ones, for clients that may manage models."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from pathlib import PurePosixPath
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.web_protocol import RequestPayloadError
+
+from millrace.errors import AdapterError, BadRequest, BodyTooLarge, Conflict, NotFound, RequestTimeout
+from millrace.link.messages import AddAdapter
+from millrace.serve.created_models import CreatedModel
+from millrace.serve.generate.checks import refuse_unsupported
+from millrace.serve.http.body import BODY_TIMEOUT_S, BodyDecoder, read_body
+from millrace.serve.http.event_stream import JSON_LINES
+from millrace.serve.http.json_answer import encode, json_answer
+from millrace.serve.ollama.library import check_may_manage
+from millrace.serve.ollama.schemas import (
+    CREATE_NOT_SUPPORTED,
+    OllamaCopyRequest,
+    OllamaCreateRequest,
+    OllamaOptions,
+    OllamaPullStatus,
+)
+from millrace.serve.ollama.translate import LATEST, check_options
+from millrace.serve.served_models import ServedModel
+from millrace.serve.state import STATE, FrontState
+
+BLOBS_PATH = "/api/blobs/"
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAX_NAME_CHARS = 120
+GIB = 1 << 30
+_SAMPLING = {
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p")},
+    "repeat_penalty": "repetition_penalty",
+}
+_WITHOUT_EFFECT = (
+    "numa",
+    "num_batch",
+    "num_gpu",
+    "main_gpu",
+    "num_thread",
+    "low_vram",
+    "f16_kv",
+    "use_mmap",
+    "use_mlock",
+)
+_create_body = BodyDecoder(OllamaCreateRequest)
+_copy_body = BodyDecoder(OllamaCopyRequest)
+
+
+async def create(request: web.Request) -> web.Response:
+    """A name for a served model with an adapter, a system prompt or parameters. Replaces what had the name."""
+    state = request.app[STATE]
+    body = _create_body.decode(await read_body(request, state.body_limit_bytes))
+    check_may_manage(request, state)
+    refuse_unsupported(body, CREATE_NOT_SUPPORTED, "")
+    wanted = _described(state, body)
+    if wanted.digests:
+        await _add_uploaded(state, wanted)
+    before = state.models.created.get(wanted.name)
+    await asyncio.to_thread(state.models.created.put, wanted)
+    if before is not None and before != wanted:
+        await _forget_files(state, before, wanted)
+    success = OllamaPullStatus("success")
+    if body.stream is False:
+        return json_answer(request, success)
+    lines = (OllamaPullStatus(f"using {wanted.model}"), OllamaPullStatus("writing manifest"), success)
+    return web.Response(body=b"".join(encode(line) + b"\n" for line in lines), content_type=JSON_LINES)
+
+
+async def copy(request: web.Request) -> web.Response:
+    """A second name for a model."""
+    state = request.app[STATE]
+    body = _copy_body.decode(await read_body(request, state.body_limit_bytes))
+    check_may_manage(request, state)
+    source, name = _plain(body.source), _checked_name(state, body.destination)
+    made, (model, adapter) = state.models.made(source), _served(state, source, "source")
+    if made is not None and made.digests:
+        copied = msgspec.structs.replace(made, name=name, adapter=_adapter_name(name), created=int(time.time()))
+        await _add_uploaded(state, copied)
+    elif made is not None:
+        copied = msgspec.structs.replace(made, name=name, created=int(time.time()))
+    else:
+        copied = CreatedModel(name=name, model=model.name, adapter=adapter, created=int(time.time()))
+    before = state.models.created.get(name)
+    await asyncio.to_thread(state.models.created.put, copied)
+    if before is not None:
+        await _forget_files(state, before, copied)
+    return web.Response()
+
+
+# ── blobs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+async def has_blob(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    check_may_manage(request, state)
+    path = state.models.created.blob(request.match_info["digest"])
+    return web.Response(status=200 if await asyncio.to_thread(path.is_file) else 404)
+
+
+async def put_blob(request: web.Request) -> web.Response:
+    """Receives a file, which must have the digest in the path."""
+    state, digest = request.app[STATE], request.match_info["digest"]
+    check_blob(request, state)
+    created = state.models.created
+    path = created.blob(digest)
+    if await asyncio.to_thread(path.is_file):
+        await asyncio.to_thread(os.utime, path)
+        return web.Response(status=200)
+    await asyncio.to_thread(path.parent.mkdir, parents=True, exist_ok=True)
+    await asyncio.to_thread(created.remove_unused_blobs)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.{id(request)}")
+    try:
+        found = await _receive(request, state, partial)
+        if found != digest:
+            raise BadRequest(f"The body has the digest {found}, not that of the path. Send it again.", param="digest")
+        await asyncio.to_thread(os.replace, partial, path)
+    finally:
+        await asyncio.to_thread(partial.unlink, missing_ok=True)
+    return web.Response(status=201)
+
+
+def check_blob(request: web.Request, state: FrontState) -> None:
+    """Refuse what the headers alone show to be wrong, before the body is read."""
+    check_may_manage(request, state)
+    _check_size(request.content_length or 0, state)
+
+
+async def _receive(request: web.Request, state: FrontState, path: Any) -> str:
+    digest, size = hashlib.sha256(), 0
+    file = await asyncio.to_thread(path.open, "wb")
+    try:
+        while True:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                piece = await request.content.readany()
+            if not piece:
+                return f"sha256:{digest.hexdigest()}"
+            size += len(piece)
+            _check_size(size, state)
+            await asyncio.to_thread(file.write, piece)
+            digest.update(piece)
+    except TimeoutError:
+        raise RequestTimeout(f"No data of the file arrived for {BODY_TIMEOUT_S:g} s.") from None
+    except (RequestPayloadError, HttpProcessingError) as error:
+        raise BadRequest(f"The file's transfer broke: {str(error)[:80]}", code="malformed_http") from None
+    finally:
+        await asyncio.to_thread(file.close)
+
+
+def _check_size(num_bytes: int, state: FrontState) -> None:
+    limit = int(state.config.adapters.adapter_memory * GIB)
+    if num_bytes > limit:
+        raise BodyTooLarge(
+            f"The file has at least {num_bytes} bytes; adapters may have {limit} (--adapter-memory). Nothing was kept."
+        )
+
+
+# ── models ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+def _described(state: FrontState, body: OllamaCreateRequest) -> CreatedModel:
+    name = _checked_name(state, body.model or body.name or "")
+    if not body.from_:
+        raise BadRequest("'from' is required: the name of a model that this server serves.", param="from")
+    source = _plain(body.from_)
+    made, (model, adapter) = state.models.made(source), _served(state, source, "from")
+    digests = _files(body.adapters or {})
+    if digests and adapter:
+        raise BadRequest(f"{source!r} has an adapter already; make the model from {model.name!r}.", param="adapters")
+    if made is not None and made.digests:
+        raise BadRequest(
+            f"{source!r} has an adapter of its own; make the model from {model.name!r}, with the same `adapters`.",
+            param="from",
+        )
+    sampling, stop = _parameters(state, body.parameters or OllamaOptions())
+    licence = "\n".join(body.license) if isinstance(body.license, list) else body.license
+    return CreatedModel(
+        name=name,
+        model=model.name,
+        adapter=_adapter_name(name) if digests else adapter,
+        digests=digests,
+        system=body.system if body.system is not None else made.system if made else "",
+        sampling={**(made.sampling if made else {}), **sampling},
+        stop=stop or (made.stop if made else ()),
+        licence=licence if licence is not None else made.licence if made else "",
+        created=int(time.time()),
+    )
+
+
+def _files(given: dict[str, str]) -> dict[str, str]:
+    """Digests by the names that PEFT gives the files."""
+    found: dict[str, str] = {}
+    for path, digest in given.items():
+        name = PurePosixPath(path).name
+        if name.endswith(".safetensors"):
+            name = WEIGHTS
+        elif name != CONFIG:
+            raise BadRequest(
+                f"adapters has {path[:200]!r}; an adapter is an {CONFIG} and a safetensors file, as PEFT saves them."
+                " Pickles and GGUF files are not read.",
+                param="adapters",
+            )
+        if name in found:
+            raise BadRequest(f"adapters has two files for {name}.", param="adapters")
+        found[name] = digest
+    if found and len(found) < 2:
+        missing = (({CONFIG, WEIGHTS}) - found.keys()).pop()
+        raise BadRequest(f"adapters has no {missing}. Upload it to {BLOBS_PATH}DIGEST and name it.", param="adapters")
+    return found
+
+
+def _parameters(state: FrontState, options: OllamaOptions) -> tuple[dict[str, float], tuple[str, ...]]:
+    check_options(state, options)
+    known = (*_SAMPLING, "stop", *_WITHOUT_EFFECT)
+    for field in options.__struct_fields__:
+        if field not in known and getattr(options, field) not in (None, msgspec.UNSET):
+            raise BadRequest(
+                f"The parameter {field!r} cannot be kept with a model: send it with requests, or set it for the server."
+                f" Kept are {', '.join((*_SAMPLING, 'stop'))}.",
+                param=f"parameters.{field}",
+                code="unsupported_parameter",
+            )
+    values = {ours: getattr(options, theirs) for theirs, ours in _SAMPLING.items()}
+    stop = options.stop
+    stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    return {name: value for name, value in values.items() if value is not None}, stops
+
+
+async def _add_uploaded(state: FrontState, made: CreatedModel) -> None:
+    created, model = state.models.created, state.models.find(made.model)
+    for name, digest in made.digests.items():
+        if not await asyncio.to_thread(created.blob(digest).is_file):
+            raise BadRequest(f"There is no file {digest} ({name}); send it to {BLOBS_PATH}{digest}.", param="adapters")
+    owner = state.models.created.get(made.name)
+    is_ours = owner is not None and owner.model == made.model and owner.adapter == made.adapter
+    if made.adapter in (model.client.adapters or ()) and not is_ours:
+        raise Conflict(f"There is an adapter {made.adapter!r} of {model.name!r}; choose another name.", param="model")
+    folder = await asyncio.to_thread(created.make_adapter, made)
+    await (await state.for_model(model.name)).await_engine()
+    answer = await model.client.add_adapter(AddAdapter(made.adapter, str(folder)))
+    if answer.error:
+        if owner is None or created.adapter_folder(owner) != folder:
+            await asyncio.to_thread(created.remove_files, made)
+        raise AdapterError(
+            answer.error.replace(f"{folder}{os.sep}", "").replace(str(folder), made.name), param="adapters"
+        )
+
+
+async def _forget_files(state: FrontState, before: CreatedModel, now: CreatedModel) -> None:
+    """Of what had the name."""
+    created = state.models.created
+    if not before.digests:
+        return
+    if (before.model, before.adapter) != (now.model, now.adapter):
+        await state.models.find(before.model).client.drop_adapter(before.adapter)
+    if not now.digests or created.adapter_folder(before) != created.adapter_folder(now):
+        await asyncio.to_thread(created.remove_files, before)
+
+
+def _served(state: FrontState, name: str, field: str) -> tuple[ServedModel[FrontState], str]:
+    if not state.models.knows(name):
+        raise NotFound(
+            f"The model {name[:200]!r} is not served here; `{field}` names a served model: {state.models.shown()}.",
+            param=field,
+        )
+    return state.models.with_adapter(name)
+
+
+def _checked_name(state: FrontState, given: str) -> str:
+    name = _plain(given)
+    if not name or len(name) > MAX_NAME_CHARS or not all(char.isalnum() or char in "-_./:" for char in name):
+        raise BadRequest(
+            f"{name[:200]!r} is no name for a model: use letters, digits and - _ . / : (at most {MAX_NAME_CHARS}).",
+            param="model",
+        )
+    if state.models.knows(name) and state.models.made(name) is None:
+        raise Conflict(f"This server serves {name!r}; give the new model another name.", param="model")
+    return name
+
+
+def _plain(name: str) -> str:
+    return name.removesuffix(LATEST)
+
+
+def _adapter_name(name: str) -> str:
+    return name.replace(":", "/")

@@ -1,0 +1,1 @@
+"""Where adapters come from, besides directories of this machine: the hub, and Ollama's Modelfiles."""
