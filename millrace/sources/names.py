@@ -37,8 +37,7 @@ class HubName:
 def parse_name(text: str, *, has_gpu: bool) -> HubName | None:
     """The hub name that `text` means: written out, or a name of the catalogue. None if it is neither.
 
-    A short name without a quantisation means safetensors on a machine with a GPU, else a 4-bit GGUF file if such files
-    of its family can be read.
+    A short name without a quantisation means safetensors on a machine with a GPU, else a 4-bit GGUF file.
     """
     entry, variant = find_entry(text), ""
     if entry is None and "/" not in text and ":" in text:
@@ -47,9 +46,7 @@ def parse_name(text: str, *, has_gpu: bool) -> HubName | None:
     if entry is not None and "/" not in text:
         if variant.lower() in CHECKPOINT_FORMATS:
             return HubName(_checkpoint_of(entry, variant.lower()))
-        if variant and not entry.reads_gguf:
-            raise ModelError(f"GGUF files of {entry.name} cannot be read so far. Use {entry.name}, its safetensors.")
-        variant = variant or ("" if has_gpu or not entry.reads_gguf else DEFAULT_QUANTISATION)
+        variant = variant or ("" if has_gpu else DEFAULT_QUANTISATION)
         return HubName(entry.gguf if variant else entry.hub, "main", variant)
     match = _HUB_NAME.fullmatch(text)
     if match is None or text.startswith(("./", "../", "~")):

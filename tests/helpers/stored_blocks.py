@@ -30,6 +30,7 @@ HALVES = {
     "IQ4_NL": (0,),
     **dict.fromkeys(("IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S"), (0,)),
     "IQ1_M": (),
+    "MXFP4": (),
     "TQ2_0": (64,),
 }
 """Offsets of the float16 numbers in a block of each format."""
@@ -48,6 +49,8 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int = 0, scale: floa
         words = blocks[:, 48:56].view(np.uint16)
         words[:] = (words & 0x0FFF) | np.array([0, 0, 0x0000, 0x2000], dtype=np.uint16)
         blocks[:, 48:56] = words.view(np.uint8)
+    if kind == "MXFP4":  # an exponent of two, plus 127
+        blocks[:, 0] = draw.integers(115, 123, len(blocks))
     return blocks.reshape(rows, -1)
 
 

@@ -272,6 +272,25 @@ def test_invalid_and_unsupported_values_are_refused(tmp_path: Path, key: str, va
         config_of(tmp_path, "llama", **{key: value})
 
 
+@pytest.mark.parametrize(
+    ("arch", "changes", "message"),
+    [
+        ("olmo2", {"attention__sliding_window": 64}, "OLMo 3"),
+        ("glm4", {"rope__dimension_count": 16}, "heads of 16 rotate 8 dimensions"),
+        ("glm4", {"nextn_predict_layers": 1}, "predict several tokens"),
+        ("glm4", {"rope__dimension_sections": [2, 3, 3, 0]}, "for images"),
+        ("deepseek2", {"rope__dimension_count": 8, "attention__temperature_scale": 0.5}, "temperature_scale"),
+        ("deepseek2", {"rope__dimension_count": 8}, "expert_used_count' is missing"),
+        ("gpt-oss", {}, "sliding_window' is missing"),
+    ],
+)
+def test_relatives_that_are_not_supported_are_refused(
+    tmp_path: Path, arch: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        config_of(tmp_path, arch, **changes)
+
+
 def test_file_without_embedding_is_refused(tmp_path: Path) -> None:
     path = write_gguf(
         tmp_path / "x.gguf", {f"llama.{key}": value for key, value in BASE.items()}, {"x": np.zeros(4, np.float32)}

@@ -18,7 +18,7 @@ from safetensors.numpy import save
 from millrace.errors import ModelError
 from millrace.models.spec.families import FAMILIES
 from millrace.sources import hub, library, names
-from millrace.sources.catalogue import SAFETENSORS_FAMILIES, UNSUPPORTED_FAMILIES, entries
+from millrace.sources.catalogue import UNSUPPORTED_FAMILIES, entries
 from millrace.sources.drafters import drafter_folder
 from millrace.sources.gguf.config import _ARCHITECTURES
 from millrace.sources.names import HubName, parse_name
@@ -211,7 +211,7 @@ def test_describe_gives_commit_and_sizes(fake: FakeHub) -> None:
         ("qwen3-8b:AWQ", True, HubName("Qwen/Qwen3-8B-AWQ")),
         ("qwen2.5-7b:gptq", False, HubName("Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4")),
         ("Qwen/Qwen3-0.6B", False, HubName("Qwen/Qwen3-0.6B")),
-        ("gpt-oss:20b", False, HubName("openai/gpt-oss-20b")),
+        ("gpt-oss:20b", False, HubName("unsloth/gpt-oss-20b-GGUF", "main", "Q4_K_M")),
         ("a/b@refs/pr/1:Q4_0", True, HubName("a/b", "refs/pr/1", "Q4_0")),
         ("nothing-known", True, None),
     ],
@@ -244,12 +244,10 @@ def test_families_that_cannot_be_loaded_are_refused_before_a_download(fake: Fake
     assert {entry.family for entry in entries()} - loadable == UNSUPPORTED_FAMILIES, "update UNSUPPORTED_FAMILIES"
 
 
-def test_gguf_files_of_a_family_without_a_reader_are_refused_by_name() -> None:
-    with pytest.raises(ModelError, match=r"GGUF files of gpt-oss-20b cannot be read so far. Use gpt-oss-20b"):
-        parse_name("gpt-oss-20b:q4_k_m", has_gpu=True)
-    readable = {architecture.replace("_", "") for architecture in _ARCHITECTURES} | {"gemma3text", "mistral", "mixtral"}
+def test_gguf_files_of_every_family_of_the_catalogue_can_be_read() -> None:
+    readable = {architecture.replace("-", "") for architecture in _ARCHITECTURES} | {"gemma3text", "mistral", "mixtral"}
     families = {entry.family for entry in entries() if entry.is_supported}
-    assert {name for name in families if name.replace("_", "") not in readable} == SAFETENSORS_FAMILIES
+    assert {name for name in families if name.replace("_", "") not in readable} == set()
 
 
 # --- drafters ---

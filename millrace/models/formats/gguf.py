@@ -1,7 +1,7 @@
 """GGUF files on a GPU: the blocks of each format as a weight that the GPU's kernels read.
 
-Q4_0, Q4_1, Q8_0 and IQ4_NL are codes with a scale per 32 inputs, as other quantised checkpoints have them, and take as
-many bytes when rewritten. The other formats stay as the file's blocks.
+Q4_0, Q4_1, Q8_0, IQ4_NL and MXFP4 are codes with a scale per 32 inputs, as other quantised checkpoints have them, and
+take as many bytes when rewritten. The other formats stay as the file's blocks.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ import torch
 from torch import Tensor
 
 from millrace.models.formats.base import QuantisedMatrix, pack_codes
+from millrace.models.formats.compressed_tensors import E2M1
 from millrace.models.spec.layout import ModelLayout, all_tensors
 from millrace.ops.linear.block_weight import BlockWeight
 from millrace.ops.linear.grouped_weight import GroupedWeight
 
 KINDS: Final = (
-    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS"),
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
     *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M"),
 )
-"""The formats that the GPU's kernels read; the keys of `ops/triton/blocks/decode.py`."""
+"""The formats that the GPU's kernels read: the keys of `ops/triton/blocks/decode.py`, and MXFP4."""
 _BLOCK: Final = 32
 
 
@@ -74,6 +75,8 @@ class GgufMatrices:
 
 def weight_of_blocks(kind: str, rows: Tensor, inputs: int, dtype: torch.dtype) -> GroupedWeight | BlockWeight:
     """uint8 [N, bytes] of a file as a weight with the same numbers and as many bytes."""
+    if kind == "MXFP4":
+        return _mxfp4(rows, inputs, dtype)
     if kind not in ("Q4_0", "Q4_1", "Q8_0", "IQ4_NL"):
         return BlockWeight(kind, rows, inputs, dtype)
     outputs = rows.shape[0]
@@ -94,3 +97,10 @@ def weight_of_blocks(kind: str, rows: Tensor, inputs: int, dtype: torch.dtype) -
         levels=torch.tensor(gguf.quants.IQ4_NL.kvalues, dtype=torch.float32) if kind == "IQ4_NL" else None,
         offsets=blocks[..., 2:4].contiguous().view(torch.float16).squeeze(2) if kind == "Q4_1" else None,
     )
+
+
+def _mxfp4(rows: Tensor, inputs: int, dtype: torch.dtype) -> GroupedWeight:
+    blocks = rows.view(rows.shape[0], inputs // _BLOCK, -1)
+    codes = torch.cat((blocks[..., 1:] & 15, blocks[..., 1:] >> 4), dim=2).view(rows.shape[0], inputs)
+    scales = blocks[..., 0].contiguous().view(torch.float8_e8m0fnu)
+    return GroupedWeight(pack_codes(codes, 4), scales, inputs, _BLOCK, dtype, levels=torch.tensor(E2M1))

@@ -34,6 +34,45 @@ _GEMMA_LAYER = _LAYER | {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_LATENT_LAYER = _LAYER | {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+}
+_TABLES = {
+    "gemma2": _GEMMA_LAYER,
+    "gemma3_text": _GEMMA_LAYER,
+    "mixtral": _LAYER | {"ffn_gate_inp": "block_sparse_moe.gate"},
+    "olmo2": _LAYER
+    | {
+        "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+    "glm4": _LAYER
+    | {
+        "post_attention_norm": "post_self_attn_layernorm",
+        "post_ffw_norm": "post_mlp_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+    },
+    "gpt_oss": _LAYER
+    | {
+        "post_attention_norm": "post_attention_layernorm",
+        "attn_sinks": "self_attn.sinks",
+        "ffn_gate_inp": "mlp.router",
+    },
+    "deepseek_v2": _LATENT_LAYER,
+    "deepseek_v3": _LATENT_LAYER,
+}
+"""Names of a layer's tensors in families that differ from `_LAYER`."""
+_WITHOUT_KIND = ("attn_sinks", "exp_probs_b")
+"""Tensors whose Hugging Face names do not end in `.weight` or `.bias`."""
 _UNUSED = re.compile(r"rope_freqs\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight|.+\.(input_scale|scale)")
 """Rope factors are in the config; scales are applied with their weight; input scales are hints for 4-bit kernels."""
 _BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>[a-z_]+)(\.(?P<expert>\d+))?\.(?P<kind>weight|bias)")
@@ -54,6 +93,9 @@ class GgufPiece:
     minus_one: bool = False
     """The file holds weight + 1 (norms of the Gemma family)."""
     expert: int | None = None
+    values: str = ""
+    """Latent attention: the tensor that holds each head's rows from latents to values. This one then holds, transposed,
+    those to keys: newer files have two tensors in place of one."""
 
 
 def pieces_by_name(model: GgufModel, config: dict[str, Any]) -> dict[str, GgufPiece]:
@@ -70,28 +112,31 @@ def pieces_by_name(model: GgufModel, config: dict[str, Any]) -> dict[str, GgufPi
 
 
 def _pieces_of(model: GgufModel, config: dict[str, Any], tensor: str) -> Iterator[tuple[str, GgufPiece]]:
-    is_gemma = str(config["model_type"]).startswith("gemma")
+    kind_of_model = str(config["model_type"])
+    is_gemma = kind_of_model.startswith("gemma")
     whole = _whole(model, tensor)
     if tensor in _GLOBAL:
         yield _GLOBAL[tensor], replace(whole, minus_one=is_gemma and tensor == "output_norm.weight")
         return
     match = _BLOCK.fullmatch(tensor)
-    table = _GEMMA_LAYER if is_gemma else _LAYER
+    table = _TABLES.get(kind_of_model, _LAYER)
     if match is None:
         raise _unknown(model, config, tensor)
     prefix, part, kind = f"model.layers.{match['layer']}", match["part"], match["kind"]
     if match["expert"] is not None and part in _EXPERT_PARTS:
         yield _expert_name(config, prefix, part, int(match["expert"]), kind), whole
     elif part.removesuffix("_exps") in _EXPERT_PARTS and part.endswith("_exps"):
-        yield from _experts(model, config, prefix, part.removesuffix("_exps"), whole)
+        yield from _experts(model, config, prefix, part.removesuffix("_exps"), kind, whole)
     elif part == "ffn_gate_up_exps":
         yield from _fused_experts(model, config, prefix, whole)
     elif part == "attn_qkv":
         yield from _fused_attention(model, config, prefix, kind, whole)
+    elif part in ("attn_k_b", "attn_v_b") and "attn_kv_b" in table:
+        yield from _keys_and_values(model, config, prefix, tensor, whole)
     elif part in table and match["expert"] is None:
-        own = _router(config) if part == "ffn_gate_inp" else table[part]
+        name = f"{prefix}.{table[part]}" + ("" if part in _WITHOUT_KIND else f".{kind}")
         minus_one = is_gemma and part.endswith("norm")
-        yield f"{prefix}.{own}.{kind}", replace(whole, minus_one=minus_one, permuted_heads=_heads(config, part))
+        yield name, replace(whole, minus_one=minus_one, permuted_heads=_heads(config, part))
     else:
         raise _unknown(model, config, tensor)
 
@@ -113,8 +158,24 @@ def _heads(config: dict[str, Any], part: str) -> int:
     return int(count.get(part, 0))
 
 
-def _router(config: dict[str, Any]) -> str:
-    return "block_sparse_moe.gate" if config["model_type"] == "mixtral" else "mlp.gate"
+def _keys_and_values(
+    model: GgufModel, config: dict[str, Any], prefix: str, tensor: str, whole: GgufPiece
+) -> Iterator[tuple[str, GgufPiece]]:
+    """Some files have both forms."""
+    values = tensor.replace("attn_k_b", "attn_v_b")
+    if tensor == values or tensor.replace("attn_k_b", "attn_kv_b") in model:
+        return
+    heads, rank = config["num_attention_heads"], config["kv_lora_rank"]
+    keys_shape = (heads, rank, config["qk_nope_head_dim"])
+    values_shape = (heads, config["v_head_dim"], rank)
+    for name, shape in ((tensor, keys_shape), (values, values_shape)):
+        if model.tensor(name).shape != shape:
+            raise ModelError(
+                f"{model.path}: tensor '{name}' has shape {model.tensor(name).shape}; the metadata need {shape}."
+                " Convert the model again."
+            )
+    rows = heads * (keys_shape[2] + values_shape[1])
+    yield f"{prefix}.{_LATENT_LAYER['attn_kv_b']}.weight", replace(whole, shape=(rows, rank), values=values)
 
 
 def _expert_name(config: dict[str, Any], prefix: str, part: str, expert: int, kind: str = "weight") -> str:
@@ -125,13 +186,14 @@ def _expert_name(config: dict[str, Any], prefix: str, part: str, expert: int, ki
 
 
 def _experts(
-    model: GgufModel, config: dict[str, Any], prefix: str, part: str, whole: GgufPiece
+    model: GgufModel, config: dict[str, Any], prefix: str, part: str, kind: str, whole: GgufPiece
 ) -> Iterator[tuple[str, GgufPiece]]:
-    count = _num_experts(model, config, whole)
+    """A bias is one row for each expert."""
+    count = _num_experts(model, config, whole, num_axes=2 if kind == "bias" else 3)
     rows = whole.num_rows // count
     for expert in range(count):
         own = replace(whole, shape=whole.shape[1:], first_row=expert * rows, num_rows=rows, expert=expert)
-        yield _expert_name(config, prefix, part, expert), own
+        yield _expert_name(config, prefix, part, expert, kind), own
 
 
 def _fused_experts(
@@ -147,12 +209,13 @@ def _fused_experts(
             yield _expert_name(config, prefix, part, expert), own
 
 
-def _num_experts(model: GgufModel, config: dict[str, Any], whole: GgufPiece) -> int:
-    count = config.get("num_local_experts") or config.get("num_experts") or 0
-    if len(whole.shape) != 3 or whole.shape[0] != count:
+def _num_experts(model: GgufModel, config: dict[str, Any], whole: GgufPiece, num_axes: int = 3) -> int:
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    count = next((config[name] for name in names if config.get(name)), 0)
+    if len(whole.shape) != num_axes or whole.shape[0] != count:
         raise ModelError(
             f"{model.path}: tensor '{whole.tensor}' has shape {whole.shape}; {count} experts need {count} as its first"
-            " of three axes. Convert the model again."
+            f" of {num_axes} axes. Convert the model again."
         )
     return int(count)
 

@@ -15,6 +15,7 @@ import torch
 from millrace.errors import ModelError
 from millrace.models.spec.shard import Cut
 from millrace.models.weights.gguf_names import GgufPiece, pieces_by_name
+from millrace.models.weights.source import cut_of
 from millrace.ops.linear.gguf_values import PLAIN, Bytes, check_supported, dequantise, stored_dtype
 from millrace.sources.gguf.model import GgufModel
 
@@ -26,7 +27,8 @@ class GgufWeights:
         self._model = model
         self._pieces = pieces_by_name(model, config)
         for piece in self._pieces.values():
-            check_supported(model.tensor(piece.tensor).type, f"{self._where(piece)} tensor '{piece.tensor}'")
+            for tensor in filter(None, (piece.tensor, piece.values)):
+                check_supported(model.tensor(tensor).type, f"{self._where(piece)} tensor '{tensor}'")
             self._check_heads(piece)
 
     def names(self) -> Iterable[str]:
@@ -44,10 +46,15 @@ class GgufWeights:
     def part(
         self, name: str, cut: Cut, *, device: torch.device | None = None, dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        tensor = self._read(_cut_rows(self._piece(name), cut), device, dtype)
+        piece = self._piece(name)
+        if piece.values or self._is_expert_bias(piece):
+            return cut_of(self._read(piece, device, dtype), cut)
+        tensor = self._read(_cut_rows(piece, cut), device, dtype)
         return tensor if cut.columns is None else tensor[:, cut.columns.start : cut.columns.stop].contiguous()
 
     def _read(self, piece: GgufPiece, device: torch.device | None, dtype: torch.dtype | None) -> torch.Tensor:
+        if piece.values:
+            return self._keys_and_values(piece).to(device=device, dtype=dtype)
         kind = self._model.tensor(piece.tensor).type
         scale = self._scale(piece)
         # Corrections are computed in float32; rounding to the requested dtype comes last.
@@ -60,12 +67,25 @@ class GgufWeights:
             out *= scale
         return out.to(device=device, dtype=dtype if dtype is not None else stored_dtype(kind))
 
+    def _keys_and_values(self, piece: GgufPiece) -> torch.Tensor:
+        """From latents to each head's key, then to its value: float32 [rows, rank]."""
+        heads = []
+        for name in (piece.tensor, piece.values):
+            tensor = self._model.tensor(name)
+            own = torch.empty(tensor.shape)
+            dequantise(np.ascontiguousarray(self._model.data(name)), tensor.type, own)
+            heads.append(own)
+        keys, values = heads
+        return torch.cat((keys.mT, values), dim=1).reshape(piece.shape)
+
     def stored_label(self, name: str) -> str:
         """The format as GGUF calls it: Q4_K."""
         return str(self._model.tensor(self._piece(name).tensor).type.name)
 
     def stored_bytes(self, name: str) -> int:
         piece = self._piece(name)
+        if piece.values:
+            return sum(self._model.tensor(tensor).num_bytes for tensor in (piece.tensor, piece.values))
         block_items, block_bytes = gguf.GGML_QUANT_SIZES[self._model.tensor(piece.tensor).type]
         return math.prod(piece.shape) // block_items * block_bytes
 
@@ -73,7 +93,7 @@ class GgufWeights:
         """The format of a quantised matrix whose blocks can be used unchanged; else None."""
         piece = self._piece(name)
         tensor = self._model.tensor(piece.tensor)
-        plain = tensor.type in PLAIN or len(piece.shape) != 2
+        plain = tensor.type in PLAIN or len(piece.shape) != 2 or bool(piece.values)
         return None if plain or piece.minus_one or self._scale(piece) is not None else tensor.type.name
 
     def stored_rows(self, name: str) -> Bytes:
@@ -111,6 +131,10 @@ class GgufWeights:
     def _total_rows(self, piece: GgufPiece) -> int:
         shape = self._model.tensor(piece.tensor).shape
         return shape[0] if len(shape) == 1 else int(np.prod(shape[:-1], dtype=np.int64))
+
+    def _is_expert_bias(self, piece: GgufPiece) -> bool:
+        """A bias that is one row of the biases of all experts."""
+        return len(piece.shape) == 1 and len(self._model.tensor(piece.tensor).shape) == 2
 
     def _check_heads(self, piece: GgufPiece) -> None:
         """Check that rows divide into heads of even size, and that vectors are not quantised."""

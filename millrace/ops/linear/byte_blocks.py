@@ -1,8 +1,8 @@
-"""Rewrites the blocks of GGUF's I-quants as signed bytes, which the CPU kernels read.
+"""Rewrites blocks of GGUF's I-quants and of MXFP4 as integers, which the CPU kernels read.
 
-An I-quant's codes are places in tables, which no integer product can take. IQ4_NL becomes Q8_0. Of the others, 256
-inputs become one block of 274 bytes: a float16, sixteen signed 8-bit scales and 256 integers, where a value is
-integer * (float16 * (scale / 8)). The numbers stay the same, bit by bit.
+Their codes are places in tables, which no integer product can take. IQ4_NL becomes Q8_0, MXFP4 becomes Q5_0. Of the
+others, 256 inputs become one block of 274 bytes: a float16, sixteen signed 8-bit scales and 256 integers, where a value
+is integer * (float16 * (scale / 8)). The numbers stay the same, bit by bit; scales of MXFP4 below 2^-23 become 0.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace.errors import ModelError
+from millrace.ops.linear.gguf_values import MXFP4_LEVELS
 
 Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[Any]
@@ -35,10 +36,11 @@ class Parts(NamedTuple):
 
 
 def byte_blocks(kind: str, rows: Bytes) -> Bytes:
-    """Rows [N, bytes] of an I-quant as rows of Q8_0 (IQ4_NL), else of blocks of 274 bytes."""
+    """Rows [N, bytes] as rows of Q8_0 (IQ4_NL), Q5_0 (MXFP4), else of blocks of 274 bytes."""
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
     blocks = np.ascontiguousarray(rows).reshape(-1, size)
-    write: Callable[[Bytes], Bytes] = _q8_0 if kind == "IQ4_NL" else lambda some: _written(_DECODERS[kind](some))
+    plain = {"IQ4_NL": _q8_0, "MXFP4": _q5_0}
+    write: Callable[[Bytes], Bytes] = plain.get(kind) or (lambda some: _written(_DECODERS[kind](some)))
     written = [write(blocks[start : start + CHUNK_BLOCKS]) for start in range(0, len(blocks), CHUNK_BLOCKS)]
     return np.concatenate(written).reshape(len(rows), -1)
 
@@ -51,6 +53,20 @@ def _written(parts: Parts) -> Bytes:
 
 def _q8_0(blocks: Bytes) -> Bytes:
     return np.concatenate((blocks[:, :2], _levels()[_nibbles(blocks[:, 2:])].view(np.uint8)), axis=1)
+
+
+def _q5_0(blocks: Bytes) -> Bytes:
+    """Half of a scale is one of float16 if it is not too large."""
+    exponents = blocks[:, :1].astype(np.int32) - 128
+    if exponents.max(initial=0) > 15:
+        raise ModelError(
+            "A scale of the MXFP4 weights is above 2^16, which the CPU kernels cannot hold. Download the file again, or"
+            " serve it on a GPU."
+        )
+    integers = (np.array(MXFP4_LEVELS, dtype=np.int8) + 16).astype(np.uint8)[_nibbles(blocks[:, 1:])]
+    low = (integers[:, :16] & 15) | (integers[:, 16:] & 15) << 4
+    upper = np.packbits(integers >> 4, axis=1, bitorder="little")
+    return np.concatenate((np.ldexp(np.float16(1), exponents).view(np.uint8), upper, low), axis=1)
 
 
 # --- parts of blocks ---

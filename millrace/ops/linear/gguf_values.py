@@ -19,6 +19,9 @@ from millrace.errors import ModelError
 
 Bytes = npt.NDArray[np.uint8]
 
+MXFP4_LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the value of each code of MXFP4; a block's first byte is the exponent of two of its scale, plus 127."""
+
 CHUNK_ITEMS = 1 << 19
 """Items decoded at once: few enough for the CPU cache, enough to hide the call overhead."""
 
@@ -202,6 +205,12 @@ def _iq4_nl(blocks: torch.Tensor) -> Groups:
     return Groups(_look_up(indices, gguf.quants.IQ4_NL.kvalues), _halves(blocks[:, :2]))
 
 
+def _mxfp4(blocks: torch.Tensor) -> Groups:
+    """Twice each value is an integer."""
+    scales = np.ldexp(np.float32(1), blocks[:, :1].numpy().astype(np.int32) - 128)
+    return Groups(_look_up(_nibbles(blocks[:, 1:]).view(-1, 1, 32), MXFP4_LEVELS), torch.from_numpy(scales))
+
+
 def _iq4_xs(blocks: torch.Tensor) -> Groups:
     low = torch.stack((blocks[:, 4:8] & 15, blocks[:, 4:8] >> 4), dim=-1).view(-1, 8)
     high = torch.stack([(blocks[:, 2:4] >> shift) & 3 for shift in range(0, 8, 2)], dim=-1).view(-1, 8)
@@ -240,5 +249,6 @@ _DECODERS: dict[T, Callable[[torch.Tensor], Groups]] = {
     T.Q6_K: _q6_k,
     T.IQ4_NL: _iq4_nl,
     T.IQ4_XS: _iq4_xs,
+    T.MXFP4: _mxfp4,
     T.IQ2_XXS: _iq2_xxs,
 }

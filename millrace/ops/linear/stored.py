@@ -30,6 +30,7 @@ FORMATS: Final = {
     "Q5_K": 10,
     "Q6_K": 11,
     "IQ4_NL": 6,  # rewritten as Q8_0
+    "MXFP4": 4,  # rewritten as Q5_0
     # Rewritten as bytes.
     **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), 12),
 }
@@ -70,7 +71,7 @@ class StoredWeight:
 
 
 def packed_bytes(kind: str, rows: int, columns: int) -> int:
-    """Size of what `pack_stored` returns: the bytes in the file, or of the bytes that stand for an I-quant, padded to
+    """Size of what `pack_stored` returns: the bytes in the file, or of what stands for an I-quant or MXFP4, padded to
     whole panels."""
     return int(native().with_gil.quantised_bytes(FORMATS[kind], rows, columns))
 
@@ -86,8 +87,8 @@ def pack_stored(kind: str, blocks: Any, rows: int, columns: int, order: Order = 
 
 
 def as_kernels_read(kind: str, blocks: Any) -> Any:
-    """I-quants as bytes, other formats unchanged."""
-    if not kind.startswith("IQ"):
+    """I-quants as bytes, MXFP4 as Q5_0, other formats unchanged."""
+    if not kind.startswith("IQ") and kind != "MXFP4":
         return blocks
     from millrace.ops.linear.byte_blocks import byte_blocks  # imports gguf, which is slow
 

@@ -5,7 +5,6 @@
 
 from millrace.sources.catalogue.entries import (
     BYTES_PER_WEIGHT,
-    SAFETENSORS_FAMILIES,
     UNSUPPORTED_FAMILIES,
     CatalogueEntry,
     entries,
@@ -15,7 +14,6 @@ from millrace.sources.catalogue.entries import (
 
 __all__ = [
     "BYTES_PER_WEIGHT",
-    "SAFETENSORS_FAMILIES",
     "UNSUPPORTED_FAMILIES",
     "CatalogueEntry",
     "entries",

@@ -14,8 +14,6 @@ BYTES_PER_WEIGHT = {"bf16": 2.0, "f16": 2.0, "fp8": 1.05, "q8_0": 1.07, "q6_k": 
 """Bytes per parameter of a format, with scales and the parts that stay at higher precision."""
 UNSUPPORTED_FAMILIES = frozenset({"phi3"})
 """Families of the catalogue that `models` cannot load yet; a test compares. They are refused before a download."""
-SAFETENSORS_FAMILIES = frozenset({"gpt_oss", "olmo2"})
-"""Families whose GGUF files cannot be read yet; a test compares."""
 _FORMAT_SUFFIX = re.compile(r"[-._](?:i?q\d\w*|bf16|f16|f32|fp8|awq|gptq|int[48]|gguf)$")
 _VARIANT_SUFFIX = re.compile(r"[-._](?:instruct|chat|it)$")
 
@@ -47,10 +45,6 @@ class CatalogueEntry:
     @property
     def is_supported(self) -> bool:
         return self.family not in UNSUPPORTED_FAMILIES
-
-    @property
-    def reads_gguf(self) -> bool:
-        return self.family not in SAFETENSORS_FAMILIES
 
     def num_bytes(self, weight_format: str) -> int:
         """Approximate size of the weights."""

@@ -13,12 +13,14 @@ from millrace.sources.gguf.rope import rope_scaling
 MAX_LAYERS = 1024
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
 SMOLLM3_ROPE_INTERVAL = 4
+GLM4_ROTARY_SHARE = 0.5
+SOFTMAX, SIGMOID = 1, 2
+"""Values of `expert_gating_func`."""
 
 _NEUTRAL: dict[str, float] = {
     "logit_scale": 1.0,
     "residual_scale": 1.0,
     "embedding_scale": 1.0,
-    "expert_weights_scale": 1.0,
     "attention.clamp_kqv": 0.0,
     "attention.temperature_scale": 0.0,
     "attention.max_alibi_bias": 0.0,
@@ -41,11 +43,23 @@ def config_from_gguf(model: GgufModel) -> dict[str, Any]:
 # --- all families ---
 
 
-def _common(meta: Metadata, model_type: str, architecture: str) -> dict[str, Any]:
-    _refuse_unsupported(meta)
+def _common(meta: Metadata, model_type: str, architecture: str, rotary_share: float = 1.0) -> dict[str, Any]:
+    """`rotary_share`: of a head's dimensions."""
     hidden, heads = meta.whole("embedding_length"), meta.whole("attention.head_count")
     head_dim = meta.whole("attention.key_length", hidden // heads)
-    _check_head(meta, hidden, heads, head_dim)
+    rotary_dim = int(head_dim * rotary_share)
+    _check_head(meta, hidden, heads, head_dim, rotary_dim)
+    if meta.number("expert_weights_scale", 1.0) not in (0.0, 1.0):
+        raise meta.fail("expert_weights_scale", f"is {meta.get('expert_weights_scale')}; only 1 is supported")
+    if meta.whole("expert_shared_count", 0, minimum=0):
+        raise meta.fail("expert_shared_count", "is not 0; shared experts are not supported")
+    return {**_described(meta, model_type, architecture, rotary_dim), "head_dim": head_dim}
+
+
+def _described(meta: Metadata, model_type: str, architecture: str, rotary_dim: int) -> dict[str, Any]:
+    """What every family has, whatever its attention."""
+    _refuse_unsupported(meta)
+    hidden, heads = meta.whole("embedding_length"), meta.whole("attention.head_count")
     return {
         "model_type": model_type,
         "architectures": [architecture],
@@ -53,13 +67,12 @@ def _common(meta: Metadata, model_type: str, architecture: str) -> dict[str, Any
         "num_hidden_layers": _num_layers(meta),
         "num_attention_heads": heads,
         "num_key_value_heads": meta.whole("attention.head_count_kv", heads),
-        "head_dim": head_dim,
         "max_position_embeddings": meta.whole("context_length"),
         "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
         "vocab_size": _vocab_size(meta),
         "tie_word_embeddings": "output.weight" not in meta.model,
         "rope_theta": meta.number("rope.freq_base", 10000.0),
-        "rope_scaling": rope_scaling(meta, head_dim),
+        "rope_scaling": rope_scaling(meta, rotary_dim),
         "hidden_act": "silu",
         **_special_tokens(meta),
     }
@@ -69,8 +82,8 @@ def _refuse_unsupported(meta: Metadata) -> None:
     for key, neutral in _NEUTRAL.items():
         if meta.number(key, neutral) != neutral:
             raise meta.fail(key, f"is {meta.get(key)}; only {neutral:g} is supported")
-    if meta.whole("expert_shared_count", 0, minimum=0):
-        raise meta.fail("expert_shared_count", "is not 0; shared experts are not supported")
+    if meta.whole("nextn_predict_layers", 0, minimum=0):
+        raise meta.fail("nextn_predict_layers", "is not 0; layers that predict several tokens are not supported")
 
 
 def _num_layers(meta: Metadata) -> int:
@@ -80,12 +93,15 @@ def _num_layers(meta: Metadata) -> int:
     return count
 
 
-def _check_head(meta: Metadata, hidden: int, heads: int, head_dim: int) -> None:
+def _check_head(meta: Metadata, hidden: int, heads: int, head_dim: int, rotary_dim: int) -> None:
     if head_dim < 1:
         raise meta.fail("attention.head_count", f"is {heads}, above embedding_length {hidden}")
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if meta.whole(key, head_dim) != head_dim:
-            raise meta.fail(key, f"is {meta.get(key)} and the head size is {head_dim}; they must be equal")
+    if meta.whole("attention.value_length", head_dim) != head_dim:
+        found = meta.get("attention.value_length")
+        raise meta.fail("attention.value_length", f"is {found} and the head size is {head_dim}; they must be equal")
+    if meta.whole("rope.dimension_count", rotary_dim) != rotary_dim:
+        found = meta.get("rope.dimension_count")
+        raise meta.fail("rope.dimension_count", f"is {found}; heads of {head_dim} rotate {rotary_dim} dimensions")
 
 
 def _vocab_size(meta: Metadata) -> int:
@@ -220,6 +236,87 @@ def _windows(meta: Metadata, num_layers: int, window: int, period: int) -> dict[
     return {"sliding_window": window or None, "layer_types": kinds}
 
 
+def _olmo2(meta: Metadata) -> dict[str, Any]:
+    if meta.whole("attention.sliding_window", 0, minimum=0):
+        raise meta.fail("attention.sliding_window", "is not 0: the model is an OLMo 3, which is not supported")
+    config = _common(meta, "olmo2", "Olmo2ForCausalLM")
+    return config | {
+        "intermediate_size": meta.whole("feed_forward_length"),
+        "attention_bias": _has_bias(meta, "attn_q"),
+    }
+
+
+def _glm4(meta: Metadata) -> dict[str, Any]:
+    if meta.get("rope.dimension_sections"):
+        raise meta.fail("rope.dimension_sections", "is set: the model is for images, whose order of heads is another")
+    config = _common(meta, "glm4", "Glm4ForCausalLM", rotary_share=GLM4_ROTARY_SHARE)
+    return config | {
+        "intermediate_size": meta.whole("feed_forward_length"),
+        "attention_bias": _has_bias(meta, "attn_q") or _has_bias(meta, "attn_qkv"),
+        "partial_rotary_factor": GLM4_ROTARY_SHARE,
+    }
+
+
+def _gpt_oss(meta: Metadata) -> dict[str, Any]:
+    config = _common(meta, "gpt_oss", "GptOssForCausalLM")
+    if config["rope_scaling"] and config["rope_scaling"]["rope_type"] == "yarn":
+        # All models of the family have it; no key says so.
+        config["rope_scaling"]["truncate"] = False
+    return config | {
+        **_windows(meta, config["num_hidden_layers"], meta.whole("attention.sliding_window"), period=2),
+        "intermediate_size": meta.whole("expert_feed_forward_length"),
+        "num_local_experts": meta.whole("expert_count"),
+        "num_experts_per_tok": meta.whole("expert_used_count"),
+        "attention_bias": _has_bias(meta, "attn_q"),
+    }
+
+
+def _deepseek2(meta: Metadata) -> dict[str, Any]:
+    """DeepSeek V2 and V3; the function that scores experts tells them apart."""
+    rotary_dim = meta.whole("rope.dimension_count")
+    is_v3 = meta.whole("expert_gating_func", SOFTMAX) == SIGMOID
+    name = "V3" if is_v3 else "V2"
+    config = _described(meta, f"deepseek_{name.lower()}", f"Deepseek{name}ForCausalLM", rotary_dim)
+    used, groups = meta.whole("expert_used_count"), meta.whole("expert_group_count", 1, minimum=0) or 1
+    config |= {
+        "num_key_value_heads": config["num_attention_heads"],
+        "intermediate_size": meta.whole("feed_forward_length"),
+        "q_lora_rank": meta.whole("attention.q_lora_rank", 0, minimum=0) or None,
+        "kv_lora_rank": meta.whole("attention.kv_lora_rank"),
+        # Older files have one pair of keys, for the heads.
+        "qk_nope_head_dim": _of_heads(meta, "key_length") - rotary_dim,
+        "qk_rope_head_dim": rotary_dim,
+        "v_head_dim": _of_heads(meta, "value_length"),
+        "first_k_dense_replace": meta.whole("leading_dense_block_count", 0, minimum=0),
+        "n_routed_experts": meta.whole("expert_count"),
+        "n_shared_experts": meta.whole("expert_shared_count", 0, minimum=0),
+        "num_experts_per_tok": used,
+        "moe_intermediate_size": meta.whole("expert_feed_forward_length"),
+        "routed_scaling_factor": meta.number("expert_weights_scale", 1.0) or 1.0,
+        "norm_topk_prob": bool(meta.get("expert_weights_norm")),
+        "n_group": groups,
+        "topk_group": (meta.whole("expert_group_used_count", 0, minimum=0) or groups) if groups > 1 else 1,
+        "attention_bias": _has_bias(meta, "attn_kv_a_mqa"),
+    }
+    if not is_v3:
+        config["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
+    return _with_scaled_scores(meta, config)
+
+
+def _of_heads(meta: Metadata, key: str) -> int:
+    return meta.whole(f"attention.{key}_mla", meta.whole(f"attention.{key}"))
+
+
+def _with_scaled_scores(meta: Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    """A tenth of `mscale_all_dim` is in the file, and `mscale` is the same: rotation then scales nothing."""
+    multiplier = meta.number("rope.scaling.yarn_log_multiplier", 0.0)
+    scaling = config["rope_scaling"]
+    if scaling and scaling["rope_type"] == "yarn" and multiplier:
+        scaling.pop("attention_factor", None)
+        scaling["mscale"] = scaling["mscale_all_dim"] = float(f"{10 * multiplier:.6g}")
+    return config
+
+
 _ARCHITECTURES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _qwen2,
@@ -228,4 +325,8 @@ _ARCHITECTURES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "smollm3": _smollm3,
+    "olmo2": _olmo2,
+    "glm4": _glm4,
+    "gpt-oss": _gpt_oss,
+    "deepseek2": _deepseek2,
 }

@@ -1,0 +1,211 @@
+"""GGUF files of families with sinks, latents, other norms and biased experts, against the `transformers` models that
+they were made of. Names of tensors are those that the `gguf` package gives; names of metadata are its writer's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as T
+from helpers.paged import PagedDriver
+from helpers.tiny_models import CASES, VOCAB, StateDictSource, config_of, make_reference
+
+from millrace.models import load as load_module
+from millrace.models.formats.gguf import weight_of_blocks
+from millrace.models.load import load_decoder
+from millrace.models.spec.families import spec_from_config
+from millrace.models.spec.shard import Cut
+from millrace.models.weights import open_weights
+from millrace.models.weights.gguf_weights import GgufWeights
+from millrace.sources.resolve import resolve_model
+
+CPU = torch.device("cpu")
+TOKENS = [int(token) for token in np.random.default_rng(2).integers(0, VOCAB, 40)]
+ARCHES = {
+    "Olmo2": gguf.MODEL_ARCH.OLMO2,
+    "Glm4": gguf.MODEL_ARCH.GLM4,
+    "GptOss": gguf.MODEL_ARCH.GPT_OSS,
+    "DeepseekV2": gguf.MODEL_ARCH.DEEPSEEK2,
+    "DeepseekV3": gguf.MODEL_ARCH.DEEPSEEK2,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32}
+_EQUAL = {"rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}
+CHANGES: dict[str, dict[str, Any]] = {
+    # What a file cannot say is as in every model of the family.
+    "gpt_oss": {"swiglu_limit": 7.0, "hidden_size": 64, "intermediate_size": 96},
+    "deepseek_v2_groups": {"attention_bias": False, **_EQUAL},
+    "deepseek_v3": {**_EQUAL, "routed_scaling_factor": 1.7},
+}
+
+
+def converted(model: Any, kind: str, split_latents: bool, mxfp4: bool) -> dict[str, Any]:
+    """The tensors as llama.cpp's converter arranges them."""
+    config, arch = model.config, ARCHES[kind]
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    stored = {name: tensor.float().numpy() for name, tensor in StateDictSource.of(model).tensors.items()}
+    experts: dict[str, list[Any]] = {}
+    found: dict[str, Any] = {}
+    for name, array in stored.items():
+        match = re.fullmatch(r"(.+\.mlp\.experts)\.\d+\.(.+)", name)
+        if match is not None:
+            experts.setdefault(f"{match[1]}.{match[2]}", []).append(array)
+            continue
+        if split_latents and name.endswith("kv_b_proj.weight"):
+            heads = array.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+            keys, values = heads[:, : config.qk_nope_head_dim], heads[:, config.qk_nope_head_dim :]
+            found[name.replace("kv_b_proj", "k_b_proj")] = keys.swapaxes(1, 2)
+            found[name.replace("kv_b_proj", "v_b_proj")] = values
+            continue
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
+        found[name + ".weight" if name.endswith("sinks") else name] = array
+    found |= {name: np.stack(parts) for name, parts in experts.items()}
+    renamed = {names.get_name(name, try_suffixes=(".weight", ".bias")): array for name, array in found.items()}
+    assert None not in renamed
+    if mxfp4:
+        for name in [name for name in renamed if name.endswith("_exps.weight")]:
+            renamed[name] = gguf.quants.quantize(renamed[name], T.MXFP4)
+    return renamed
+
+
+def add_metadata(writer: gguf.GGUFWriter, config: Any, split_latents: bool) -> None:
+    rope = config.rope_parameters
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if config.model_type.startswith("deepseek"):
+        return add_latents(writer, config, split_latents)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(int(config.head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if config.model_type == "gpt_oss":
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+
+
+def add_latents(writer: gguf.GGUFWriter, config: Any, split_latents: bool) -> None:
+    heads = (config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
+    if split_latents:
+        writer.add_head_count_kv(1)
+        writer.add_key_length(config.kv_lora_rank + config.qk_rope_head_dim)
+        writer.add_value_length(config.kv_lora_rank)
+        writer.add_key_length_mla(heads[0])
+        writer.add_value_length_mla(heads[1])
+    else:
+        writer.add_head_count_kv(config.num_attention_heads)
+        writer.add_key_length(heads[0])
+        writer.add_value_length(heads[1])
+    writer.add_rope_dimension_count(config.qk_rope_head_dim)
+    writer.add_kv_lora_rank(config.kv_lora_rank)
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    if config.norm_topk_prob:
+        writer.add_expert_weights_norm(True)
+    if (config.n_group or 1) > 1:
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+    if config.model_type == "deepseek_v3":
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    if "mscale_all_dim" in config.rope_parameters:
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+
+
+def write(path: Path, case: str, *, split_latents: bool = True, mxfp4: bool = False) -> Any:
+    """The file of a case; its model."""
+    model, kind = make_reference(case, **CHANGES.get(case, {})), CASES[case][0]
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHES[kind]])
+    add_metadata(writer, model.config, split_latents)
+    for name, array in converted(model, kind, split_latents, mxfp4).items():
+        is_stored = mxfp4 and name.endswith("_exps.weight")
+        writer.add_tensor(name, np.ascontiguousarray(array), raw_dtype=T.MXFP4 if is_stored else None)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model
+
+
+def logits(path: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    decoder = load_decoder(resolve_model(str(path)), device=CPU, dtype=dtype)
+    return PagedDriver(decoder, block_size=16).run(0, TOKENS, 11).float()
+
+
+@pytest.mark.parametrize(
+    ("case", "split_latents"),
+    [
+        ("olmo2", True), ("glm4", True), ("gpt_oss", True), ("deepseek_v2", False), ("deepseek_v2_groups", True),
+        ("deepseek_v3", True), ("deepseek_v3", False),
+    ],
+)  # fmt: skip
+def test_a_file_gives_its_models_spec_and_logits(case: str, split_latents: bool, tmp_path: Path) -> None:
+    model = write(tmp_path / "model.gguf", case, split_latents=split_latents)
+    assert spec_from_config(resolve_model(str(tmp_path / "model.gguf")).config) == spec_from_config(config_of(model))
+    with torch.inference_mode():
+        wanted = model(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(logits(tmp_path / "model.gguf"), wanted, atol=2e-4, rtol=2e-4)
+
+
+def test_mxfp4_experts_stay_as_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_module, "cache_dir", lambda: tmp_path / "cache")
+    path = tmp_path / "model.gguf"
+    model = write(path, "gpt_oss", mxfp4=True)
+    weights = open_weights(resolve_model(str(path)))
+    assert isinstance(weights, GgufWeights)
+    experts = [name for name in weights.names() if ".experts." in name and name.endswith("weight")]
+    assert {weights.stored_format(name) for name in experts} == {"MXFP4"}
+    state = model.state_dict()
+    for layer in range(3):
+        base = f"model.layers.{layer}.mlp.experts."
+        for expert in range(5):
+            gate, up, down = (weights.get(f"{base}{expert}.{part}_proj.weight") for part in ("gate", "up", "down"))
+            state[f"{base}gate_up_proj"][expert] = torch.stack((gate, up), dim=1).flatten(0, 1).t()
+            state[f"{base}down_proj"][expert] = down.t()
+    with torch.inference_mode():
+        wanted = model(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(logits(path), wanted, atol=2e-4, rtol=2e-4)
+
+    rows = torch.from_numpy(weights.stored_rows(experts[0]).copy())
+    kept = weight_of_blocks("MXFP4", rows, weights.shape(experts[0])[1], torch.bfloat16)
+    assert kept.num_bytes == rows.nbytes == weights.stored_bytes(experts[0])
+    assert torch.equal(kept.dequantised(), weights.get(experts[0]))
+
+    wide = StateDictSource({name: weights.get(name, dtype=torch.float32) for name in weights.names()})
+    spec = spec_from_config(config_of(model))
+    dequantised = load_module.build_decoder(spec, wide, device=CPU, dtype=torch.bfloat16)
+    decoder = load_decoder(resolve_model(str(path)), device=CPU, dtype=torch.bfloat16)
+    assert decoder.choices["expert_linear"].version.op == "stored_linear"
+    found, rounded = (PagedDriver(each, block_size=16).run(0, TOKENS, 11) for each in (decoder, dequantised))
+    assert torch.equal(found, rounded)
+
+
+@pytest.mark.parametrize("case", ["gpt_oss", "deepseek_v3"])
+def test_parts_of_tensors_are_those_of_the_whole(case: str, tmp_path: Path) -> None:
+    """Biases of experts are rows of one tensor; keys and values of latents come from two."""
+    write(tmp_path / "model.gguf", case)
+    weights = open_weights(resolve_model(str(tmp_path / "model.gguf")))
+    assert isinstance(weights, GgufWeights)
+    for name in weights.names():
+        cut = Cut(rows=range(2, 5))
+        if weights.shape(name)[0] > 5:
+            assert torch.equal(weights.part(name, cut), weights.get(name)[2:5]), name
