@@ -60,6 +60,7 @@ from millrace.run.drafting.drafters import AUTO, AUTO_TEXT, TEXT_DRAFTERS, offer
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.make import make_runner
 from millrace.run.ranks.recorder import RankedRunner, RecordedRunner, RunnerSetup, StepRecorder
+from millrace.run.ranks.slot_fills import recorded
 from millrace.run.runner import AnyRunner, Runner
 from millrace.run.sampling.processors import load_processor
 from millrace.run.settings import RunnerSettings
@@ -151,6 +152,7 @@ def _build_decoding(
     if mirror is not None and mirrored is not None:
         mirror.wait_until_ready()
         runner = RecordedRunner(runner, mirrored)
+    fill = made.fill_slot if mirrored is None else recorded(made, mirrored)
     settings = replace(decided.scheduler, disk_tier=disk_settings(store))
     scheduler = Scheduler(settings, make_shape_choice(made.facts.shapes))
     if store is not None and scheduler.tiers.disk is not None:
@@ -167,8 +169,8 @@ def _build_decoding(
         ranks=ranks,
         disk=None if store is None else DiskCopier(store, made.host_blocks, runner),
         adapters=lambda shares: make_adapters(
-            *(config.adapters, decided.spec, decided.precision.dtype, made.fill_slot, shares),
-            is_pinned=decided.device.defaults.has_own_memory,
+            *(config.adapters, decided.spec, decided.precision.dtype, fill, shares),
+            device_bytes=decided.plan.adapter_bytes,
         ),
         transfers=Transfers(
             *(scheduler.transfer, made.contents),
@@ -355,6 +357,7 @@ def _setup(config: Config, decided: Decided) -> RunnerSetup:
         state_places=settings.state_places,
         state_slots=settings.state_slots,
         graphs=settings.graphs,
+        adapter_slots=settings.adapter_slots,
     )
 
 

@@ -14,6 +14,7 @@ from millrace.config import Config
 from millrace.engine.state_memory import NO_STATES, StateMemory, make_state_memory, rows_with_states
 from millrace.engine.step_target import target_step_s
 from millrace.errors import MemoryPlanError
+from millrace.models.adapters.targets import targets_of
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.plan.kv.groups import KvGroups
 from millrace.run.device.defaults import DeviceDefaults
@@ -25,6 +26,8 @@ PADDING_STATES = 1
 """Rows of the state pool beside those of requests (`run/states.py`)."""
 SMOOTH_SHARE = 0.5
 """The default mixed budget fills this share of a step's target time; the rest is for decode rows and context."""
+USUAL_RANK, MAX_ADAPTER_SHARE = 16, 0.1
+"""Memory for adapters on a GPU: of this rank in every slot, but at most this share of what the weights leave."""
 MAX_HOST_SHARE = 0.9
 """Maximum share of the machine's free memory for KV blocks in host memory."""
 
@@ -73,6 +76,8 @@ class MemoryPlan:
     history_bytes: int = 0
     """The column of every row's tokens, if the device drafts from one."""
     states: StateMemory = NO_STATES
+    adapter_bytes: int = 0
+    """For the adapters in all slots, on a device with memory of its own."""
     notes: tuple[str, ...] = ()
     """What was chosen automatically, why, and the settings that change it."""
 
@@ -90,6 +95,8 @@ class MemoryPlan:
         if self.states.row_bytes:
             parts["recurrent states of all rows"] = self.states.row_bytes
             parts[f"checkpoints of states, {self.states.num_slots:,}"] = self.states.slot_bytes
+        if self.adapter_bytes:
+            parts["adapters"] = self.adapter_bytes
         parts |= {
             "activations, worst step": self.activation_bytes,
             f"KV pool, {self.kv_tokens:,} tokens{kv_dtype}": self.kv_bytes,
@@ -139,7 +146,8 @@ def make_memory_plan(
     states = make_state_memory(
         config, spec, dtype, max_running + PADDING_STATES, state_places, free_bytes - all_weights
     )
-    fixed = all_weights + activation_bytes + history_bytes + states.row_bytes + states.slot_bytes
+    adapter_bytes = _adapter_bytes(config, spec, defaults, dtype, free_bytes - all_weights)
+    fixed = all_weights + activation_bytes + history_bytes + states.row_bytes + states.slot_bytes + adapter_bytes
     if fixed + groups.blocks_for(MIN_KV_TOKENS, block_size) * block_bytes > free_bytes:
         raise _too_big(spec, dtype, all_weights, fixed - all_weights, free_bytes)
     most_useful = max_running * groups.blocks_for(max_context, block_size)
@@ -168,6 +176,7 @@ def make_memory_plan(
         drafter=drafter,
         history_bytes=history_bytes,
         states=states,
+        adapter_bytes=adapter_bytes,
         notes=tuple(_notes(config, defaults, kv_tokens, num_blocks * block_bytes, max_context, fitting_context)),
     )
 
@@ -301,6 +310,19 @@ def _worst_step_bytes(spec: ModelSpec, max_running: int, max_tokens: int, dtype:
     # Sampling holds scaled logits, their softmax and a float64 cumulative sum at once; penalties hold a count and a
     # mark per vocabulary token and row.
     return max_tokens * per_token * max(dtype.itemsize, 4) + 5 * logits + 5 * logits // 4
+
+
+def _adapter_bytes(
+    config: Config, spec: ModelSpec, defaults: DeviceDefaults, dtype: torch.dtype, left_bytes: int
+) -> int:
+    """As many adapters as there are slots, of a usual rank and with all linears, or a share of what the weights leave;
+    at least one adapter of the largest rank. Elsewhere slots name the matrices in host memory."""
+    if not config.adapters.num_slots or not defaults.has_own_memory:
+        return 0
+    linears = [linear for linear in targets_of(spec).linears if linear is not None]
+    per_rank = sum(len(own.out_sizes) * own.in_features + sum(own.out_sizes) for own in linears) * dtype.itemsize
+    wanted = min(config.adapters.num_slots * USUAL_RANK * per_rank, int(left_bytes * MAX_ADAPTER_SHARE))
+    return max(wanted, config.adapters.max_lora_rank * per_rank)
 
 
 def _history_bytes(config: Config, max_running: int, max_context: int, defaults: DeviceDefaults) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from millrace.models.adapters.read import Adapter
+from millrace.models.adapters.slots import AdapterSlots
 from millrace.models.decoder import Decoder
 from millrace.ops.attention import PagedAttention
 from millrace.ops.attention.context_rule import context_parts
@@ -95,7 +96,7 @@ class CudaRunner:
         self._table, self._sampler, self._drafts, self._chain = state.table, state.sampler, state.drafts, state.chain
         self._states = state.states
         self._copier = make_copier(state, device, settings)
-        self._filler = make_filler(state, device)
+        self._adapter_slots, self._filler = state.slots, make_filler(state, device)
         self.contents = BlockContents([state.kv, state.draft_kv], device, settings.kv_dtype)
         self._writer = PacketWriter(
             max_rows=settings.max_rows,
@@ -144,6 +145,11 @@ class CudaRunner:
     def host_blocks(self) -> tuple[HostBlocks, ...]:
         """Host memory for KV blocks; none without a host tier."""
         return () if self._copier is None else self._copier.host_blocks
+
+    @property
+    def slots(self) -> AdapterSlots | None:
+        """Those of adapters; None if steps have none."""
+        return self._adapter_slots
 
     def fill_slot(self, slot: int, adapter: Adapter | None) -> IsReady:
         if self._filler is None:

@@ -273,6 +273,11 @@ class Runner:
         """Host memory for KV blocks; none without a host tier."""
         return () if self._copier is None else self._copier.host_blocks
 
+    @property
+    def slots(self) -> AdapterSlots | None:
+        """Those of adapters; None if steps have none."""
+        return self._slots
+
     def fill_slot(self, slot: int, adapter: Adapter | None) -> IsReady:
         """Begin to fill a slot that no later step reads until this is ready; None empties it. Steps launched so far
         read what it held."""

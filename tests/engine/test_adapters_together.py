@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.adapter_files import ATTENTION, MLP, greedy, merged, write_adapter
+from helpers.engine_stats import stats_after
 from helpers.tiny_models import config_of, make_reference
 
 from millrace import LLM, SamplingParams
@@ -81,7 +82,7 @@ class Adapted:
         return ",".join(f"{name}={path}" for name, path in self.folders.items())
 
     def llm(self, **settings: Any) -> LLM:
-        return LLM(self.source, dtype="float32", **{"adapters": self.setting, "kv_tokens": 4000, **settings})
+        return LLM(self.source, **{"dtype": "float32", "adapters": self.setting, "kv_tokens": 4000, **settings})
 
     def check_letters(self, llm: LLM) -> None:
         """The same under a grammar that allows ten letters."""
@@ -91,13 +92,23 @@ class Adapted:
         right = [greedy(model, prompt, OUTPUT, letters) for model in self.models.values()]
         assert [generation.token_ids[:OUTPUT] for generation in found] == right
 
-    def check(self, llm: LLM, **sampling: Any) -> None:
+    def compare(self, name: str, index: int, found: list[int], near: float) -> None:
+        """With the merged model's answer, up to the first token that is `near` as likely there as the one found."""
+        right = self.right[name][index]
+        at = next((at for at, (one, other) in enumerate(zip(found, right, strict=True)) if one != other), None)
+        if at is None:
+            return
+        with torch.inference_mode():
+            logits = self.models[name](torch.tensor([[*self.prompts[index], *right[:at]]])).logits[0, -1]
+        assert logits.max() - logits[found[at]] < near, (name, index, found, right)
+
+    def check(self, llm: LLM, near: float = 0.0, **sampling: Any) -> None:
         """All prompts with all adapters and the base, in one call."""
         asked = [(name, index) for index in range(len(self.prompts)) for name in self.models]
         params = [SamplingParams(**GREEDY | sampling, adapter=name) for name, _ in asked]
         found = llm.generate([self.prompts[index] for _, index in asked], params)
-        got = {one: generation.token_ids for one, generation in zip(asked, found, strict=True)}
-        assert got == {(name, index): self.right[name][index] for name, index in asked}
+        for (name, index), generation in zip(asked, found, strict=True):
+            self.compare(name, index, generation.token_ids, near)
 
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": OUTPUT, "ignore_eos": True}
@@ -137,7 +148,26 @@ def test_each_answer_is_that_of_the_merged_model(adapted: Adapted, settings: dic
         adapted.check_letters(llm)
 
 
-def test_64_adapters_in_one_step(adapted: Adapted, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="graphs"),
+        pytest.param({"token_budget": 16, "block_size": 16, "kv_tokens": 480}, id="prompts in parts, preemption"),
+        pytest.param({"speculate": "suffix", "max_adapters": 3, "mirror": True}, id="drafts, few slots, a mirror"),
+        pytest.param({"dtype": "bfloat16", "kv_host_gib": 0.05}, id="bfloat16, host tier"),
+    ],
+)
+def test_each_answer_on_a_gpu_is_that_of_the_merged_model(adapted: Adapted, settings: dict[str, Any]) -> None:
+    """Up to near ties: where an answer differs, the merged model's two tokens are about as likely."""
+    near = 0.02 if settings.get("dtype") is None else 0.5
+    with adapted.llm(device="cuda", **settings) as llm:
+        for _ in range(3):  # The first steps at a shape run uncaptured.
+            adapted.check(llm, near=near)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_64_adapters_in_one_step(adapted: Adapted, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted from the plans: the adapters of a step's rows are those of their admissions."""
     slots: dict[int, int] = {}
     most, compose = [0], Scheduler.compose
@@ -153,12 +183,13 @@ def test_64_adapters_in_one_step(adapted: Adapted, monkeypatch: pytest.MonkeyPat
     names = [f"n{index}" for index in range(64)]
     paths = list(adapted.folders.values())
     setting = ",".join(f"{name}={copied(paths[index % 9], index)}" for index, name in enumerate(names))
-    with adapted.llm(adapters=setting, max_adapters=64, max_running=80) as llm:
+    with adapted.llm(adapters=setting, max_adapters=64, max_running=80, device=device) as llm:
         params = [SamplingParams(**GREEDY | {"max_tokens": 40}, adapter=name) for name in names]
         llm.generate([adapted.prompts[0]] * 64, params)
         found = llm.generate([adapted.prompts[0]] * 64, params)  # All are on the device now.
     for index, generation in enumerate(found):
-        assert generation.token_ids[:OUTPUT] == adapted.right[f"a{index % 9}"][0]
+        name = f"a{index % 9}"
+        adapted.compare(name, 0, generation.token_ids[:OUTPUT], near=0.02 if device == "cuda" else 0.0)
     assert most[0] == 64
 
 
@@ -173,6 +204,16 @@ def copied(folder: Path, number: int) -> Path:
     return target
 
 
+def test_the_mirror_draws_the_same_with_adapters(adapted: Adapted) -> None:
+    """With few slots, so that they are filled anew between steps."""
+    with adapted.llm(mirror=True, max_adapters=3, speculate="ngram") as llm:
+        adapted.check(llm)
+        stats = stats_after(llm, len(adapted.models) * len(adapted.prompts)).mirror
+        assert stats is not None
+        assert (stats.is_up, stats.differences) == (True, 0)
+        assert stats.steps > 10
+
+
 def test_an_unknown_adapter_is_refused_with_the_list(adapted: Adapted) -> None:
     with adapted.llm() as llm, pytest.raises(ModelNotFound, match=r"no adapter 'nobody'; this model has 'a0', 'a1'"):
         llm.generate("x", adapter="nobody")
@@ -182,7 +223,6 @@ def test_an_unknown_adapter_is_refused_with_the_list(adapted: Adapted) -> None:
     ("settings", "device", "says"),
     [
         ({"run.tensor_parallel": 2}, {}, "--tensor-parallel splits the model: leave one of them out"),
-        ({"plan.mirror": True}, {}, "--mirror repeats steps without adapters"),
         ({"plan.step_log": "steps.log"}, {}, "--step-log does not hold adapters"),
         ({}, {"is_encoder": True}, "the model is an encoder"),
         ({}, {"spec": "qwen3_next_dense"}, "the model has recurrent layers"),

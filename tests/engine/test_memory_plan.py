@@ -166,6 +166,19 @@ def test_the_tokens_that_a_gpu_drafts_from_have_their_place() -> None:
     assert off.history_bytes == plan(16.0, plan__speculate="suffix", **settings).history_bytes == 0
 
 
+def test_a_gpu_reserves_memory_for_adapters() -> None:
+    """64 of rank 16, a share of what is left on a small GPU, and at least one of the largest rank."""
+    each = 16 * sum(3 * 2048 + 3072 + 2048 + 2048 + 2 * 2048 + 2 * 8192 + 8192 + 2048 for _ in range(16)) * 2
+    large = plan(80.0, step_flops=1e15, adapters__max_adapters=64)
+    assert large.adapter_bytes == large.parts()["adapters"] == 64 * each
+    assert sum(large.parts().values()) == large.free_bytes
+    assert plan(12.0, step_flops=1e15, adapters__max_adapters=64).adapter_bytes == int(10 * GIB * 0.1)
+    one = plan(80.0, step_flops=1e15, adapters__max_adapters=1, adapters__max_lora_rank=256)
+    assert one.adapter_bytes == 16 * each
+    assert plan(16.0, adapters__max_adapters=64).adapter_bytes == 0
+    assert plan(80.0, step_flops=1e15).adapter_bytes == 0
+
+
 def test_the_pool_is_smaller_by_what_drafts_need() -> None:
     settings = {"plan__max_running": 1024, "memory__fraction": 1.0}
     off, on = (plan(16.0, step_flops=1e14, plan__speculate=name, **settings) for name in ("off", "suffix"))

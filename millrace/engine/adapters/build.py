@@ -34,7 +34,6 @@ def check_adapters(config: Config, *, is_encoder: bool = False, spec: ModelSpec 
             )
         ),
         (config.run.tensor_parallel > 1, "--tensor-parallel splits the model", "leave one of them out"),
-        (config.plan.mirror, "--mirror repeats steps without adapters", "leave one of them out"),
         (bool(config.plan.step_log), "--step-log does not hold adapters", "leave one of them out"),
     )
     for is_there, why, remedy in conflicts:
@@ -51,20 +50,21 @@ def check_adapters(config: Config, *, is_encoder: bool = False, spec: ModelSpec 
 
 
 def make_adapters(
-    config: AdapterConfig, spec: ModelSpec, dtype: torch.dtype, fill: Fill, shares: Shares, *, is_pinned: bool
+    config: AdapterConfig, spec: ModelSpec, dtype: torch.dtype, fill: Fill, shares: Shares, device_bytes: int
 ) -> EngineAdapters | None:
-    """None: the model takes no adapters. `is_pinned`: see `read_adapter`."""
+    """None: the model takes no adapters. `device_bytes`: of the device's own memory, for all slots; 0 if it has
+    none."""
     if not config.num_slots:
         return None
-    store = AdapterStore(_reader(config, spec, dtype, is_pinned), int(config.adapter_memory * GIB))
+    store = AdapterStore(_reader(config, spec, dtype, is_pinned=device_bytes > 0), int(config.adapter_memory * GIB))
     for name, path in parse_adapters(config.adapters).items():
         store.declare(name, path)
-    requests = AdaptedRequests(store, config.num_slots, fill)
+    requests = AdaptedRequests(store, config.num_slots, fill, max_bytes=device_bytes or None)
     folder = Path(config.adapter_dir).expanduser() if config.adapter_dir else None
     return EngineAdapters(requests, lambda: shares, folder, allows_adding=config.allow_adapters)
 
 
-def _reader(config: AdapterConfig, spec: ModelSpec, dtype: torch.dtype, is_pinned: bool) -> Read:
+def _reader(config: AdapterConfig, spec: ModelSpec, dtype: torch.dtype, *, is_pinned: bool) -> Read:
     targets, max_bytes = targets_of(spec), int(config.adapter_memory * GIB)
 
     def read(folder: Path) -> Adapter:

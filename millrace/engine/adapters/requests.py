@@ -17,8 +17,9 @@ from millrace.models.adapters.read import Adapter
 from millrace.params import SamplingParams
 from millrace.plan.request import Request
 
-Fill = Callable[[int, Adapter], Callable[[], bool]]
-"""(slot, matrices): begins to fill it. What it returns is asked until it says that later steps may read the slot."""
+Fill = Callable[[int, Adapter | None], Callable[[], bool]]
+"""(slot, matrices; None to empty it): begins to fill it. What it returns is asked until it says that later steps may
+read the slot."""
 MAX_PASSED_S = 2.0
 """When a request has waited this long for a slot, no new request is given the slot used longest ago: it becomes free as
 its open requests end."""
@@ -29,6 +30,7 @@ class Slot:
     number: int
     name: str
     digest: str
+    num_bytes: int
     is_filled: bool = False
     """Later steps may read it."""
     users: set[int] = field(default_factory=set)
@@ -53,9 +55,15 @@ class _Held:
 
 class AdaptedRequests:
     def __init__(
-        self, store: AdapterStore, num_slots: int, fill: Fill, clock: Callable[[], float] = time.monotonic
+        self,
+        store: AdapterStore,
+        num_slots: int,
+        fill: Fill,
+        clock: Callable[[], float] = time.monotonic,
+        max_bytes: int | None = None,
     ) -> None:
-        self.store, self._fill, self._clock = store, fill, clock
+        """`max_bytes`: of the device's memory, for all slots; None if they take none."""
+        self.store, self._fill, self._clock, self._max_bytes = store, fill, clock, max_bytes
         self.num_slots = num_slots
         self._free = list(range(num_slots, 0, -1))
         self._slots: OrderedDict[str, Slot] = OrderedDict()
@@ -105,6 +113,9 @@ class AdaptedRequests:
         if known is None:
             self._failed.append(Failed(request.id, unknown_adapter(params.adapter, self.store.names())))
             return True
+        if failure := self._too_large(known):
+            self._failed.append(Failed(request.id, _cannot(known, failure)))
+            return True
         held = _Held(request, params, known, self._clock())
         if self._seat(held):
             return False
@@ -148,10 +159,17 @@ class AdaptedRequests:
                 if held.known is not known:
                     continue
                 held.needs_files = False
-                if known.failure:
+                if failure := known.failure or self._too_large(known):
                     del self._held[held.request.id]
-                    message = f"The adapter {known.name!r} cannot be used: {known.failure}"
-                    self._failed.append(Failed(held.request.id, message))
+                    self._failed.append(Failed(held.request.id, _cannot(known, failure)))
+
+    def _too_large(self, known: Known) -> str:
+        if self._max_bytes is None or known.num_bytes <= self._max_bytes:
+            return ""
+        return (
+            f"it has {known.num_bytes:,} bytes, and the device has {self._max_bytes:,} for all adapters. Raise"
+            " --max-adapters or --max-lora-rank, which reserve more."
+        )
 
     def _seat(self, held: _Held) -> bool:
         known = held.known
@@ -164,10 +182,10 @@ class AdaptedRequests:
                 held.needs_files = True
                 self.store.load(known)
             return False
-        number = self._free_slot()
+        number = self._free_slot(adapter.num_bytes)
         if number is None:
             return False
-        slot = self._slots[known.digest] = Slot(number, known.name, known.digest)
+        slot = self._slots[known.digest] = Slot(number, known.name, known.digest, adapter.num_bytes)
         self.store.pin(known.digest)
         is_ready = self._fill(number, adapter)
         self.num_fills += 1
@@ -196,17 +214,34 @@ class AdaptedRequests:
         oldest = next(others, None)
         return oldest is not None and oldest.since < held.since and now - oldest.since > MAX_PASSED_S
 
-    def _free_slot(self) -> int | None:
-        """A slot that nobody uses; the one used longest ago, if all are filled."""
-        if self._free:
-            return self._free.pop()
-        for digest, slot in self._slots.items():
-            if slot.is_filled and not slot.users:
-                del self._slots[digest]
-                self.store.unpin(digest)
-                self.num_slot_evictions += 1
-                return slot.number
-        return None
+    def _free_slot(self, num_bytes: int) -> int | None:
+        """A slot that nobody uses, with so much memory; those used longest ago give theirs away. None: all slots, or
+        too much of the memory, are in use."""
+        unused = [slot for slot in self._slots.values() if slot.is_filled and not slot.users]
+        used_bytes = sum(slot.num_bytes for slot in self._slots.values())
+        if self._max_bytes is not None:
+            if used_bytes - sum(slot.num_bytes for slot in unused) + num_bytes > self._max_bytes:
+                return None
+        elif not self._free and not unused:
+            return None
+        while not self._free or (self._max_bytes is not None and used_bytes + num_bytes > self._max_bytes):
+            if not unused:
+                return None
+            used_bytes -= unused[0].num_bytes
+            self._evict(unused.pop(0))
+        return self._free.pop()
+
+    def _evict(self, slot: Slot) -> None:
+        del self._slots[slot.digest]
+        self.store.unpin(slot.digest)
+        if self._max_bytes is not None:
+            self._fill(slot.number, None)
+        self._free.append(slot.number)
+        self.num_slot_evictions += 1
+
+
+def _cannot(known: Known, failure: str) -> str:
+    return f"The adapter {known.name!r} cannot be used: {failure}"
 
 
 def adapter_salt(digest: str, salt: bytes) -> bytes:

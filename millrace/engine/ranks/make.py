@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 import torch
 
@@ -13,12 +15,15 @@ from millrace.run.device.device import Device
 from millrace.run.device.kv_pool import KvFormat
 from millrace.run.make import make_runner
 from millrace.run.ranks.recorder import RunnerSetup
-from millrace.run.runner import AnyRunner
+from millrace.run.runner import Runner
 from millrace.run.settings import RunnerSettings
 from millrace.sources.resolve import resolve_model
 
+if TYPE_CHECKING:
+    from millrace.run.cuda_runner import CudaRunner
 
-def runner_from(setup: RunnerSetup, device: Device, mesh: Mesh = ONE_RANK) -> AnyRunner:
+
+def runner_from(setup: RunnerSetup, device: Device, mesh: Mesh = ONE_RANK) -> Runner | CudaRunner:
     files, speculate = resolve_model(setup.model), msgspec.convert(setup.speculate, Speculation)
     quantization = msgspec.convert(setup.quantization, Quantization)
     decoder = load_decoder(
@@ -53,6 +58,7 @@ def runner_from(setup: RunnerSetup, device: Device, mesh: Mesh = ONE_RANK) -> An
             graphs=setup.graphs,
             state_places=setup.state_places,
             state_slots=setup.state_slots,
+            adapter_slots=setup.adapter_slots,
         ),
         drafter=None if drafter is None else drafter.load(decoder),
     )

@@ -13,10 +13,12 @@ import sys
 from millrace.config import from_dict
 from millrace.engine.ranks.make import runner_from
 from millrace.engine.ranks.mirror import DIFFERENT, READY, SAME
+from millrace.errors import AdapterError
 from millrace.run.device.device import open_device
 from millrace.run.ranks.follower import Follower
 from millrace.run.ranks.recorder import RecordReader, RunnerSetup
 from millrace.run.ranks.ring import RingClosed, RingReader
+from millrace.run.ranks.slot_fills import fill_as_recorded
 
 
 def main() -> None:
@@ -29,7 +31,8 @@ def main() -> None:
         setup = records.read(*ring.read())
         if not isinstance(setup, RunnerSetup):
             raise TypeError("the first record says how the runner is made")
-        follower = Follower(runner_from(setup, device))
+        runner = runner_from(setup, device)
+        follower = Follower(runner, lambda record: fill_as_recorded(runner, record))
         ring.reply(READY)
         follow(ring, records, follower)
     except RingClosed:
@@ -41,7 +44,11 @@ def main() -> None:
 def follow(ring: RingReader, records: RecordReader, follower: Follower) -> None:
     """Until the first difference. Raises `RingClosed`."""
     while True:
-        followed = follower.take(records.read(*ring.read()))
+        try:
+            followed = follower.take(records.read(*ring.read()))
+        except AdapterError as error:
+            ring.reply(DIFFERENT, error.message.encode())
+            return
         if followed is None:
             continue
         difference = followed.difference()

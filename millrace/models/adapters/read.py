@@ -43,6 +43,7 @@ class Adapter:
     digest: str
     """Of the files: names the adapter's content."""
     base_model: str
+    folder: Path
 
     @property
     def num_bytes(self) -> int:
@@ -83,7 +84,7 @@ def read_adapter(
     digest.update(data)
     linears = _Reading(path, tensors, config, targets, dtype, max_rank).linears()
     rank = max(max(linear.ranks) for linear in linears.values())
-    return Adapter(*join(linears, is_pinned=is_pinned), rank, digest.hexdigest(), config.base_model)
+    return Adapter(*join(linears, is_pinned=is_pinned), rank, digest.hexdigest(), config.base_model, folder)
 
 
 class _Reading:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from millrace.plan.step import BlockCopies, CapturePlan, StepInputs, StepPlan
 from millrace.run.device.device import Pending
-from millrace.run.ranks.recorder import LoggedResult, Record, RunnerSetup, vectors_of
+from millrace.run.ranks.recorder import LoggedResult, Record, RunnerSetup, SlotFill, vectors_of
 from millrace.run.runner import AnyRunner, StepResult
 
 VECTOR_TOLERANCE = 1e-4
@@ -59,9 +60,10 @@ class Followed:
 
 
 class Follower:
-    def __init__(self, runner: AnyRunner) -> None:
-        self._runner = runner
-        self._waiting: deque[StepPlan | BlockCopies | CapturePlan] = deque()
+    def __init__(self, runner: AnyRunner, fill: Callable[[SlotFill], None] | None = None) -> None:
+        """`fill`: how slots of adapters are filled; None if steps have none."""
+        self._runner, self._fill = runner, fill
+        self._waiting: deque[StepPlan | BlockCopies | CapturePlan | SlotFill] = deque()
         """Not begun yet: a step waits for its inputs, and everything behind it for the step."""
         self._inputs: dict[int, StepInputs] = {}
         self._begun: dict[int, tuple[StepPlan, Pending[StepResult] | Exception]] = {}
@@ -90,6 +92,9 @@ class Follower:
                 self._runner.capture(first)
             elif isinstance(first, BlockCopies):
                 self._copy(first)
+            elif isinstance(first, SlotFill):
+                assert self._fill is not None
+                self._fill(first)
             elif first.step_no >= due:  # Rank 0 failed at the others, and announces every row again.
                 self._begun[first.step_no] = first, self._begin(first)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from millrace.plan.step import BlockCopies, CapturePlan, StepInputs, StepPlan
 from millrace.run.device.device import Pending
-from millrace.run.ranks.recorder import LoggedResult, Record, RunnerSetup, vectors_of
+from millrace.run.ranks.recorder import LoggedResult, Record, RunnerSetup, SlotFill, vectors_of
 from millrace.run.runner import AnyRunner, StepResult
 
 
@@ -34,7 +34,7 @@ class RankFollower:
             return self._compare(record)
         if isinstance(record, StepInputs):
             self._inputs.setdefault(record.step_no, deque()).append(record)
-        elif not isinstance(record, RunnerSetup | CapturePlan):
+        elif not isinstance(record, RunnerSetup | CapturePlan | SlotFill):
             self._waiting.append(record)
         while self._go_on():
             pass

@@ -23,7 +23,7 @@ from millrace.run.sampling.masks import Uint32s
 
 Float32s = npt.NDArray[np.float32]
 
-SETUP, STEP, RESULT = range(3)
+SETUP, STEP, RESULT, SLOT = range(4)
 """Kinds of records."""
 
 
@@ -48,6 +48,16 @@ class RunnerSetup(msgspec.Struct, frozen=True):
     graphs: bool = True
     state_places: int = 1
     state_slots: int = 0
+    adapter_slots: int = 0
+
+
+class SlotFill(msgspec.Struct, frozen=True, array_like=True):
+    """Later steps find this adapter in the slot."""
+
+    slot: int
+    folder: str
+    """Empty: the slot is emptied."""
+    digest: str
 
 
 class LoggedResult(msgspec.Struct, frozen=True, array_like=True):
@@ -60,9 +70,10 @@ class LoggedResult(msgspec.Struct, frozen=True, array_like=True):
     """float32: those of pooled rows, one after the other."""
 
 
-Record = RunnerSetup | StepMessage | LoggedResult
+Record = RunnerSetup | StepMessage | LoggedResult | SlotFill
 
 _setup_decoder = msgspec.msgpack.Decoder(RunnerSetup)
+_slot_decoder = msgspec.msgpack.Decoder(SlotFill)
 _result_decoder = msgspec.msgpack.Decoder(LoggedResult)
 
 
@@ -101,6 +112,10 @@ class StepRecorder:
         with self._lock:
             self._sink.write(STEP, self._encoder.copies(copies))
 
+    def slot(self, fill: SlotFill) -> None:
+        with self._lock:
+            self._sink.write(SLOT, msgspec.msgpack.encode(fill))
+
     def result(self, result: StepResult) -> None:
         logged = LoggedResult(result.step_no, result.drawn().tobytes(), vectors_of(result).tobytes())
         with self._lock:
@@ -120,6 +135,8 @@ class RecordReader:
             return _setup_decoder.decode(data)
         if kind == STEP:
             return self._decoder.decode(data)
+        if kind == SLOT:
+            return _slot_decoder.decode(data)
         if kind == RESULT:
             return _result_decoder.decode(data)
         raise ValueError(f"a record has the unknown kind {kind}")
