@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from helpers.suite import FUZZ, SEED, LiveGuard, Outcomes, seed_generators
+from helpers.suite import FUZZ, SEED, LiveGuard, Outcomes, can_have, seed_generators
 from hypothesis import HealthCheck, settings
 
 # Set before torch is imported: OpenMP threads of two test workers must not spin on the same cores.
@@ -31,7 +31,10 @@ settings.register_profile(
 settings.load_profile("millrace")
 
 
-LONG_FILES = ("engine/test_parity.py", "engine/test_features_together.py", "run/test_cuda_runner.py")
+LONG_FILES = (
+    *("engine/test_parity.py", "engine/test_features_together.py", "run/test_cuda_runner.py"),
+    *("docs/test_examples.py", "commands/test_terminals.py"),
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -47,6 +50,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header() -> str:
     hash_seed = os.environ.get("PYTHONHASHSEED", "random")
     return f"seed {SEED} (FUZZ_SEED), hash seed {hash_seed}, generated cases {'new' if FUZZ else 'fixed'}"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if is_test and not can_have(collection_path.read_text(), config.getoption("markexpr")) else None
 
 
 @pytest.hookimpl(tryfirst=True)

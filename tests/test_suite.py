@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers.suite import can_have
 
 pytest_plugins = ["pytester"]
 pytestmark = pytest.mark.live
@@ -75,3 +76,21 @@ def test_the_summary_has_counts_and_the_ends_of_logs(run) -> None:
     assert "RERUN test_the_summary_has_counts_and_the_ends_of_logs.py::test_second_try" in outcomes
     assert "the first failure" in outcomes
     result.stdout.fnmatch_lines(["*1 passed on the second try*"])
+
+
+def test_files_without_selected_tests_are_not_imported() -> None:
+    plain, file_of_live, one_live, alone = (
+        "def test_it(): ...",
+        "pytestmark = pytest.mark.live",
+        "@pytest.mark.live\ndef test_it(): ...",
+        "pytestmark = [pytest.mark.live, pytest.mark.alone]",
+    )
+
+    def chosen(marks: str) -> list[str]:
+        return [source for source in (plain, file_of_live, one_live, alone) if can_have(source, marks)]
+
+    assert chosen("") == chosen("not real_models") == [plain, file_of_live, one_live, alone]
+    assert chosen("not live and not real_models") == [plain, one_live]
+    assert chosen("live and not alone and not real_models") == [file_of_live, one_live, alone]
+    assert chosen("alone and not real_models") == [alone]
+    assert chosen("live or gpu") == [plain, file_of_live, one_live, alone], "what is no plain list is not judged"

@@ -23,6 +23,7 @@ from millrace.bench.gateway.run import GatewayBench
 
 
 @pytest.mark.live
+@pytest.mark.alone
 def test_figures_of_a_small_run() -> None:
     figures = asyncio.run(GatewayBench(num_replicas=2, num_streams=4, num_tokens=4, seconds=0.1).run())
     assert [one.metric for one in figures][1:] == [

@@ -287,6 +287,7 @@ def test_options_of_this_benchmark_are_not_ignored_by_the_others(
 
 
 @pytest.mark.live
+@pytest.mark.alone
 def test_command_measures_every_case_in_its_own_engine(
     shape: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,6 +56,7 @@ def test_shape_model_has_the_tokenizer_and_template_of_its_source(folder: Path) 
 
 
 @pytest.mark.live
+@pytest.mark.alone
 def test_server_under_open_streams_is_measured(folder: Path) -> None:
     options = ("--model", f"random:{folder}", "--device", "cpu", "--kv-tokens", "8192", "--fronts", "2")
     # Long enough that a late reading on a busy machine still falls into the measured time.

@@ -15,6 +15,7 @@ from millrace.config import DEFAULT_MODEL
 
 
 @pytest.mark.live
+@pytest.mark.alone
 def test_front_is_measured_over_the_null_engine() -> None:
     cost = FrontBench(DEFAULT_MODEL, fronts=1, streams=8, tokens=16, seconds=1.0).run()
     assert cost.errors == 0
@@ -25,6 +26,7 @@ def test_front_is_measured_over_the_null_engine() -> None:
 
 
 @pytest.mark.live
+@pytest.mark.alone
 def test_messages_are_measured_between_processes() -> None:
     cost = measure_link(fronts=2, rows=64, rounds=20)
     assert min(cost.send_us, cost.answer_us, cost.empty_us) > 0

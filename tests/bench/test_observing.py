@@ -48,6 +48,7 @@ def test_both_servers_get_the_same_memory_of_a_gpu(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.live
+@pytest.mark.alone
 def test_the_receiver_takes_spans() -> None:
     with SpanReceiver() as receiver:
         request = urllib.request.Request(f"{receiver.url}/v1/traces", data=b"spans", method="POST")

@@ -26,7 +26,7 @@ from millrace.params import Grammar
 from millrace.plan.queue.admission_forecast import AdmissionForecast
 from millrace.run.device.defaults import CPU_DEFAULTS
 
-pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.live, pytest.mark.alone, pytest.mark.timeout(600)]
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",

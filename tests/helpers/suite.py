@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import sys
 import threading
 from collections import Counter
@@ -86,6 +87,18 @@ def text_of(report: pytest.TestReport | pytest.CollectReport) -> str:
 def last_lines(text: str) -> str:
     lines = text.rstrip().splitlines()
     return "\n".join("    " + line for line in lines[-TAIL_LINES:])
+
+
+def can_have(source: str, marks: str) -> bool:
+    """Whether a test file may have tests that `marks`, an expression of pytest's `-m`, selects. Importing a file takes
+    longer than reading it."""
+    words = [word for word in marks.split(" and ") if word in ("live", "alone", "real_models")]
+    if not all(f"mark.{word}" in source for word in words):
+        return False
+    return "not live" not in marks.split(" and ") or not _ALL_LIVE.search(source)
+
+
+_ALL_LIVE = re.compile(r"^pytestmark = .*mark\.live", re.MULTILINE)
 
 
 class LiveGuard:

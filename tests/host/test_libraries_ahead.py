@@ -145,6 +145,7 @@ def test_touched_spans_are_heads_and_tails_of_sections(
 
 
 @pytest.mark.live
+@pytest.mark.alone
 def test_only_missing_parts_are_read(library: tuple[Path, dict[str, tuple[int, int]]]) -> None:
     path, at = library
     touched = touched_pieces(at, 2 * MB)
@@ -215,6 +216,7 @@ def broken_libraries(folder: Path) -> list[Path]:
 
 
 @pytest.mark.live
+@pytest.mark.alone
 def test_script_skips_unreadable_files(library: tuple[Path, dict[str, tuple[int, int]]], tmp_path: Path) -> None:
     path, at = library
     if page_reader.available_bytes() < page_reader.MIN_AVAILABLE_BYTES:
@@ -252,6 +254,7 @@ def test_nothing_is_read_with_little_available_memory(
 
 
 @pytest.mark.live
+@pytest.mark.alone
 def test_libraries_next_to_a_package_are_read_without_importing_it(
     library: tuple[Path, dict[str, tuple[int, int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

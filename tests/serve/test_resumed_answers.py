@@ -12,6 +12,7 @@ from serve.null_engine import NullEngine
 from serve.test_lifecycle import in_background
 from serve.wire import CHAT, connected, eventually, get, raw_post, read_all, request
 
+from millrace.link.messages import NewRequest
 from millrace.serve.describe import sampler
 
 pytestmark = pytest.mark.live
@@ -32,26 +33,29 @@ COMMENT = b": the engine is being restarted"
 @pytest.fixture
 def front(monkeypatch: pytest.MonkeyPatch) -> Iterator[Front]:
     monkeypatch.setattr(sampler, "COMMENT_EVERY_S", 0.01)
-    with running_front(endless, step_s=0.005, resume_s=3600.0) as front:
-        yield front
+
+    def halting(request: NewRequest) -> Iterator[int]:
+        """The engine pauses itself in the middle of an answer, so that no answer ends before the engine is lost."""
+        for number, token in enumerate(endless(request)):
+            if number == NUM_TOKENS // 2:
+                running.engine.pause()
+            yield token
+
+    with running_front(halting, resume_s=3600.0) as running:
+        yield running
 
 
 def lose_engine(front: Front) -> None:
     """In the middle of every answer."""
-    rows = front.engine.rows
-    eventually(lambda: bool(rows) and all(row.num_output > 5 for row in list(rows.values())))
-
-    def die() -> None:
-        front.engine.pause()
-        assert all(row.num_output < NUM_TOKENS for row in rows.values())
-        front.engine.die("The engine process ended.")
-
-    front.call(die)
+    eventually(lambda: front.engine.paused)
+    assert all(0 < row.num_output < NUM_TOKENS for row in front.engine.rows.values())
+    front.call(lambda: front.engine.die("The engine process ended."))
 
 
-def replace_engine(front: Front) -> None:
+def replace_engine(front: Front, *, is_paused: bool = False) -> None:
     def reconnect() -> None:
         front.engine = NullEngine(endless, vocab_size=VOCAB)
+        front.engine.paused = is_paused
         front.state.client.reconnect(front.engine)
 
     front.call(reconnect)
@@ -115,8 +119,8 @@ def test_an_answer_that_was_there_when_two_engines_died_fails_for_good(
 ) -> None:
     reply = in_background(front, {"model": MODEL, "messages": ASKED, "max_tokens": NUM_TOKENS, "n": 2})
     lose_engine(front)
-    replace_engine(front)
-    eventually(lambda: front.state.client.failure is None)
+    replace_engine(front, is_paused=True)
+    eventually(lambda: len(front.engine.received) == 2)
     front.call(lambda: front.engine.die("The engine process ended again."))
     result = reply.result(60)
     assert (result.status, result.error["code"]) == (500, "request_failed"), "a 503 would be sent again"

@@ -12,7 +12,7 @@ from serve.front_under_test import running_front
 from web.conftest import NAMES
 from web.watched import answering
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.alone]
 
 
 @pytest.mark.skipif(not any(map(shutil.which, NAMES)), reason="Chromium is not installed")
