@@ -227,8 +227,8 @@ class MemoryConfig:
     )
     kv_retained: float = setting(
         0.25,
-        "share of the KV pool and of host memory for it that may be kept cached on request (sessions, /v1/cache,"
-        " cache_control, prompt_cache_retention)",
+        "share of the KV pool, and of host memory and disk for it, that may be kept cached on request (sessions,"
+        " /v1/cache, cache_control, prompt_cache_retention)",
         minimum=0.0,
         maximum=0.9,
     )

@@ -153,7 +153,10 @@ def _build_decoding(
         mirror.wait_until_ready()
         runner = RecordedRunner(runner, mirrored)
     fill = made.fill_slot if mirrored is None else recorded(made, mirrored)
-    settings = replace(decided.scheduler, disk_tier=disk_settings(store))
+    disk = disk_settings(store)
+    settings = replace(
+        decided.scheduler, disk_tier=disk, retention=_retention(config, decided.plan, below=disk.num_slots)
+    )
     scheduler = Scheduler(settings, make_shape_choice(made.facts.shapes))
     if store is not None and scheduler.tiers.disk is not None:
         scheduler.tiers.disk.restore(store.stored())
@@ -305,10 +308,14 @@ def _scheduler_settings(
         state_bytes=plan.states.each_bytes,
         host_tier=host_tier,
         eviction=EvictionSettings(config.memory.kv_eviction, column_cost),
-        retention=RetentionSettings(
-            int(config.memory.kv_retained * (plan.num_blocks + host_tier.num_slots)), plan.block_bytes
-        ),
+        retention=_retention(config, plan),
     )
+
+
+def _retention(config: Config, plan: MemoryPlan, below: int = 0) -> RetentionSettings:
+    """`below`: blocks that the disk holds."""
+    num_blocks = plan.num_blocks + plan.host_slots + below
+    return RetentionSettings(int(config.memory.kv_retained * num_blocks), plan.block_bytes)
 
 
 def _load_runner(

@@ -108,4 +108,12 @@ def _ready(
         fingerprint="mr-" + hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12],
         device_bytes_per_s=measured.bytes_per_s,
         device_flops=measured.flops,
+        notes=_ignored(config),
     )
+
+
+def _ignored(config: Config) -> tuple[str, ...]:
+    """A server may have models with a KV cache beside this one, so these settings are no error."""
+    memory = config.memory
+    given = {"--kv-host-gib": memory.kv_host_gib, "--kv-disk": memory.kv_disk}
+    return tuple(f"{name} is ignored: an encoder has no KV cache." for name, value in given.items() if value)

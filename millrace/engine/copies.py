@@ -92,7 +92,8 @@ class BlockCopying:
             if oldest is None or oldest.pending.done() or self._clock() >= until:
                 break
             self._sleep(POLL_S)
-        for lane in self._started.values():
+        # Copies from the device first: blocks that arrive are then the last to be evicted before a request takes them.
+        for lane in sorted(self._started.values(), key=lambda lane: bool(lane) and lane[0].copies.source != "device"):
             while lane and lane[0].pending.done():
                 self._end(lane.popleft())
 

@@ -8,12 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.engine_stats import stats_after
+from helpers.fake_channel import FakeChannel
 from helpers.tiny_models import VOCAB, config_of, make_reference
 
 from millrace import LLM, SamplingParams
+from millrace.config import load_config
+from millrace.engine.build import build_engine
 from millrace.engine.disk.files import OpenFile
 from millrace.errors import EngineUnavailable
-from millrace.link.messages import EngineStats
+from millrace.link.messages import EngineStats, Query, Reply
 
 KV_TOKENS, PROMPT, BLOCK, OUTPUT = 512, 96, 16, 8
 NUM_PROMPTS = 2 * KV_TOKENS // PROMPT
@@ -117,3 +120,16 @@ def test_a_directory_that_cannot_be_used_costs_no_answer(folder: Path, tmp_path:
     _, cached, stats = answers(model(folder, "llama"), file)
     assert stats.disk_blocks_total == 0
     assert sum(cached) > 0, "host memory is used"
+
+
+def test_what_may_be_kept_on_request_counts_the_disk(folder: Path, tmp_path: Path) -> None:
+    disk = {"memory.kv_disk": str(tmp_path), "memory.kv_disk_gib": 0.05}
+    limits = []
+    for more in ({}, disk):
+        channel = FakeChannel([Query(0, 1, "handles", "")])
+        chosen = {"model.source": model(folder, "llama"), "memory.kv_host_gib": 0.01, "memory.kv_tokens": KV_TOKENS}
+        engine, _ = build_engine(load_config(None, {**chosen, "run.device": "cpu", **more}).config, channel)
+        engine.run()
+        reply = next(message for _, message in channel.sent if isinstance(message, Reply))
+        limits.append(json.loads(reply.body)["max_bytes"])
+    assert limits[1] - limits[0] == pytest.approx(0.25 * 0.05 * 2**30, rel=0.05)

@@ -78,3 +78,10 @@ def test_settings_of_models_that_write_text_are_refused(tmp_path: Path) -> None:
         run_engine(folder, plan__step_log=str(tmp_path / "log"))
     with pytest.raises(ConfigError, match="int8"):
         run_engine(folder, model__quantization="int8")
+
+
+def test_tiers_of_a_kv_cache_are_ignored_by_name(tmp_path: Path) -> None:
+    tiers = {"memory__kv_host_gib": 0.1, "memory__kv_disk": str(tmp_path / "kv"), "memory__kv_disk_gib": 0.1}
+    _, ready = run_engine(save_encoder(tmp_path / "m"), **tiers)
+    assert [note.split()[0] for note in ready.notes] == ["--kv-host-gib", "--kv-disk"]
+    assert not (tmp_path / "kv").exists()

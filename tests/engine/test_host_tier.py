@@ -17,12 +17,17 @@ from millrace.run.device.block_copier import OrderedCopier
 KV_TOKENS, PROMPT, BLOCK, OUTPUT = 512, 96, 16, 8
 NUM_PROMPTS = 3 * KV_TOKENS // PROMPT
 ROUNDS = 3
+FOUND = (ROUNDS - 1) * NUM_PROMPTS * (PROMPT - BLOCK)
+"""Tokens that repeats find."""
+LOADED = {"llama": FOUND - (ROUNDS - 1) * KV_TOKENS, "qwen3_heads_of_64": FOUND - (ROUNDS - 1) * KV_TOKENS}
+"""Those that the pool cannot have kept. With windows a hit needs few of a prompt's blocks, so the pool may keep most:
+other models load something."""
 
 
 @pytest.fixture(params=["llama", "gemma3", "mistral_window"])
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Models with one KV group, with several, and with a window only."""
-    path = tmp_path / "config.json"
+    path = tmp_path / f"{request.param}.json"
     path.write_text(json.dumps(config_of(make_reference(request.param))))
     return f"random:{path}"
 
@@ -54,7 +59,7 @@ def test_repeats_of_a_large_working_set_return_from_host_memory(source: str, at_
     assert tokens == expected
     assert sum(without) == 0, "the working set must not fit in the pool"
     assert cached == [0] * NUM_PROMPTS + [PROMPT - BLOCK] * (ROUNDS - 1) * NUM_PROMPTS
-    assert stats.host_tokens_loaded > (ROUNDS - 1) * NUM_PROMPTS * (PROMPT - BLOCK) // 3
+    assert stats.host_tokens_loaded >= LOADED.get(Path(source).stem, 1)
     assert stats.host_blocks_lost == stats.host_copies_failed == 0
     assert 0 < stats.host_blocks_used <= stats.host_blocks_total
     assert off.host_blocks_total == off.host_tokens_loaded == 0
@@ -87,5 +92,5 @@ def test_repeats_return_from_host_memory_on_the_gpu(source: str) -> None:
     expected, without, _ = answers(source, at_once=True, **on_gpu)
     assert tokens == expected
     assert sum(cached) > sum(without)
-    assert stats.host_tokens_loaded > (ROUNDS - 1) * NUM_PROMPTS * (PROMPT - BLOCK) // 3
+    assert stats.host_tokens_loaded >= LOADED.get(Path(source).stem, 1)
     assert stats.host_copies_failed == 0
