@@ -50,7 +50,7 @@ from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.host_tier import HostTierSettings
 from millrace.plan.kv.retention import RetentionSettings
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
-from millrace.plan.shapes.choice import make_shape_choice
+from millrace.plan.shapes.choice import ShapeChoice
 from millrace.run.device.defaults import DeviceDefaults
 from millrace.run.device.device import Device, open_device
 from millrace.run.device.kv_pool import bytes_per_token, resolve_kv_dtype
@@ -157,7 +157,7 @@ def _build_decoding(
     settings = replace(
         decided.scheduler, disk_tier=disk, retention=_retention(config, decided.plan, below=disk.num_slots)
     )
-    scheduler = Scheduler(settings, make_shape_choice(made.facts.shapes))
+    scheduler = Scheduler(settings, ShapeChoice(made.facts.shapes))
     if store is not None and scheduler.tiers.disk is not None:
         scheduler.tiers.disk.restore(store.stored())
     text = AUTO_TEXT if config.plan.speculate == AUTO else config.plan.speculate

@@ -10,7 +10,8 @@ from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.planner.protocol import ChosenRows, Forced
 from millrace.plan.repeated_decode import RepeatedDecode, repeated_decode_from
 from millrace.plan.seating import Seating
-from millrace.plan.shapes.choice import ShapeChoice, StepSizes
+from millrace.plan.shapes.choice import ShapeChoice
+from millrace.plan.shapes.declared import StepSizes
 from millrace.plan.step import (
     Admission,
     Bools,

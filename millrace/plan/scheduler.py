@@ -53,7 +53,7 @@ from millrace.plan.request import NUM_CLASSES, Request, end_of
 from millrace.plan.row_choice import RowChoice
 from millrace.plan.rows import Rows
 from millrace.plan.seating import Seating
-from millrace.plan.shapes.choice import ExactShapes, ShapeChoice
+from millrace.plan.shapes.choice import ShapeChoice
 from millrace.plan.step import (
     BlockCopies,
     Ended,
@@ -122,7 +122,7 @@ class Scheduler:
         self.tiers.join(self.pool, self.prefix, columns_per_step * groups.num_groups)
         self._in_flight = StepsInFlight()
         self._seating = Seating(self.rows, self.pool, self.prefix, groups, self._in_flight)
-        shapes = shapes if shapes is not None else ExactShapes()
+        shapes = shapes if shapes is not None else ShapeChoice()
         self.captures = shapes.captures
         self._composer = Composer(self._seating, self._in_flight, shapes)
         self._drafts = DraftPlaces(settings.drafts, self._seating)

@@ -25,43 +25,30 @@ NO_EPOCH = -1
 
 ReleaseReason = FinishReason | Literal["preempted"]
 Variant = Literal["greedy", "full"]
+Kind = Literal["decode", "mixed", "exact"]
+"""Of steps: every row has one token, or places; some have more; no padding."""
 Location = Literal["device", "host", "disk"]
 """Where a KV block can be: the pool, host memory, a disk of this machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The sizes that a step runs at, on every rank: padded to a shape with a graph, or exact."""
+    """The sizes that a step runs at, on every rank, and how it runs."""
 
+    kind: Kind
+    """`decode`: one token per row, or `places`. `exact`: the step's own size, without padding; it runs uncaptured."""
     tokens: int
     rows: int
-    tiles: int
-    """Tiles of queries for attention. Decode shapes have none, except in deterministic mode."""
-    is_decode: bool
-    """One token per row, or `places`."""
-    long_from: int = 0
-    """Rows at least this long use cuDNN attention instead of tiles; 0 for none."""
-    shares_prefix: bool = False
-    """Decode shapes: all rows begin with the same blocks, whose keys are read once for many rows."""
-    has_decode_rows: bool = True
-    """True if there may be rows with a single query; if not, padding is tiled even if it is one token."""
-    context: int = 0
-    """Shapes of one long row: its tokens computed before this step."""
-    last_only: bool = False
-    """The last layer computes only each row's last token; hidden states are then indexed by row."""
-    parts: int = 1
-    """Split KV, only without decode rows: number of parts of each tile's context."""
     places: int = 0
     """Decode shapes with drafts: tokens of each row, which starts where the device knows; 0 = one token of each, and
     the host knows where."""
-    is_exact: bool = False
-    """The step's own size, without padding: it runs uncaptured."""
-    adapters: bool = False
-    """Some row has an adapter: linears add what it adds."""
+    key: int = 0
+    """Of the table that the runner declares: tiles, parts of contexts, thresholds. Plans compare keys; only runners
+    know what they stand for."""
 
     def __hash__(self) -> int:
-        """Of the sizes in which most shapes differ: every step looks its shape up several times."""
-        return hash((self.tokens, self.rows, self.tiles, self.context))
+        """Every step looks its shape up several times. The kind follows from the others for most shapes."""
+        return hash((self.tokens, self.rows, self.places, self.key))
 
     @property
     def tokens_per_row(self) -> int:
@@ -69,13 +56,11 @@ class StepShape:
         return max(1, self.places)
 
 
-def exact_shape(counts: Int32s, num_drafts: int = 0, adapters: bool = False) -> StepShape:
-    """The shape of a step that runs at its own size. `num_drafts`: most drafts that it verifies. `adapters`: see
-    `StepShape`."""
+def exact_shape(counts: Int32s, num_drafts: int = 0, key: int = 0) -> StepShape:
+    """The shape of a step that runs at its own size. `num_drafts`: most drafts that it verifies."""
     num_rows = len(counts)
     num_tokens = sum(counts.tolist()) if num_rows < FEW else int(counts.sum())
-    is_decode = num_tokens == num_rows
-    return StepShape(num_tokens + num_drafts, num_rows, 0, is_decode=is_decode, is_exact=True, adapters=adapters)
+    return StepShape("exact", num_tokens + num_drafts, num_rows, key=key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,7 @@ from millrace.ops.attention.context_rule import context_parts
 from millrace.ops.attention.long_rows import CUDNN_MIN_QUERIES, LongRow, can_take_long_rows
 from millrace.ops.triton.drafts import NUM_COUNTS
 from millrace.ops.tuning.load import num_multiprocessors
-from millrace.plan.shapes.order import build_order, first_request_parts
-from millrace.plan.shapes.table import SPLIT_TOKENS, ShapeFacts, ShapeTable
+from millrace.plan.shapes.declared import DeclaredShapes
 from millrace.plan.step import (
     NO_EPOCH,
     BlockCopies,
@@ -58,6 +57,10 @@ from millrace.run.sampling.masks import Masks, Uint32s, check_masks, new_masks
 from millrace.run.sampling.pooling import PooledPart, pool_states
 from millrace.run.sampling.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.settings import RunnerSettings
+from millrace.run.shapes.order import build_order, first_request_parts
+from millrace.run.shapes.padded import PaddedShapes
+from millrace.run.shapes.sizes import SPLIT_TOKENS
+from millrace.run.shapes.table import ShapeFacts
 
 HIDDEN_PER_SPLIT_ROW = 5
 """With fewer greedy rows than hidden_size / HIDDEN_PER_SPLIT_ROW, one head for all rows is faster: a second head reads
@@ -98,14 +101,8 @@ class CudaRunner:
         self._copier = make_copier(state, device, settings)
         self._adapter_slots, self._filler = state.slots, make_filler(state, device)
         self.contents = BlockContents([state.kv, state.draft_kv], device, settings.kv_dtype)
-        self._writer = PacketWriter(
-            max_rows=settings.max_rows,
-            block_size=settings.block_size,
-            queries_per_tile=attention.queries_per_tile,
-            tile_decode_rows=attention.tile_decode_rows,
-            has_drafts=state.drafts is not None,
-        )
-        shapes = _shape_facts(decoder, attention, state, settings, drafter)
+        shapes = PaddedShapes(_shape_facts(decoder, attention, state, settings, drafter))
+        self._writer = PacketWriter(shapes.table)
         self.facts = RunnerFacts(
             ring_size=RING,
             min_jump=MIN_JUMP,
@@ -115,7 +112,7 @@ class CudaRunner:
             verifies_adjusted=False,
             shapes=shapes,
         )
-        self._shape_table = table = ShapeTable(shapes)
+        self._shape_table = table = shapes.table
         self._work = StepWork(decoder, state, self._writer, settings, smallest=table.decode(1))
         self._graphs = GraphCache(table.decode_sizes, enabled=shapes.can_capture)
         self._warm_up = WarmUp(
@@ -157,7 +154,7 @@ class CudaRunner:
         return self._filler.fill(slot, adapter)
 
     @property
-    def shapes(self) -> ShapeFacts | None:
+    def shapes(self) -> DeclaredShapes:
         return self.facts.shapes
 
     @property
@@ -261,8 +258,9 @@ class CudaRunner:
         shape, work = plan.shape, self._work
         if plan.draft_places is not None and not shape.places:
             work.place_drafts(shape)
-        if shape.is_exact:
-            hidden = work.body(shape, long_rows=_long_rows(plan, shape.long_from), drawn_only=False)
+        if shape.kind == "exact":
+            long_rows = _long_rows(plan, work.key_of(shape).long_from)
+            hidden = work.body(shape, long_rows=long_rows, drawn_only=False)
         else:
             hidden = self._graphs.run_planned(shape, partial(work.body, shape), captures=plan.captures)
         if self._states is not None:

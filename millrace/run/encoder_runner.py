@@ -12,6 +12,7 @@ import torch
 
 from millrace.models.encoders.encoder import pack
 from millrace.models.encoders.load import LoadedEncoder
+from millrace.plan.shapes.declared import DeclaredShapes
 from millrace.plan.step import Admission, BlockCopies, CapturePlan, HeadShape, Int32s, StepInputs, StepPlan
 from millrace.run.device.device import Device, Pending
 from millrace.run.facts import RunnerFacts
@@ -24,7 +25,7 @@ _NO_TOKENS = torch.zeros(0, dtype=torch.int32)
 
 class EncoderRunner:
     facts = RunnerFacts()
-    shapes = None
+    shapes: DeclaredShapes = facts.shapes
     is_built = True
 
     def __init__(self, model: LoadedEncoder, device: Device) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from millrace.plan.shapes.table import ShapeFacts
+from millrace.plan.shapes.declared import DeclaredShapes, OwnSizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class RunnerFacts:
     """Forced tokens that are not appended go with the next plan, as drafts."""
     verifies_adjusted: bool = True
     """Rows with penalties, a bias or log-probabilities can have drafts: their logits are adjusted at every place."""
-    shapes: ShapeFacts | None = None
-    """What the choice of step shapes must know. None: steps run at their own size."""
+    shapes: DeclaredShapes = field(default_factory=OwnSizes)
+    """The shapes of steps, and which of them fit one. By default every step runs at its own size."""
 
     def __post_init__(self) -> None:
         if self.ring_size is not None and self.steps_in_flight >= self.ring_size:

@@ -18,7 +18,7 @@ from millrace.models.adapters.read import Adapter
 from millrace.models.adapters.slots import AdapterSlots
 from millrace.models.batch import Taps
 from millrace.models.decoder import Decoder
-from millrace.plan.shapes.table import ShapeFacts
+from millrace.plan.shapes.declared import DeclaredShapes, OwnSizes
 from millrace.plan.step import (
     BlockCopies,
     Bools,
@@ -156,8 +156,8 @@ class AnyRunner(Protocol):
         """Start copies between the KV pool and host memory. The result is the number of seconds that they took."""
 
     @property
-    def shapes(self) -> ShapeFacts | None:
-        """What the choice of step shapes must know. None: steps run at their own size."""
+    def shapes(self) -> DeclaredShapes:
+        """See `RunnerFacts`."""
 
     @property
     def is_built(self) -> bool:
@@ -177,7 +177,7 @@ class Runner:
     """Runs every step at its own size; needs no warm-up."""
 
     facts = RunnerFacts(slow_step_s=SLOW_STEP_S)
-    shapes = None
+    shapes: DeclaredShapes = facts.shapes
     is_built = True
 
     def __init__(
@@ -337,10 +337,9 @@ class Runner:
             return False
         return self._native.can_run(plan)
 
-    def _slots_of(self, step: StepRows) -> AdapterSlots | None:
+    def _slots_of(self, plan: StepPlan) -> AdapterSlots | None:
         """The slots if some row of the step has an adapter."""
-        slots = self._slots
-        return slots if slots is not None and bool(self._table.adapters[step.rows].any()) else None
+        return self._slots if plan.shape.key == OwnSizes.WITH_ADAPTERS else None
 
     def _whole_step(self, batch: StepRows) -> Tensor:
         assert self._native is not None
@@ -387,15 +386,15 @@ class Runner:
         positions = np.repeat(batch.starts + batch.counts - draws, draws) + places_of(draws) + 1
         if not len(batch.rows):
             return DrawStates(self._no_states, rows, positions, (), verified)
-        computed = self._compute(batch, draws)
+        computed = self._compute(batch, draws, self._slots_of(plan))
         if self._state_pool is not None:
             self._state_pool.save(plan.states)
         if self._drafted is not None:
             self._drafted.feed(batch, draws, computed.for_drafter)
         return DrawStates(computed.hidden, rows, positions, computed.prompt_logprobs, verified, computed.pooled)
 
-    def _compute(self, step: StepRows, draws: Int32s) -> Computed:
-        scores_prompts, slots = step.scored is not None, self._slots_of(step)
+    def _compute(self, step: StepRows, draws: Int32s, slots: AdapterSlots | None) -> Computed:
+        scores_prompts = step.scored is not None
         taps, drafter_needs_all = self._taps(step)
         needs_all = drafter_needs_all or step.pooled is not None
         query_starts = np.zeros(len(step.rows) + 1, np.int32)

@@ -9,7 +9,7 @@ import torch
 
 from millrace.engine.steps.repeated import OnTurn
 from millrace.plan.pacing.step_time import CONTEXT, Floats, step_parts
-from millrace.plan.shapes.table import ShapeFacts
+from millrace.plan.shapes.declared import DeclaredShapes, OwnSizes
 from millrace.plan.step import NO_EPOCH, BlockCopies, CapturePlan, HeadShape, Int32s, StepInputs, StepPlan
 from millrace.run.device.device import Pending
 from millrace.run.runner import StepResult
@@ -114,8 +114,8 @@ class PricedRunner:
         self.num_drafts = self.num_accepted = 0
 
     @property
-    def shapes(self) -> ShapeFacts | None:
-        return None
+    def shapes(self) -> DeclaredShapes:
+        return OwnSizes()
 
     def forward(self, plan: StepPlan, given: tuple[Int32s, ...] | None = None) -> None:
         for admission in plan.admitted:

@@ -9,7 +9,7 @@ from millrace.config import Config
 from millrace.engine.build import build_runner
 from millrace.engine.cycle import Confirmed
 from millrace.observe.slo.objective import Objective
-from millrace.plan.shapes.choice import make_shape_choice
+from millrace.plan.shapes.choice import ShapeChoice
 from millrace.run.facts import RunnerFacts
 from millrace.simulate.group import report_of
 from millrace.simulate.replica import Replica
@@ -25,7 +25,7 @@ class RealEngine:
         """`change`: of what the runner declares, to run without one of its abilities."""
         self.decided, self._runner = build_runner(config)
         self.facts = change(self._runner.facts)
-        self._shapes = make_shape_choice(self.facts.shapes)
+        self._shapes = ShapeChoice(self.facts.shapes)
         """Knows which shapes have a graph."""
         warming = self.replica()
         while warming.warm_next():

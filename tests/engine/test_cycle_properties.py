@@ -26,12 +26,14 @@ from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.host_tier import HostTierSettings
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
-from millrace.plan.shapes.choice import make_shape_choice
-from millrace.plan.shapes.table import ShapeFacts
+from millrace.plan.shapes.choice import ShapeChoice
+from millrace.plan.shapes.declared import DeclaredShapes, OwnSizes
 from millrace.plan.step import BlockCopies, CapturePlan, Ended, StepInputs, StepOutcome, StepPlan, StepShape
 from millrace.run.facts import RunnerFacts
 from millrace.run.runner import StepResult
 from millrace.run.sampling.masks import MaskedRows, Masks
+from millrace.run.shapes.padded import PaddedShapes
+from millrace.run.shapes.table import ShapeFacts
 
 VOCAB = 11
 
@@ -92,7 +94,7 @@ def _state(tokens: list[int]) -> int:
 class ToyRunner(FakeRunner):
     """Runs steps on the toy device when somebody waits for them, in order."""
 
-    def __init__(self, device: ToyDevice, rng: random.Random, shapes: ShapeFacts | None) -> None:
+    def __init__(self, device: ToyDevice, rng: random.Random, shapes: DeclaredShapes) -> None:
         super().__init__(VOCAB)
         self.device, self.rng, self.shapes = device, rng, shapes
         self.forwarded: StepPlan | None = None
@@ -123,10 +125,10 @@ class ToyRunner(FakeRunner):
         assert shape.tokens >= plan.num_tokens
         assert shape.rows >= len(plan.rows)
         assert not shape.places or shape.places > places or shape.rows * 2 * shape.places > self.device_rows
-        assert not shape.is_decode or plan.num_tokens == len(plan.rows)
+        assert shape.kind != "decode" or plan.num_tokens == len(plan.rows)
         if plan.captures:
             assert shape not in self.captured
-            assert not shape.is_exact
+            assert shape.kind != "exact"
             self.captured.add(shape)
 
     @property
@@ -206,7 +208,7 @@ class World:
         budget = rng.choice([2, max_running + 3, 40])
         self.device = ToyDevice(num_blocks, block_size, max_running, VOCAB, windows, seed=rng.randrange(1000))
         facts = ShapeFacts(max_running, budget, 4, block_size, has_drafts=True, can_capture=True)
-        self.runner = ToyRunner(self.device, rng, rng.choice([None, facts]))
+        self.runner = ToyRunner(self.device, rng, rng.choice([OwnSizes(), PaddedShapes(facts)]))
         self.scheduler = Scheduler(
             SchedulerSettings(
                 num_blocks=num_blocks,
@@ -218,7 +220,7 @@ class World:
                 drafts=DraftSettings(rng.choice([0, 3]), max_places=max_running),
                 host_tier=HostTierSettings(rng.choice([0, 20]), block_bytes=1, batch_bytes=3),
             ),
-            shapes=make_shape_choice(self.runner.shapes),
+            shapes=ShapeChoice(self.runner.shapes),
         )
         self.grammars, self.now = ToyGrammars(), 0.0
         self.cycle = Cycle(
@@ -287,7 +289,7 @@ class World:
 
     def advance(self) -> None:
         try:
-            if not self.cycle.advance() and self.runner.shapes is not None:
+            if not self.cycle.advance() and self.runner.shapes.can_capture:
                 self.cycle.warm_next()
         except RuntimeError as error:
             self.num_failed += 1

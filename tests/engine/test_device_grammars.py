@@ -36,7 +36,7 @@ from millrace.params import Grammar, SamplingParams
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
-from millrace.plan.shapes.choice import make_shape_choice
+from millrace.plan.shapes.choice import ShapeChoice
 from millrace.plan.step import StepPlan
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import CpuDevice, open_device
@@ -85,7 +85,7 @@ class Answers:
                 token_budget=32,
                 drafts=drafts,
             ),
-            shapes=make_shape_choice(runner.shapes),
+            shapes=ShapeChoice(runner.shapes),
         )
         tokenizer = build_stand_in({"vocab_size": VOCAB, "eos_token_id": END})
         self.grammars = Grammars(lambda: GrammarEnvironment(tokenizer, VOCAB, 1))

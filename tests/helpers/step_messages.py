@@ -17,6 +17,7 @@ from millrace.plan.step import (
     CapturePlan,
     ForcedDrafts,
     HeadShape,
+    Kind,
     Location,
     Masks,
     Release,
@@ -65,7 +66,7 @@ def tokens() -> st.SearchStrategy[Any]:
 
 
 def shapes() -> st.SearchStrategy[StepShape]:
-    kinds = {"int": INT, "bool": st.booleans()}
+    kinds = {"int": INT, "Kind": st.sampled_from(get_args(Kind))}
     return st.builds(StepShape, **{field.name: kinds[str(field.type)] for field in dataclasses.fields(StepShape)})
 
 

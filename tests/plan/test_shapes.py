@@ -11,12 +11,22 @@ from millrace.params import RowParams, SamplingParams
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
-from millrace.plan.shapes.choice import ExactShapes, PaddedShapes, StepSizes
-from millrace.plan.shapes.order import build_order, capture_order
-from millrace.plan.shapes.table import ShapeFacts, ShapeTable
+from millrace.plan.shapes.choice import ShapeChoice
+from millrace.plan.shapes.declared import StepSizes
 from millrace.plan.step import CapturePlan, HeadShape, StepPlan, StepShape
+from millrace.run.shapes.keys import ShapeKey
+from millrace.run.shapes.order import build_order, capture_order
+from millrace.run.shapes.padded import PaddedShapes
+from millrace.run.shapes.table import ShapeFacts, ShapeTable
 
 FACTS = ShapeFacts(max_rows=64, token_budget=256, queries_per_tile=32, block_size=16, can_capture=True)
+
+
+TABLE = ShapeTable(FACTS)
+
+
+def choice_of(facts: ShapeFacts = FACTS) -> ShapeChoice:
+    return ShapeChoice(PaddedShapes(facts))
 
 
 def ints(*values: int) -> np.ndarray:
@@ -33,7 +43,7 @@ def prompt(*counts: int, start: int = 0, scores: bool = False) -> StepSizes:
     return StepSizes(np.full_like(sizes, start), sizes, int(sizes.max()), scores_prompts=scores, all_draw=False)
 
 
-def captured(shapes: PaddedShapes) -> list[CapturePlan]:
+def captured(shapes: ShapeChoice) -> list[CapturePlan]:
     plans = []
     while (plan := shapes.captures.next()) is not None:
         plans.append(plan)
@@ -41,22 +51,22 @@ def captured(shapes: PaddedShapes) -> list[CapturePlan]:
 
 
 def test_a_cpu_runs_steps_at_their_own_size() -> None:
-    shapes = ExactShapes()
-    assert shapes.choose(decoding(3)) == (StepShape(3, 3, 0, is_decode=True, is_exact=True), False)
-    assert shapes.choose(prompt(1, 9)) == (StepShape(10, 2, 0, is_decode=False, is_exact=True), False)
+    shapes = ShapeChoice()
+    assert shapes.choose(decoding(3)) == (StepShape("exact", 3, 3), False)
+    assert shapes.choose(prompt(1, 9)) == (StepShape("exact", 10, 2), False)
     assert shapes.choose(replace(decoding(2), drafts=ints(3, 0)))[0].tokens == 5
     assert shapes.captures.next() is None
 
 
 def test_the_second_step_at_a_shape_captures_it() -> None:
-    shapes = PaddedShapes(FACTS)
+    shapes = choice_of()
     for sizes in (decoding(3), prompt(1, 100)):
         steps = [shapes.choose(sizes) for _ in range(4)]
         assert [captures for _, captures in steps] == [False, True, False, False]
         assert len({shape for shape, _ in steps}) == 1
     last, _ = shapes.choose(decoding(3))
     assert shapes.repeat(last, 3, 0) == (last, False)
-    fresh, repeated = PaddedShapes(FACTS), []
+    fresh, repeated = choice_of(), []
     shape, captures = fresh.choose(decoding(3))
     for _ in range(3):
         shape, captures = fresh.repeat(shape, 3, 0)
@@ -68,21 +78,21 @@ def test_what_is_captured_when_idle_is_what_kernels_are_built_for() -> None:
     table = ShapeTable(replace(FACTS, has_drafts=True, can_share_prefix=True, takes_long_rows=True, max_context=1024))
     parts = capture_order(table)
     assert len(set(parts)) == len(parts)
-    shapes = PaddedShapes(table.facts)
+    shapes = choice_of(table.facts)
     assert shapes.captures.num_left == len(parts)
     assert [plan.shape for plan in captured(shapes)] == parts
     assert shapes.captures.num_left == 0
-    long_rows = {part for part in parts if isinstance(part, StepShape) and part.long_from}
+    long_rows = {part for part in parts if isinstance(part, StepShape) and table.key_of(part).long_from}
     assert len(long_rows) == 1024 // FACTS.token_budget
     assert set(parts) - long_rows <= set(build_order(table))
     assert not capture_order(ShapeTable(replace(FACTS, can_capture=False)))
 
 
 def test_a_step_whose_shape_has_no_graph_uses_a_larger_one_until_it_is_captured() -> None:
-    shapes = PaddedShapes(FACTS)
+    shapes = choice_of()
     # Nothing is captured yet, and nothing else will be: taking plans would count as capturing.
     shapes.captures._waiting.clear()
-    shapes.captures.want(ShapeTable(FACTS).decode(32))
+    shapes.captures.want(TABLE.decode(32))
     assert len(captured(shapes)) == 1
     assert shapes.choose(decoding(17))[0].rows == 32
     assert shapes.choose(decoding(24))[0].rows == 32
@@ -90,67 +100,76 @@ def test_a_step_whose_shape_has_no_graph_uses_a_larger_one_until_it_is_captured(
     assert (shape.rows, captures) == (32, False)
     assert shapes.repeat(shape, 12, 0)[0].rows == 32
     assert {plan.shape.rows for plan in captured(shapes)} == {16, 24}
-    assert shapes.repeat(shape, 12, 0) == (ShapeTable(FACTS).decode(12), False)
+    assert shapes.repeat(shape, 12, 0) == (TABLE.decode(12), False)
     assert shapes.choose(decoding(3))[0].rows == 4, "32 rows would be too much padding"
 
 
 def test_a_runner_that_cannot_capture_gets_the_shapes_themselves() -> None:
-    shapes = PaddedShapes(FACTS)
+    shapes = choice_of()
     shapes.captures.stop()
     shapes.captures.want(HeadShape(4, "full"))
     assert captured(shapes) == []
-    assert [shapes.choose(decoding(17)) for _ in range(3)] == 3 * [(ShapeTable(FACTS).decode(17), False)]
+    assert [shapes.choose(decoding(17)) for _ in range(3)] == 3 * [(TABLE.decode(17), False)]
 
 
 def test_steps_with_adapters_have_graphs_of_their_own() -> None:
     """Steps without any run what they would run on a server without adapters."""
-    shapes, plain = PaddedShapes(replace(FACTS, takes_adapters=True)), PaddedShapes(FACTS)
+    facts = replace(FACTS, takes_adapters=True)
+    shapes, plain, table = choice_of(facts), choice_of(), ShapeTable(facts)
     drafted = replace(decoding(2), drafts=ints(1, 0))
     for sizes in (decoding(3), drafted, prompt(1, 100), prompt(1, 9, scores=True)):
         shape, _ = shapes.choose(sizes)
         assert shape == plain.choose(sizes)[0]
         adapted, captures = shapes.choose(replace(sizes, adapters=True))
-        assert (adapted, captures) == (replace(shape, adapters=True), False)
+        assert replace(adapted, key=shape.key) == shape
+        assert (table.key_of(adapted), captures) == (replace(table.key_of(shape), adapters=True), False)
     last, captures = shapes.choose(replace(decoding(3), adapters=True))
     assert captures
     assert shapes.repeat(last, 3, 0) == (last, False)
-    parts = [plan.shape for plan in captured(PaddedShapes(replace(FACTS, takes_adapters=True)))]
-    assert [part for part in parts if not getattr(part, "adapters", False)] == [one.shape for one in captured(plain)]
+    parts = [plan.shape for plan in captured(choice_of(facts))]
+    without = [part for part in parts if isinstance(part, HeadShape) or not table.key_of(part).adapters]
+    assert without == [one.shape for one in captured(plain)]
     assert shapes.choose(replace(decoding(16), adapters=True))[0] in parts
 
 
 def test_split_kv_and_long_rows_wait_for_their_graphs() -> None:
     facts = replace(FACTS, max_parts=(8,) * 8, takes_long_rows=True, max_context=1024)
-    shapes = PaddedShapes(facts)
-    cold = [shapes.choose(prompt(20, start=600))[0], shapes.choose(prompt(256, start=256))[0]]
-    assert [(shape.parts, shape.long_from) for shape in cold] == [(1, 0), (1, 0)]
+    shapes = choice_of(facts)
+    table = ShapeTable(facts)
+
+    def key(sizes: StepSizes) -> ShapeKey:
+        return table.key_of(shapes.choose(sizes)[0])
+
+    short, chunk, chunk_and_row = prompt(20, start=600), prompt(256, start=256), prompt(1, 256, start=256)
+    assert [(key(sizes).parts, key(sizes).long_from) for sizes in (short, chunk, chunk_and_row)] == [(1, 0)] * 3
     captured(shapes)
-    warm = [shapes.choose(prompt(20, start=600))[0], shapes.choose(prompt(256, start=256))[0]]
-    assert [(shape.parts, shape.long_from) for shape in warm] == [(8, 0), (1, 256)]
-    assert shapes.choose(prompt(256, start=100))[0].long_from == 0, "not after full chunks"
+    warm = [key(sizes) for sizes in (short, chunk, chunk_and_row)]
+    assert [(own.parts, own.long_from, own.context) for own in warm] == [(8, 0, 0), (1, 256, 256), (1, 256, 0)]
+    assert key(prompt(256, start=100)).long_from == 0, "not after full chunks"
 
 
 def test_steps_that_score_prompts_are_exact() -> None:
-    shapes = PaddedShapes(FACTS)
+    shapes = choice_of()
     for counts in ((1, 1), (1, 40), (100,)):
         shape, captures = shapes.choose(prompt(*counts, scores=True))
-        assert (shape.is_exact, shape.is_decode, shape.last_only, captures) == (True, False, False, False)
+        assert (shape.kind, TABLE.key_of(shape).last_only, captures) == ("exact", False, False)
         assert (shape.tokens, shape.rows) == (sum(counts), len(counts))
 
 
 def test_rows_that_share_enough_of_a_prefix_share_its_reads() -> None:
-    shapes = PaddedShapes(replace(FACTS, can_share_prefix=True))
+    shapes, plain, sharing = choice_of(replace(FACTS, can_share_prefix=True)), TABLE.plain, TABLE.sharing
     captured(shapes)
-    assert not shapes.choose(decoding(16, shared_blocks=15))[0].shares_prefix
+    assert TABLE.keys[sharing].shares_prefix
+    assert shapes.choose(decoding(16, shared_blocks=15))[0].key == plain
     shape, _ = shapes.choose(decoding(16, shared_blocks=16))
-    assert shape.shares_prefix
+    assert shape.key == sharing
     assert shapes.repeat(shape, 16, 16) == (shape, False)
-    assert not shapes.repeat(shape, 16, 0)[0].shares_prefix
-    assert not shapes.choose(decoding(15, shared_blocks=16))[0].shares_prefix
+    assert shapes.repeat(shape, 16, 0)[0].key == plain
+    assert shapes.choose(decoding(15, shared_blocks=16))[0].key == plain
 
 
 def test_places_of_drafts_are_part_of_a_decode_shape() -> None:
-    shapes = PaddedShapes(replace(FACTS, has_drafts=True))
+    shapes = choice_of(replace(FACTS, has_drafts=True))
     for drafts, places in ((0, 1), (1, 2), (2, 4), (5, 8)):
         shape, _ = shapes.choose(replace(decoding(4), drafts=np.full(4, drafts, np.int32)))
         assert (shape.rows, shape.places, shape.tokens) == (4, places, 4 * places)
@@ -160,7 +179,7 @@ def test_places_of_drafts_are_part_of_a_decode_shape() -> None:
 
 def test_plans_carry_the_shapes_of_the_choice() -> None:
     scheduler = Scheduler(
-        SchedulerSettings(num_blocks=64, block_size=16, max_running=8, token_budget=256), shapes=PaddedShapes(FACTS)
+        SchedulerSettings(num_blocks=64, block_size=16, max_running=8, token_budget=256), shapes=choice_of()
     )
     for index in range(3):
         scheduler.submit(Request(id=index, prompt=np.full(40, index, np.int32), max_tokens=9))
@@ -168,7 +187,7 @@ def test_plans_carry_the_shapes_of_the_choice() -> None:
     while (plan := scheduler.plan(0.0)) is not None:
         plans.append(plan)
         scheduler.apply(plan.step_no, np.full(int(plan.samples.sum()), 7, np.int32))
-    assert [plan.shape.is_decode for plan in plans] == [False] + 8 * [True]
+    assert [plan.shape.kind for plan in plans] == ["mixed"] + 8 * ["decode"]
     assert {plan.shape.rows for plan in plans[1:]} == {4}
     assert [plan.captures for plan in plans] == [False, False, True] + 6 * [False]
 
@@ -181,7 +200,7 @@ def test_a_row_that_draws_nothing_is_in_no_decode_shape(params: SamplingParams, 
         SchedulerSettings(
             num_blocks=64, block_size=16, max_running=8, token_budget=256, drafts=DraftSettings(max_drafts, 8)
         ),
-        shapes=PaddedShapes(replace(FACTS, has_drafts=bool(max_drafts))),
+        shapes=choice_of(replace(FACTS, has_drafts=bool(max_drafts))),
     )
     scheduler.submit(Request(0, np.arange(3, dtype=np.int32), max_tokens=20))
     first = scheduler.plan(0.0)
@@ -192,10 +211,10 @@ def test_a_row_that_draws_nothing_is_in_no_decode_shape(params: SamplingParams, 
     assert plan is not None
     assert plan.counts.tolist() == [1, 1]
     assert plan.samples.tolist() == [True, False]
-    assert not plan.shape.is_decode
+    assert plan.shape.kind != "decode"
     outcome = scheduler.apply(plan.step_no, np.array([7], np.int32), None if plan.draft_places is None else ints(1))
     assert [(event.request_id, event.reason) for event in outcome.ended] == [(1, "stop")]
     last = scheduler.plan(2.0)
     assert last is not None
-    assert last.shape.is_decode
+    assert last.shape.kind == "decode"
     assert last.rows.tolist() == [0]

@@ -9,6 +9,7 @@ from helpers.plan_contents import contents
 from millrace.plan.step import StepPlan, exact_shape
 from millrace.run.device.device import CpuDevice
 from millrace.run.packet.step_packet import PacketWriter
+from millrace.run.shapes.table import ShapeFacts, ShapeTable
 from millrace.run.table.request_table import RequestTable
 
 ROWS, COLUMNS, GROUPS = 4, 8, 2
@@ -35,7 +36,7 @@ def test_every_update_is_sent_once(num_updates: int, limit: int, num_sent: int, 
     expected, table = (RequestTable(device, max_rows=ROWS, max_blocks=COLUMNS, num_groups=GROUPS) for _ in range(2))
     expected.update(plan)
     assert table.send_excess_blocks(plan, limit) == num_sent
-    writer = PacketWriter(max_rows=ROWS, block_size=4, queries_per_tile=8, tile_decode_rows=False)
+    writer = PacketWriter(ShapeTable(ShapeFacts(ROWS, 64, 8, 4)))
     layout, packet = writer.layout(plan.shape), np.full(4096, 777, np.int32)
     used = writer.write(plan, table, plan.shape, packet, num_sent=num_sent)
     count = int(packet[layout.num_updates.start])

@@ -33,8 +33,7 @@ from millrace.ops.triton.attention.qkv import PrepareQkvKernel
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
-from millrace.plan.shapes import table
-from millrace.plan.shapes.choice import PaddedShapes, ShapeChoice, make_shape_choice
+from millrace.plan.shapes.choice import ShapeChoice
 from millrace.plan.step import HeadShape, StepInputs, StepPlan, StepShape
 from millrace.run import cuda_runner
 from millrace.run.cuda_runner import CudaRunner
@@ -44,6 +43,8 @@ from millrace.run.packet import decode_rows, layout
 from millrace.run.runner import Runner
 from millrace.run.sampling.masks import Masks, words_per_mask
 from millrace.run.settings import RunnerSettings
+from millrace.run.shapes import table
+from millrace.run.shapes.padded import PaddedShapes
 
 BLOCK, BLOCKS, ROWS, BUDGET = 4, 200, 6, 40
 SIZES = {"num_blocks": BLOCKS, "block_size": BLOCK, "max_rows": ROWS, "max_context": 128}
@@ -86,7 +87,7 @@ def drive(
     """Run all requests to their end with two steps in flight; returns tokens by request and all log-probabilities.
     Requests in `later` are submitted when the others have ended."""
     limits = {"token_budget": BUDGET, "mixed_budget": mixed_budget}
-    shapes = shapes or make_shape_choice(runner.shapes)
+    shapes = shapes or ShapeChoice(runner.shapes)
     scheduler = Scheduler(
         SchedulerSettings(num_blocks=BLOCKS, block_size=BLOCK, max_running=ROWS, **limits), shapes=shapes
     )
@@ -287,7 +288,7 @@ def test_a_cached_prefix_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) 
         found, _ = drive(runner, [turn(0, 20, True)], later=[turn(1, 25, True)])
         expected, _ = drive(runner, [turn(1, 25, False)])
     assert found[1] == expected[1]
-    in_parts = [plan for plan in steps if plan.shape.parts > 1]
+    in_parts = [plan for plan in steps if runner.shapes.table.key_of(plan.shape).parts > 1]
     assert [(plan.num_tokens, plan.starts.tolist()) for plan in in_parts] == [(5, [20])]
 
 
@@ -311,7 +312,7 @@ def test_work_that_cannot_be_captured_runs_uncaptured(monkeypatch: pytest.Monkey
     plain = Runner(decoder_for("llama", torch.device("cpu"), False), CpuDevice(1), RunnerSettings(**SIZES))
     fast = CudaRunner(decoder_for("llama", place, True), CpuDevice(1), RunnerSettings(token_budget=BUDGET, **SIZES))
     fast._graphs.is_capturing = True
-    shapes = PaddedShapes(dataclasses.replace(fast.shapes, can_capture=True))
+    shapes = ShapeChoice(PaddedShapes(dataclasses.replace(fast.shapes.facts, can_capture=True)))
     expected, _ = drive(plain, requests(2, 3, asked))
     with quick_interpreter():
         assert drive(fast, requests(2, 3, asked), shapes=shapes)[0] == expected
@@ -400,7 +401,7 @@ def drive_masked(runner: Runner | CudaRunner, asked: list[Request], grammar: Gra
             token_budget=BUDGET,
             mixed_budget=BUDGET,
         ),
-        shapes=make_shape_choice(runner.shapes),
+        shapes=ShapeChoice(runner.shapes),
     )
     for request in asked:
         scheduler.submit(request)
@@ -444,7 +445,7 @@ def test_masks_must_be_those_that_the_plan_announced() -> None:
             token_budget=BUDGET,
             mixed_budget=BUDGET,
         ),
-        shapes=make_shape_choice(runner.shapes),
+        shapes=ShapeChoice(runner.shapes),
     )
     for request in requests(1, 3, [GREEDY]):
         scheduler.submit(request)
@@ -470,14 +471,15 @@ def test_full_chunks_use_cudnn_attention(kv_dtype: KvFormat, monkeypatch: pytest
         monkeypatch.setattr(cuda_runner, "CUDNN_MIN_QUERIES", worth_it)
         decoder = decoder_for("qwen3_heads_of_64", place, True, torch.bfloat16)
         runner = CudaRunner(decoder, device, RunnerSettings(token_budget=BUDGET, kv_dtype=kv_dtype, **SIZES))
-        shapes = make_shape_choice(runner.shapes)
+        shapes = ShapeChoice(runner.shapes)
         warm_up(runner, shapes)
         scores: list[float] = []
         for index, prompt in enumerate(prompts):  # one after the other: whole chunks
             asked = Request(id=index, prompt=prompt, max_tokens=2, row_params=RowParams(params, ()))
             scores += drive(runner, [asked], shapes=shapes)[1][:6]  # of the first token; later tokens may differ
         captured = [key for key in runner._graphs.captured if isinstance(key, StepShape)]
-        return scores, {bucket.context for bucket in captured if bucket.long_from}
+        found = map(runner.shapes.table.key_of, captured)
+        return scores, {key.context for key in found if key.long_from}
 
     (scores, contexts), (tiled_scores, none) = run(BUDGET), run(10 * BUDGET)
     assert contexts == {0, BUDGET, 2 * BUDGET}
@@ -516,10 +518,10 @@ def test_a_larger_graph_is_the_fallback_for_a_missing_one(kind: str, monkeypatch
     monkeypatch.setattr(fast._graphs, "capture", fake_capture)
     fast._graphs.is_capturing = True
     expected, _ = drive(plain, short_requests(KINDS[kind]))
-    shapes = PaddedShapes(dataclasses.replace(fast.shapes, can_capture=True))
+    shapes = ShapeChoice(PaddedShapes(dataclasses.replace(fast.shapes.facts, can_capture=True)))
     shapes.captures._waiting.clear()
     with quick_interpreter():
-        given = {shapes._table.decode(4), HeadShape(4, "greedy"), HeadShape(4, "full")}
+        given = {fast.shapes.table.decode(4), HeadShape(4, "greedy"), HeadShape(4, "full")}
         for part in given:
             shapes.captures.want(part)
         warm_up(fast, shapes)

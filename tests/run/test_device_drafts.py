@@ -27,15 +27,15 @@ from millrace.params import RowParams, SamplingParams
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
-from millrace.plan.shapes.choice import make_shape_choice
-from millrace.plan.shapes.order import placed_shapes
-from millrace.plan.shapes.table import ShapeFacts, ShapeTable
+from millrace.plan.shapes.choice import ShapeChoice
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import CpuDevice, open_device
 from millrace.run.graphs.step_work import Accept
 from millrace.run.packet import layout
 from millrace.run.runner import Runner
 from millrace.run.settings import RunnerSettings
+from millrace.run.shapes.order import placed_shapes
+from millrace.run.shapes.table import ShapeFacts, ShapeTable
 
 BLOCK, BLOCKS, ROWS, BUDGET = 4, 200, 16, 40
 SIZES = {"num_blocks": BLOCKS, "block_size": BLOCK, "max_rows": ROWS, "max_context": 64}
@@ -70,7 +70,7 @@ class Drive:
                 mixed_budget=24,
                 drafts=drafts,
             ),
-            shapes=make_shape_choice(runner.shapes),
+            shapes=ShapeChoice(runner.shapes),
         )
         self.counts: list[int] = []
         self.num_mixed = 0
@@ -138,7 +138,7 @@ def test_bodies_with_places_are_warmed_up_with_what_accepts_their_drafts(monkeyp
     one, two = (table.decode(1, places=places) for places in (1, 2))
     assert {one, two} <= set(placed_shapes(table))
     assert all(part.rows * part.places <= ROWS for part in placed_shapes(table))
-    tiled = ShapeTable(dataclasses.replace(fast.shapes, tile_decode_rows=True))
+    tiled = ShapeTable(dataclasses.replace(table.facts, tile_decode_rows=True))
     assert {part.places for part in placed_shapes(tiled)} == {1}
     with quick_interpreter():
         for part in (one, two):

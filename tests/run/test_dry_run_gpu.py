@@ -14,11 +14,11 @@ from millrace.config import RunConfig
 from millrace.models.decoder import Decoder
 from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
-from millrace.plan.shapes.order import capture_order
 from millrace.plan.step import StepShape
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import open_device
 from millrace.run.settings import RunnerSettings
+from millrace.run.shapes.order import capture_order
 
 pytestmark = pytest.mark.gpu
 

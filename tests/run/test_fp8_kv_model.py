@@ -32,7 +32,7 @@ from millrace.ops.kv.cache import SCALE_BYTES
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
-from millrace.plan.shapes.choice import make_shape_choice
+from millrace.plan.shapes.choice import ShapeChoice
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.defaults import CUDA_DEFAULTS
 from millrace.run.device.device import CpuDevice, open_device
@@ -108,7 +108,7 @@ def test_requests_with_a_shared_prefix_give_the_same_tokens(
     assert {kv.dtype for kv in make_device_state(decoder, device, settings, None).kv} == {torch.uint8}
     runner = CudaRunner(decoder, device, settings)
     prompt = np.random.default_rng(6).integers(0, VOCAB, 13).astype(np.int32)
-    shapes = make_shape_choice(runner.shapes)
+    shapes = ShapeChoice(runner.shapes)
     scheduler = Scheduler(
         SchedulerSettings(num_blocks=40, block_size=4, max_running=3, token_budget=24, mixed_budget=24), shapes=shapes
     )

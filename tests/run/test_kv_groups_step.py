@@ -24,7 +24,7 @@ from millrace.params import RowParams, SamplingParams
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
-from millrace.plan.shapes.choice import make_shape_choice
+from millrace.plan.shapes.choice import ShapeChoice
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import CpuDevice, open_device
 from millrace.run.runner import Runner
@@ -51,7 +51,7 @@ def drive(runner: Runner | CudaRunner, windows: tuple[int | None, ...], num_bloc
             mixed_budget=24,
             groups=KvGroups(windows),
         ),
-        shapes=make_shape_choice(runner.shapes),
+        shapes=ShapeChoice(runner.shapes),
     )
     draw, greedy = random.Random(3), SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     for index, length in enumerate((1, 50, 7, 30, 12)):

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from millrace.ops.attention.decode_rule import LIST_COLUMNS
 from millrace.params import RowParams, SamplingParams
-from millrace.plan.shapes.table import ShapeFacts, ShapeTable
 from millrace.plan.step import Admission, Int32s, StepPlan, StepShape, exact_shape
 from millrace.run.device.device import CpuDevice
 from millrace.run.packet import decode_rows
 from millrace.run.packet.layout import PacketLayout, Section
 from millrace.run.packet.step_packet import PacketWriter
 from millrace.run.sampling.draw_plan import DrawPlan
+from millrace.run.shapes.table import ShapeFacts, ShapeTable
 from millrace.run.table.request_table import RequestTable
 
 MAX_ROWS, BLOCK = 40, 16
@@ -40,11 +40,10 @@ class Decoding:
 
     def __init__(self, seed: int, tile_decode_rows: bool) -> None:
         self.rng = np.random.default_rng(seed)
-        self.writer = PacketWriter(block_size=BLOCK, tile_decode_rows=tile_decode_rows, **SIZES)
-        self.tile_decode_rows = tile_decode_rows
         self.shapes = ShapeTable(
             ShapeFacts(token_budget=1024, block_size=BLOCK, tile_decode_rows=tile_decode_rows, **SIZES)
         )
+        self.writer = PacketWriter(self.shapes)
         self.table = RequestTable(CpuDevice(1), max_rows=MAX_ROWS + 1, max_blocks=8)
         # Few distinct lengths: equal rows are as likely as one much longer than the rest.
         self.choice = self.rng.choice(LENGTHS, self.rng.integers(1, 5))
@@ -99,8 +98,8 @@ class Decoding:
 
     def send(self, plan: StepPlan, repeats: bool) -> None:
         self.table.update_host(plan)
-        shares_prefix = plan.shared_blocks > 0 and not self.tile_decode_rows
-        shape = replace(self.shapes.decode(len(plan.rows)), shares_prefix=shares_prefix)
+        shares_prefix = plan.shared_blocks > 0 and not self.writer.tile_decode_rows
+        shape = self.shapes.decode(len(plan.rows), key=self.shapes.sharing if shares_prefix else self.shapes.plain)
         records = self.rng.integers(0, 99, (len(plan.admitted), RECORD_WORDS)).astype(np.int32)
         packet, expected = self.buffers[self.num_steps % 4], np.full(6000, 555, np.int32)
         if not repeats or self.rng.random() < 0.05:
@@ -108,7 +107,7 @@ class Decoding:
         draws = self.draws
         self.num_grouped += repeats and draws.order is not None
         used = self.writer.write(plan, self.table, shape, packet, draws, records, self.num_steps)
-        forgetful = PacketWriter(block_size=BLOCK, tile_decode_rows=self.tile_decode_rows, **SIZES)
+        forgetful = PacketWriter(self.shapes)
         assert used == forgetful.write(plan, self.table, shape, expected, draws, records, self.num_steps)
         self.compare(forgetful.layout(shape), packet, expected, used)
         self.num_steps += 1
@@ -164,9 +163,9 @@ def test_a_template_is_used_only_for_repeated_steps(monkeypatch: pytest.MonkeyPa
         return argsort(values, **options)
 
     monkeypatch.setattr(decode_rows.np, "argsort", counted)
-    writer = PacketWriter(block_size=BLOCK, tile_decode_rows=False, **SIZES)
+    writer = PacketWriter(ShapeTable(ShapeFacts(token_budget=1024, block_size=BLOCK, **SIZES)))
     table = RequestTable(CpuDevice(1), max_rows=MAX_ROWS + 1, max_blocks=8)
-    shape, packet = StepShape(16, 16, 0, is_decode=True), np.zeros(6000, np.int32)
+    shape, packet = StepShape("decode", 16, 16), np.zeros(6000, np.int32)
     rows, none = np.arange(10, dtype=np.int32), np.zeros(0, np.int32)
     ones = np.ones_like(rows)
     plan = StepPlan(

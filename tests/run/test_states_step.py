@@ -26,7 +26,7 @@ from millrace.params import RowParams, SamplingParams
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
-from millrace.plan.shapes.choice import make_shape_choice
+from millrace.plan.shapes.choice import ShapeChoice
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import CpuDevice, open_device
 from millrace.run.runner import Runner
@@ -63,7 +63,7 @@ def drive(
             expected_output=1.0,
             drafts=DraftSettings(max_drafts, max_places=sizes["max_rows"] * (1 + max_drafts), is_padded=max_drafts > 0),
         ),
-        shapes=make_shape_choice(runner.shapes),
+        shapes=ShapeChoice(runner.shapes),
     )
     draw = random.Random(3)
     shared, phrase = draw.choices(range(VOCAB), k=14), draw.choices(range(VOCAB), k=3)

@@ -10,12 +10,13 @@ import pytest
 from millrace.ops.attention.context_rule import context_parts
 from millrace.ops.attention.decode_rule import LIST_COLUMNS, SHARED_UNIT
 from millrace.params import RowParams, SamplingParams
-from millrace.plan.shapes.table import ShapeFacts, ShapeTable
 from millrace.plan.step import Admission, Int32s, Int64s, StepPlan, StepShape, exact_shape
 from millrace.run.device.device import CpuDevice
 from millrace.run.packet.layout import ALIGN, PacketLayout
 from millrace.run.packet.step_packet import PacketWriter
 from millrace.run.sampling.draw_plan import NO_MASK, DrawPlan
+from millrace.run.shapes.keys import ShapeKey
+from millrace.run.shapes.table import ShapeFacts, ShapeTable
 from millrace.run.table.request_table import ON_DEVICE, RequestTable
 
 MAX_ROWS, BLOCK, PER_TILE, VOCAB = 24, 16, 8, 1000
@@ -76,22 +77,22 @@ def check_heads(layout: PacketLayout, packet: Int32s, plan: StepPlan, draws: Dra
     assert layout.mask_lines.of(packet).tolist() == [NO_MASK] * (middle - len(lines)) + lines
 
 
-def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, shape: StepShape, tile_decode_rows: bool) -> None:
-    layout, packet = writer.layout(shape), np.full(20_000, 777, np.int32)
+def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, shape: StepShape) -> None:
+    layout, key, packet = writer.layout(shape), writer.layout(shape).key, np.full(20_000, 777, np.int32)
     records = np.arange(3 * 32, dtype=np.int32).reshape(3, 32)
     draws = some_draws(np.random.default_rng(plan.num_tokens), plan)
     used = writer.write(plan, table, shape, packet, draws, records, mask_address=3 << 40)
     assert layout.mask_address.of(packet).view(np.int64)[0] == 3 << 40
     num_rows, ends, total = len(plan.rows), plan.starts + plan.counts, plan.num_tokens
     padding = shape.tokens - total
-    lengths = [*plan.counts.tolist(), *([1] * padding if shape.is_decode else [padding])]
+    lengths = [*plan.counts.tolist(), *([1] * padding if shape.kind == "decode" else [padding])]
     lengths += [0] * (shape.rows - len(lengths))
     lengths = lengths[: shape.rows]
     assert layout.query_starts.of(packet).tolist() == [0, *np.cumsum(lengths).tolist()]
     assert layout.table_rows.of(packet).tolist() == plan.rows.tolist() + [MAX_ROWS] * (shape.rows - num_rows)
     assert layout.starts.of(packet).tolist() == plan.starts.tolist() + [0] * (shape.rows - num_rows)
     assert layout.seq_lens.of(packet).tolist() == ends.tolist() + [length or 1 for length in lengths[num_rows:]]
-    if not shape.is_decode:
+    if shape.kind != "decode":
         assert layout.token_rows.of(packet).tolist() == np.repeat(np.arange(shape.rows), lengths).tolist()
     tokens = []
     for row, start, count in zip(plan.rows.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True):
@@ -101,13 +102,13 @@ def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, shape: Step
     tiles = [
         [row, first]
         for row, length in enumerate(lengths)
-        if length > (0 if tile_decode_rows or not shape.has_decode_rows else 1)
-        and (not shape.long_from or length < shape.long_from)
+        if length > (0 if writer.tile_decode_rows or not key.has_decode_rows else 1)
+        and (not key.long_from or length < key.long_from)
         for first in range(0, length, PER_TILE)
     ]
-    if shape.tiles:
-        listed = tiles if shape.is_decode else tiles[::-1]
-        assert layout.tiles.of(packet).reshape(-1, 2).tolist() == listed + [[-1, -1]] * (shape.tiles - len(tiles))
+    if layout.tiles.length:
+        listed, most = tiles if shape.kind == "decode" else tiles[::-1], layout.tiles.length // 2
+        assert layout.tiles.of(packet).reshape(-1, 2).tolist() == listed + [[-1, -1]] * (most - len(tiles))
     if layout.decode_rows.length:
         columns = layout.decode_rows.of(packet).reshape(LIST_COLUMNS, -1)
         single = [row for row, length in enumerate(lengths) if length == 1]
@@ -116,8 +117,8 @@ def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, shape: Step
         assert sorted(listed[0].tolist()) == layout.query_starts.of(packet)[single].tolist()
         assert sorted(listed[1].tolist()) == sorted(layout.table_rows.of(packet)[single].tolist())
         assert listed[2].tolist() == sorted(seq_lens[single].tolist(), reverse=True)
-    last = np.arange(num_rows) if shape.last_only else np.cumsum(plan.counts) - 1
-    if shape.last_only:
+    last = np.arange(num_rows) if key.last_only else np.cumsum(plan.counts) - 1
+    if key.last_only:
         assert layout.last_tokens.of(packet).tolist() == (np.cumsum(lengths) - 1).tolist()
     check_heads(layout, packet, plan, draws, last)
     assert layout.shared_len.of(packet)[0] == plan.shared_blocks * BLOCK // SHARED_UNIT * SHARED_UNIT
@@ -136,33 +137,32 @@ def check(writer: PacketWriter, plan: StepPlan, table: RequestTable, shape: Step
 @pytest.mark.parametrize("longest", [1, 3, 40])
 def test_a_packet_matches_its_plan(longest: int, tile_decode_rows: bool) -> None:
     rng = np.random.default_rng(longest + tile_decode_rows)
-    sizes = {"max_rows": MAX_ROWS, "queries_per_tile": PER_TILE, "tile_decode_rows": tile_decode_rows}
-    writer = PacketWriter(block_size=BLOCK, **sizes)
-    shapes = ShapeTable(ShapeFacts(token_budget=1024, block_size=BLOCK, **sizes))
+    shapes = ShapeTable(ShapeFacts(MAX_ROWS, 1024, PER_TILE, BLOCK, tile_decode_rows))
+    with_tiles, with_long_rows = len(shapes.keys), len(shapes.keys) + 1
+    shapes.keys += [ShapeKey(is_tiled=True), ShapeKey(is_tiled=True, long_from=5, last_only=True)]
+    writer = PacketWriter(shapes)
     for num_rows in (1, 2, 7, 8, 9, 20, 24):
         table = RequestTable(CpuDevice(1), max_rows=MAX_ROWS + 1, max_blocks=8)
         plan = a_plan(rng, num_rows, longest, table)
         if longest == 1:
-            check(writer, plan, table, shapes.decode(num_rows), tile_decode_rows)
+            check(writer, plan, table, shapes.decode(num_rows))
             continue
-        tiles = shapes.num_tiles(plan.counts.tolist())
-        check(writer, plan, table, StepShape(plan.num_tokens, num_rows, tiles, is_decode=False), tile_decode_rows)
-        tiles = shapes.num_tiles(plan.counts.tolist(), long_from=5)
-        exact = StepShape(plan.num_tokens, num_rows, tiles, is_decode=False, long_from=5, last_only=True)
-        check(writer, plan, table, exact, tile_decode_rows)
+        for key in (with_tiles, with_long_rows):
+            check(writer, plan, table, StepShape("exact", plan.num_tokens, num_rows, key=key))
         has_decode_rows = bool(plan.counts.min() == 1)
         padded = shapes.mixed(
             plan.num_tokens, num_rows, shapes.num_tiles(plan.counts.tolist()), has_decode_rows=has_decode_rows
         )
         assert padded is not None
-        check(writer, plan, table, padded, tile_decode_rows)
+        check(writer, plan, table, padded)
 
 
 def test_a_padding_only_step_and_one_that_does_not_fit() -> None:
-    writer = PacketWriter(max_rows=MAX_ROWS, block_size=BLOCK, queries_per_tile=PER_TILE, tile_decode_rows=False)
+    shapes = ShapeTable(ShapeFacts(MAX_ROWS, 1024, PER_TILE, BLOCK))
+    writer = PacketWriter(shapes)
     table = RequestTable(CpuDevice(1), max_rows=MAX_ROWS + 1, max_blocks=8)
     packet = np.full(4096, 777, np.int32)
-    layout = writer.layout(shape := StepShape(16, 5, 9, is_decode=False))
+    layout = writer.layout(shape := StepShape("exact", 16, 5, key=shapes.exact(16, 5, is_tiled=True).key))
     assert writer.write(None, table, shape, packet, drawn_start=36) == layout.updates_start
     assert layout.drawn_start.of(packet)[0] == 36
     assert layout.query_starts.of(packet).tolist() == [0, 16, 16, 16, 16, 16]
@@ -176,22 +176,39 @@ def test_few_tokens_after_a_long_context_use_split_kv() -> None:
     """Prompts without a long context, steps with decode rows and steps with many rows do not."""
     sizes = {"max_rows": 64, "token_budget": 8192, "queries_per_tile": 32, "block_size": BLOCK}
     plain, shapes = (ShapeTable(ShapeFacts(**sizes, max_parts=parts)) for parts in ((), PARTS))
-    assert {shape.tokens: shape.parts for shape in shapes.all_split()} == {16: 8, 32: 8, 64: 8, 128: 4, 256: 2}
-    assert shapes.all_mixed() == plain.all_mixed()
+    assert {shape.tokens: shapes.key_of(shape).parts for shape in shapes.all_split()} == {
+        16: 8,
+        32: 8,
+        64: 8,
+        128: 4,
+        256: 2,
+    }
+
+    def plain_key(shape: StepShape) -> int:
+        return plain.keys.index(shapes.key_of(shape))
+
+    assert [replace(shape, key=plain_key(shape)) for shape in shapes.all_mixed()] == plain.all_mixed()
     for tokens in (9, 64, 200, 256, 257, 2000):
         tiles = -(-tokens // 32)
-        short, long = (shapes.mixed(tokens, 1, tiles, has_decode_rows=False, context=size) for size in (511, 512))
-        assert short == plain.mixed(tokens, 1, tiles, has_decode_rows=False)
-        assert long is not None
-        assert replace(long, parts=1) == short
-        assert (long.parts > 1) == (long in shapes.all_split()) == (tokens <= 256)
+        short = shapes.mixed(tokens, 1, tiles, has_decode_rows=False)
+        assert short is not None
+        assert plain.mixed(tokens, 1, tiles, has_decode_rows=False) == replace(short, key=plain_key(short))
+        assert shapes.split(short, 511) is None
+        long = shapes.split(short, 512)
+        assert (long is not None) == (tokens <= 256)
+        if long is not None:
+            assert long in shapes.all_split()
+            assert replace(shapes.key_of(long), parts=1) == shapes.key_of(short)
     for rows, has_decode_rows in ((1, True), (4, False), (20, False)):
-        found = shapes.mixed(100, rows, 24, has_decode_rows=has_decode_rows, context=4000)
-        assert found == plain.mixed(100, rows, 24, has_decode_rows=has_decode_rows)
+        found = shapes.mixed(100, rows, 24, has_decode_rows=has_decode_rows)
+        assert found is not None
+        assert shapes.split(found, 4000) is None
     assert not plain.all_split()
     tiled = ShapeTable(ShapeFacts(**sizes, tile_decode_rows=True, max_parts=PARTS))
     assert not tiled.all_split()
-    assert tiled.mixed(64, 1, 2, has_decode_rows=False, context=4000) == tiled.mixed(64, 1, 2, has_decode_rows=False)
+    found = tiled.mixed(64, 1, 2, has_decode_rows=False)
+    assert found is not None
+    assert tiled.split(found, 4000) is None
 
 
 @pytest.mark.parametrize(("token_budget", "max_rows"), [(8192, 512), (8192, 256), (700, 96), (40, 6), (16, 16)])
@@ -213,18 +230,21 @@ def test_every_step_that_the_budget_allows_has_a_shape(token_budget: int, max_ro
 def test_a_packet_names_the_adapter_slot_of_each_token() -> None:
     """Of every place and every chunk; padding and steps without adapters have none."""
     rng, table = np.random.default_rng(4), RequestTable(CpuDevice(1), max_rows=MAX_ROWS + 1, max_blocks=8)
-    writer = PacketWriter(max_rows=MAX_ROWS, block_size=BLOCK, queries_per_tile=PER_TILE, tile_decode_rows=False)
+    facts = ShapeFacts(MAX_ROWS, 1024, PER_TILE, BLOCK, takes_adapters=True)
+    shape_table = ShapeTable(facts)
+    writer, mixed = PacketWriter(shape_table), shape_table.mixed(32, 3, 8)
+    assert mixed is not None
     plan = a_plan(rng, 3, 5, table)
     table.adapters[plan.rows] = own = np.array([2, 0, 7], np.int32)
     chunks, packet = own.repeat(plan.counts).tolist(), np.full(20_000, 777, np.int32)
     shapes = {
-        StepShape(32, 8, 8, is_decode=False, adapters=True): [*chunks, *[0] * (32 - len(chunks))],
-        StepShape(8, 4, 0, is_decode=True, places=2, adapters=True): [2, 2, 0, 0, 7, 7, 0, 0],
-        StepShape(4, 4, 0, is_decode=True, adapters=True): [2, 0, 7, 0],
-        StepShape(4, 4, 0, is_decode=True): [],
+        shape_table.with_adapters(mixed): [*chunks, *[0] * (32 - len(chunks))],
+        shape_table.with_adapters(shape_table.decode(3, places=2)): [2, 2, 0, 0, 7, 7, 0, 0],
+        shape_table.with_adapters(shape_table.decode(3)): [2, 0, 7, 0],
+        shape_table.decode(3): [],
     }
     for shape, wanted in shapes.items():
-        counts = np.ones(3, np.int32) if shape.is_decode else plan.counts
+        counts = np.ones(3, np.int32) if shape.kind == "decode" else plan.counts
         writer.write(replace(plan, counts=counts), table, shape, packet)
         assert writer.layout(shape).slots.of(packet).tolist() == wanted
         writer.write(None, table, shape, packet)

@@ -18,9 +18,10 @@ from millrace.config import Config, MemoryConfig, ModelConfig, RunConfig
 from millrace.engine.cycle import Confirmed
 from millrace.errors import MillraceError
 from millrace.plan.pacing.step_time import StepRates
-from millrace.plan.shapes.table import ShapeFacts
 from millrace.plan.step import CapturePlan
 from millrace.run.facts import RunnerFacts
+from millrace.run.shapes.padded import PaddedShapes
+from millrace.run.shapes.table import ShapeFacts
 from millrace.simulate.calibrate import Case, Measured, cases_of, fit, fit_rates, measure
 from millrace.simulate.check import Compared, compare
 from millrace.simulate.clock import VirtualClock
@@ -136,7 +137,7 @@ def test_an_engine_is_warm_before_its_first_run(monkeypatch: pytest.MonkeyPatch)
     """Otherwise the first steps of each run compile kernels and capture graphs."""
 
     class ColdRunner(PricedRunner):
-        facts = RunnerFacts(shapes=ShapeFacts(64, 256, 32, 16, can_capture=True))
+        facts = RunnerFacts(shapes=PaddedShapes(ShapeFacts(64, 256, 32, 16, can_capture=True)))
         left_to_build, captured = 3, list[Any]()
 
         @property

@@ -17,6 +17,7 @@ from millrace.config import Config, MemoryConfig, ModelConfig, RunConfig
 from millrace.llm import LLM
 from millrace.load.svg import Line, plot
 from millrace.run.facts import RunnerFacts
+from millrace.run.shapes.padded import PaddedShapes
 from millrace.simulate.real_engine import RealEngine
 from millrace.simulate.requests import SimulatedRequest
 from millrace.simulate.studies.findings import Findings
@@ -35,7 +36,8 @@ def _always_overlap(facts: RunnerFacts) -> RunnerFacts:
 
 
 def _no_split(facts: RunnerFacts) -> RunnerFacts:
-    return replace(facts, shapes=None if facts.shapes is None else replace(facts.shapes, max_parts=()))
+    shapes = facts.shapes
+    return replace(facts, shapes=shapes.without_split() if isinstance(shapes, PaddedShapes) else shapes)
 
 
 CHANGES: dict[str, tuple[str, bool, Callable[[RunnerFacts], RunnerFacts]]] = {

@@ -146,7 +146,7 @@ def _updates(reader: _Reader, count: int, flags: int) -> tuple[Int32s, Int32s, I
 
 
 def _repeated(reader: _Reader, last: StepPlan | None) -> StepPlan:
-    _, flags, shape_flags, _, step_no, num_updates, shared_blocks, *sizes = reader.fields(REPEATED_HEAD)
+    _, flags, shape_kind, _, step_no, num_updates, shared_blocks, *sizes = reader.fields(REPEATED_HEAD)
     if last is None:
         raise StepBytesError(f"step {step_no} repeats a step that was not sent")
     starts = last.starts + np.int32(1)
@@ -162,7 +162,7 @@ def _repeated(reader: _Reader, last: StepPlan | None) -> StepPlan:
         block_cols=block_cols,
         block_ids=block_ids,
         block_groups=block_groups,
-        shape=shape_from(tuple(sizes), shape_flags, last.shape),
+        shape=shape_from(tuple(sizes), shape_kind, last.shape),
         shared_blocks=shared_blocks,
         trained_rests=bool(flags & TRAINED_RESTS),
         masked=last.masked,
@@ -172,7 +172,7 @@ def _repeated(reader: _Reader, last: StepPlan | None) -> StepPlan:
 
 
 def _plan(reader: _Reader) -> StepPlan:
-    _, flags, shape_flags, _, step_no, epoch, draft_floor, worth, *numbers = reader.fields(PLAN_HEAD)
+    _, flags, shape_kind, _, step_no, epoch, draft_floor, worth, *numbers = reader.fields(PLAN_HEAD)
     num_rows, num_updates, shared_blocks, num_admitted, num_released, num_appended, num_forced, *more = numbers
     num_states, num_loads, *sizes = more
     columns: dict[str, Any] = {name: reader.column(INT32, num_rows) for name in ("rows", "starts", "counts")}
@@ -188,7 +188,7 @@ def _plan(reader: _Reader) -> StepPlan:
         columns["states"] = StateCopies(rows, slots, positions, num_loads)
     return StepPlan(
         step_no=step_no,
-        shape=shape_from(tuple(sizes), shape_flags),
+        shape=shape_from(tuple(sizes), shape_kind),
         admitted=tuple([_admission(reader) for _ in range(num_admitted)]),
         released=tuple([_release(reader) for _ in range(num_released)]),
         appended=tuple([_appended(reader) for _ in range(num_appended)]),
@@ -245,10 +245,10 @@ def _copies(reader: _Reader) -> BlockCopies:
 
 
 def _capture(reader: _Reader) -> CapturePlan:
-    _, flags, shape_flags, _, states, variant, *sizes = reader.fields(CAPTURE_HEAD)
+    _, flags, shape_kind, _, states, variant, *sizes = reader.fields(CAPTURE_HEAD)
     if flags & IS_HEAD:
         return CapturePlan(HeadShape(states, VARIANTS[variant]))
-    return CapturePlan(shape_from(tuple(sizes), shape_flags))
+    return CapturePlan(shape_from(tuple(sizes), shape_kind))
 
 
 _READERS: dict[int, Callable[[_Reader], StepMessage]] = {

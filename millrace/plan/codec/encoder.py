@@ -40,7 +40,7 @@ from millrace.plan.codec.layout import (
     TRAINED_RESTS,
     UINT32,
     VARIANTS,
-    shape_flags,
+    kind_of_shape,
     sizes_of_shape,
 )
 from millrace.plan.step import (
@@ -80,8 +80,8 @@ class StepEncoder:
         shape, sequence = capture.shape, self._next()
         if isinstance(shape, HeadShape):
             head = (CAPTURE, IS_HEAD, 0, sequence, shape.states, VARIANTS.index(shape.variant))
-            return CAPTURE_HEAD.pack(*head, *(0,) * 7)
-        return CAPTURE_HEAD.pack(CAPTURE, 0, shape_flags(shape), sequence, 0, 0, *sizes_of_shape(shape))
+            return CAPTURE_HEAD.pack(*head, *(0,) * 4)
+        return CAPTURE_HEAD.pack(CAPTURE, 0, kind_of_shape(shape), sequence, 0, 0, *sizes_of_shape(shape))
 
     def _next(self) -> int:
         sequence = self._sequence
@@ -108,7 +108,7 @@ def _repeated(plan: StepPlan, sequence: int) -> bytes:
     head = REPEATED_HEAD.pack(
         REPEATED,
         flags,
-        shape_flags(shape),
+        kind_of_shape(shape),
         sequence,
         plan.step_no,
         num_updates,
@@ -132,7 +132,7 @@ def encode_plan(plan: StepPlan, sequence: int = 0) -> bytes:
         | (HAS_POOLED if plan.pooled is not None else 0)
     )
     head = PLAN_HEAD.pack(
-        *(PLAN, flags, shape_flags(shape), sequence, plan.step_no, plan.epoch),
+        *(PLAN, flags, kind_of_shape(shape), sequence, plan.step_no, plan.epoch),
         *(plan.draft_floor, 0.0 if trained is None else trained.worth),
         *(len(plan.rows), len(plan.block_ids), plan.shared_blocks),
         *(len(plan.admitted), len(plan.released), len(plan.appended), len(plan.forced)),

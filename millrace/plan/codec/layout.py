@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 from struct import Struct
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from millrace.params import FinishReason
 from millrace.plan.step import (
     BlockCopies,
     CapturePlan,
+    Kind,
     Location,
     ReleaseReason,
     StepInputs,
@@ -23,7 +24,7 @@ from millrace.plan.step import (
     Variant,
 )
 
-VERSION = 4
+VERSION = 5
 """Of all formats in this file. A change of one of them, or of the records that they hold, increases it."""
 
 StepMessage = StepPlan | StepInputs | BlockCopies | CapturePlan
@@ -34,8 +35,9 @@ PLAN, REPEATED, INPUTS, COPIES, CAPTURE = range(1, 6)
 REASONS: tuple[ReleaseReason, ...] = (*get_args(FinishReason), "preempted")
 """Reasons of releases by their codes."""
 VARIANTS: tuple[Variant, ...] = get_args(Variant)
+KINDS: tuple[Kind, ...] = get_args(Kind)
 LOCATIONS: tuple[Location, ...] = get_args(Location)
-"""Locations by their codes: the source is in the flags of a message, the target in those of the shape."""
+"""Locations by their codes: the source is in the flags of a message, the target is where a shape's kind is."""
 
 # Flags of messages.
 CAPTURES, TRAINED_RESTS, HAS_GROUPS, HAS_PLACES, HAS_TRAINED, HAS_MASKED, HAS_SCORED, HAS_POOLED = (
@@ -45,19 +47,20 @@ HAS_MASKS, HAS_MASK_PLACES = 1, 2
 IS_HEAD = 1
 
 _HEAD = "<BBBxI"
-"""Kind, flags, flags of the shape, number of the sequence."""
-_SHAPE = "7i"
+"""Kind, flags, kind of the shape, number of the sequence."""
+_SHAPE = "4i"
+"""Tokens, rows, places, key."""
 HEAD = Struct(_HEAD)
-PLAN_HEAD = Struct(f"{_HEAD}qqdd9i{_SHAPE}")
+PLAN_HEAD = Struct(f"{_HEAD}qqdd9i{_SHAPE}4x")
 """Step, epoch, draft floor, worth of trained drafts; numbers of rows, block updates, shared blocks, admissions,
 releases, records of appended and of forced tokens, copies of states, and how many of them go to rows; shape."""
-REPEATED_HEAD = Struct(f"{_HEAD}qii{_SHAPE}4x")
+REPEATED_HEAD = Struct(f"{_HEAD}qii{_SHAPE}")
 """Step, number of block updates, shared blocks; shape."""
 INPUTS_HEAD = Struct(f"{_HEAD}qiii4x")
 """Step, number of masks, words of each, rows with drafts."""
 COPIES_HEAD = Struct(f"{_HEAD}qi4x")
 """Number of the copies, number of blocks."""
-CAPTURE_HEAD = Struct(f"{_HEAD}ii{_SHAPE}4x")
+CAPTURE_HEAD = Struct(f"{_HEAD}ii{_SHAPE}")
 """States and variant of a head, or a shape."""
 ADMISSION = Struct("<qiiiiiii4x")
 """Request, row, prompt tokens, limit, computed tokens, adapter; number of tokens and bytes of parameters."""
@@ -79,22 +82,16 @@ class StepBytesError(ValueError):
     """Bytes that are no step message, or not the next one."""
 
 
-_SIZE_NAMES = ("tokens", "rows", "tiles", "long_from", "context", "parts", "places")
-_FLAG_NAMES = ("is_decode", "shares_prefix", "has_decode_rows", "last_only", "is_exact", "adapters")
-sizes_of_shape = attrgetter(*_SIZE_NAMES)
-_flags_of_shape = attrgetter(*_FLAG_NAMES)
+_KIND_CODES = {kind: code for code, kind in enumerate(KINDS)}
+sizes_of_shape = attrgetter("tokens", "rows", "places", "key")
 
 
-def shape_flags(shape: StepShape) -> int:
-    flags: tuple[bool, bool, bool, bool, bool, bool] = _flags_of_shape(shape)
-    decodes, shares, has_decode_rows, last_only, is_exact, adapters = flags
-    return decodes | shares << 1 | has_decode_rows << 2 | last_only << 3 | is_exact << 4 | adapters << 5
+def kind_of_shape(shape: StepShape) -> int:
+    return _KIND_CODES[shape.kind]
 
 
-def shape_from(sizes: tuple[int, ...], flags: int, last: StepShape | None = None) -> StepShape:
-    """`last`: that of the step before, returned if it is the same, which takes a fraction of the time."""
-    if last is not None and sizes_of_shape(last) == sizes and shape_flags(last) == flags:
+def shape_from(sizes: tuple[int, ...], kind: int, last: StepShape | None = None) -> StepShape:
+    """`last`: that of the step before, returned if it is the same."""
+    if last is not None and sizes_of_shape(last) == sizes and kind_of_shape(last) == kind:
         return last
-    fields: dict[str, Any] = dict(zip(_SIZE_NAMES, sizes, strict=True))
-    fields.update((name, bool(flags >> bit & 1)) for bit, name in enumerate(_FLAG_NAMES))
-    return StepShape(**fields)
+    return StepShape(KINDS[kind], *sizes)

@@ -1,2 +1,2 @@
-"""Shapes of steps: which there are (`table.py`), which a step runs at (`choice.py`), and which have a graph
-(`captures.py`). Pure: what the device can do comes as data (`ShapeFacts`)."""
+"""Shapes of steps: what a runner declares of those it has (`declared.py`), which one a step runs at (`choice.py`), and
+which have a graph (`captures.py`)."""

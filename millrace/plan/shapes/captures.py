@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from millrace.plan.shapes.declared import Part
 from millrace.plan.shapes.fallback import GraphFallback
-from millrace.plan.shapes.order import Part
 from millrace.plan.step import CapturePlan, StepShape
 
 

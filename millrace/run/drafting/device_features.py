@@ -15,8 +15,8 @@ from torch import Tensor
 from millrace.models.batch import ForwardBatch
 from millrace.models.drafters.program import EagleDrafter, MedusaDrafter
 from millrace.ops.attention.rows import TiledRows
-from millrace.plan.shapes.table import PLACES
 from millrace.run.drafting.device_chain import ChainSetup, DeviceDrafter, DueRows, FedRows, paged
+from millrace.run.shapes.sizes import PLACES
 
 _NOWHERE = -(1 << 20)
 

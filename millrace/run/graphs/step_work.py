@@ -24,7 +24,6 @@ from millrace.ops.triton.drafts import NUM_COUNTS, AcceptedTokens, DraftedStep, 
 from millrace.ops.triton.row_records import ROW_WORDS
 from millrace.ops.triton.sampling.draw import MaskLines
 from millrace.ops.triton.step_inputs import Updates, gather
-from millrace.plan.shapes.table import PLACES
 from millrace.plan.step import HeadShape, Int32s, StepPlan, StepShape
 from millrace.run.drafting.device_chain import FedRows
 from millrace.run.graphs.device_state import DeviceState
@@ -37,6 +36,8 @@ from millrace.run.packet.step_packet import PacketWriter
 from millrace.run.sampling.draw_plan import DrawPlan
 from millrace.run.sampling.masks import Masks, Uint32s, words_per_mask
 from millrace.run.settings import RunnerSettings
+from millrace.run.shapes.keys import ShapeKey
+from millrace.run.shapes.sizes import PLACES
 
 UPDATES_IN_PACKET = 1 << 15
 """Maximum number of block-table updates in one packet."""
@@ -123,6 +124,9 @@ class StepWork:
         """Host memory for masks of the last step sent."""
         return self._masks.host(self._ring.turn, count)
 
+    def key_of(self, shape: StepShape) -> ShapeKey:
+        return self._writer.layout(shape).key
+
     @property
     def can_send_masks_ahead(self) -> bool:
         return self._masks.has_gates
@@ -188,19 +192,19 @@ class StepWork:
         batch = self._gathered(shape, part, rows)
         if self._states is not None:
             batch.states = self._states.of(StateRows(rows.query_starts, part(layout.starts), rows.table_rows))
-        if shape.last_only:
+        if layout.key.last_only:
             batch.last = self._last_tokens(rows, part(layout.last_tokens))
-        max_drawn = min(shape.rows if shape.last_only else shape.tokens, self._max_rows)
+        max_drawn = min(shape.rows if layout.key.last_only else shape.tokens, self._max_rows)
         both = slice(layout.middle - max_drawn, layout.middle + max_drawn)
         index, out = part(layout.sample_states)[both], self._draw_states[both]
         chain = self._chain
         reads_states = chain is not None and chain.reads_states
-        fed = FedRows(part(layout.starts), shape.tokens_per_row if shape.is_decode else 0, None)
+        fed = FedRows(part(layout.starts), shape.tokens_per_row if shape.kind == "decode" else 0, None)
         if chain is not None and not reads_states:
             chain.feed(batch, fed)
         if chain is not None and chain.taps:
             batch.taps = self._taps(chain.taps, shape.tokens)
-        if shape.adapters and self._slots is not None:
+        if layout.key.adapters and self._slots is not None:
             batch.adapters = self._slots.step(part(layout.slots))
         if drawn_only and (not reads_states or batch.taps is not None):
             batch.drawn = DrawnStates(index, out)
@@ -222,22 +226,20 @@ class StepWork:
     def _rows(
         self, shape: StepShape, part: Callable[[Section], Tensor], long_rows: tuple[LongRow, ...] | None
     ) -> TiledRows:
-        layout, has_decode_rows = (
-            self._writer.layout(shape),
-            shape.has_decode_rows and not self._writer.tile_decode_rows,
-        )
+        layout = self._writer.layout(shape)
+        key, has_decode_rows = layout.key, layout.key.has_decode_rows and not self._writer.tile_decode_rows
         is_listed = has_decode_rows and layout.decode_rows.length > 0
         return TiledRows(
             part(layout.query_starts),
             part(layout.seq_lens),
             self._table.block_tables,
             table_rows=part(layout.table_rows),
-            tiles=part(layout.tiles).view(-1, 2) if shape.tiles else None,
+            tiles=part(layout.tiles).view(-1, 2) if layout.tiles.length else None,
             has_decode_rows=has_decode_rows,
-            long_rows=_shape_long_rows(shape) if long_rows is None else long_rows,
-            shared_len=part(layout.shared_len) if shape.shares_prefix else None,
+            long_rows=_shape_long_rows(shape, key) if long_rows is None else long_rows,
+            shared_len=part(layout.shared_len) if key.shares_prefix else None,
             decode_rows=part(layout.decode_rows).view(LIST_COLUMNS, -1) if is_listed else None,
-            context_parts=shape.parts,
+            context_parts=key.parts,
             queries_per_row=shape.tokens_per_row,
         )
 
@@ -363,5 +365,5 @@ class StepWork:
         return logits
 
 
-def _shape_long_rows(shape: StepShape) -> tuple[LongRow, ...]:
-    return (LongRow(0, 0, shape.tokens, shape.context),) if shape.long_from and shape.rows == 1 else ()
+def _shape_long_rows(shape: StepShape, key: ShapeKey) -> tuple[LongRow, ...]:
+    return (LongRow(0, 0, shape.tokens, key.context),) if key.long_from and shape.rows == 1 else ()

@@ -13,7 +13,7 @@ import torch
 
 from millrace.models.decoder import Decoder
 from millrace.ops.triton.compile.dry_run import current_target, dry_run
-from millrace.plan.shapes.order import Part
+from millrace.plan.shapes.declared import Part
 from millrace.plan.step import HeadShape, StepShape
 from millrace.run.graphs.graph_cache import GraphCache, Work
 from millrace.run.graphs.kernel_build_pool import REPLY_LIMIT_S, KernelBuildPool
@@ -82,7 +82,7 @@ class WarmUp:
             work.send(None, work.smallest)
             return self._run_twice(part, partial(work.head, part))
         work.send(None, part)
-        if part.long_from:  # one layer of each kind prepares cuDNN; a whole step would take long
+        if work.key_of(part).long_from:  # one layer of each kind prepares cuDNN; a whole step would take long
             work.body(part, work.decoder.with_distinct_layers())
             self._graphs.capture(part, lambda: work.body(part))
             return None

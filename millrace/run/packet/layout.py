@@ -9,6 +9,7 @@ import numpy as np
 from millrace.plan.step import Int32s, StepShape
 from millrace.run.packet.decode_rows import MIN_LISTED_ROWS, num_words
 from millrace.run.sampling.draw_plan import NO_MASK
+from millrace.run.shapes.keys import ShapeKey
 
 ALIGN = 16
 """Sections start at multiples of this many words, so that kernels see the same alignment in every shape."""
@@ -33,8 +34,11 @@ class PacketLayout:
     The fixed part is followed by the block-table updates, three words each, and, aligned, the records of new rows.
     """
 
-    def __init__(self, shape: StepShape, max_rows: int, has_drafts: bool = False) -> None:
-        self.shape = shape
+    def __init__(
+        self, shape: StepShape, key: ShapeKey, num_tiles: int, max_rows: int, has_drafts: bool = False
+    ) -> None:
+        self.shape, self.key = shape, key
+        is_decode = shape.kind == "decode"
         self._end = 0
         self.num_updates = self._take(1)
         self.num_records = self._take(1)
@@ -59,17 +63,17 @@ class PacketLayout:
         self.max_drafts = self._take(shape.rows if has_drafts else 0)
         """Drafts that each row may have; -1 for rows whose start the host knows."""
         self.tokens_in = self._take(shape.tokens)
-        self.token_rows = self._take(shape.tokens if not shape.is_decode or shape.places > 1 else 0)
-        self.slots = self._take(shape.tokens if shape.adapters else 0)
+        self.token_rows = self._take(shape.tokens if not is_decode or shape.places > 1 else 0)
+        self.slots = self._take(shape.tokens if key.adapters else 0)
         """Adapter slot of each token; 0 for the base model and for padding."""
-        self.tiles = self._take(2 * shape.tiles)
-        self.last_tokens = self._take(shape.rows if shape.last_only else 0)
-        has_list = shape.has_decode_rows and not shape.shares_prefix and shape.rows >= MIN_LISTED_ROWS
+        self.tiles = self._take(2 * num_tiles)
+        self.last_tokens = self._take(shape.rows if key.last_only else 0)
+        has_list = key.has_decode_rows and not key.shares_prefix and shape.rows >= MIN_LISTED_ROWS
         has_list = has_list and not shape.places
         self.decode_rows = self._take(num_words(shape.rows) if has_list else 0)
         """The list of decode rows, see `decode_rows.py`."""
         self.updates_start = self._end
-        self.decode_tiles = np.arange(2 * shape.tiles if shape.is_decode else 0, dtype=np.int32) // 2
+        self.decode_tiles = np.arange(2 * num_tiles if is_decode else 0, dtype=np.int32) // 2
         """Tiles of a decode shape in deterministic mode: one per row, from its first query."""
         self.decode_tiles[1::2] = 0
         self.blank = self._blank(max_rows)
@@ -88,7 +92,7 @@ class PacketLayout:
         per_row = self.shape.tokens_per_row
         self.seq_lens.of(blank)[:] = per_row  # a row without queries may still be read for its last token
         self.max_drafts.of(blank)[:] = -1
-        if self.shape.is_decode:
+        if self.shape.kind == "decode":
             self.query_starts.of(blank)[:] = np.arange(self.shape.rows + 1) * per_row
         else:
             self.query_starts.of(blank)[1:] = self.shape.tokens

@@ -14,6 +14,7 @@ from millrace.plan.step import Bools, Int32s, Int64s, StepPlan, StepShape
 from millrace.run.packet.decode_rows import advance_decode_rows, write_decode_rows
 from millrace.run.packet.layout import PacketLayout, Section, aligned
 from millrace.run.sampling.draw_plan import DrawPlan
+from millrace.run.shapes.table import NO_LIMIT, ShapeTable
 from millrace.run.table.request_table import ON_DEVICE, RequestTable
 
 KEPT_LAYOUTS = 1024
@@ -21,8 +22,6 @@ FEW_ROWS = 8
 """Up to this many rows a Python loop beats NumPy calls."""
 FIRST_TILES = 1024
 """Initial length of the table of first queries, in tiles of one row."""
-NO_LIMIT = 1 << 31
-
 
 Integers = npt.NDArray[np.integer]
 
@@ -63,20 +62,11 @@ class _Template:
 
 
 class PacketWriter:
-    def __init__(
-        self,
-        *,
-        max_rows: int,
-        block_size: int,
-        queries_per_tile: int,
-        tile_decode_rows: bool,
-        has_drafts: bool = False,
-    ) -> None:
-        """`has_drafts`: packets say where the device knows a row's start."""
-        self._max_rows, self._has_drafts = max_rows, has_drafts
-        self._block_size = block_size
-        self._queries_per_tile = queries_per_tile
-        self.tile_decode_rows = tile_decode_rows
+    def __init__(self, shapes: ShapeTable) -> None:
+        self._shapes, facts = shapes, shapes.facts
+        self._max_rows, self._block_size = facts.max_rows, facts.block_size
+        self._queries_per_tile = queries_per_tile = facts.queries_per_tile
+        self.tile_decode_rows = facts.tile_decode_rows
         self._layouts: dict[StepShape, PacketLayout] = {}
         self._firsts = np.arange(FIRST_TILES, dtype=np.int32) * queries_per_tile
         """First query of each tile of a row."""
@@ -88,7 +78,9 @@ class PacketWriter:
         if layout is None:
             if len(self._layouts) >= KEPT_LAYOUTS:  # each uncaptured step adds a layout
                 self._layouts.clear()
-            layout = self._layouts[shape] = PacketLayout(shape, self._max_rows, self._has_drafts)
+            shapes = self._shapes
+            sizes = (shapes.tiles(shape), self._max_rows, shapes.facts.has_drafts)
+            layout = self._layouts[shape] = PacketLayout(shape, shapes.key_of(shape), *sizes)
         return layout
 
     def _is_tiled(self, counts: Int32s, long_from: int) -> Bools:
@@ -152,7 +144,7 @@ class PacketWriter:
         _put(packet, layout.table_rows, rows)
         _put(packet, layout.starts, starts)
         _put(packet, layout.seq_lens, ends)
-        if shape.is_decode:
+        if shape.kind == "decode":
             total = len(rows) * shape.tokens_per_row
             layout.tiles.of(packet)[:] = layout.decode_tiles
             if shape.places > 1:
@@ -162,12 +154,12 @@ class PacketWriter:
         first, last = layout.tokens_in.start, layout.tokens_in.start + shape.tokens
         packet[first : first + total] = ON_DEVICE
         packet[first + total : last] = 0
-        if shape.adapters:
-            counted = counts if not shape.is_decode else shape.tokens_per_row
+        if layout.key.adapters:
+            counted = counts if shape.kind != "decode" else shape.tokens_per_row
             _put_padded(packet, layout.slots, table.adapters[rows].repeat(counted))
         query_starts = layout.query_starts.of(packet)
         last_tokens = query_starts[1:] - 1
-        if shape.last_only:
+        if layout.key.last_only:
             _put(packet, layout.last_tokens, last_tokens)
         order = _write_decode_rows(layout, packet, counts) if layout.decode_rows.length else None
         if plan is None:
@@ -179,9 +171,9 @@ class PacketWriter:
             _write_forced(plan, packet[first:last].reshape(-1, shape.places))
         if draws is None or not len(draws.due):
             return None
-        states = np.arange(len(rows)) if shape.last_only or shape.places > 1 else last_tokens[: len(rows)]
+        states = np.arange(len(rows)) if layout.key.last_only or shape.places > 1 else last_tokens[: len(rows)]
         _write_samples(layout, packet, draws, (states, rows, ends))
-        repeatable = shape.is_decode and not shape.places and len(draws.due) == len(rows)
+        repeatable = shape.kind == "decode" and not shape.places and len(draws.due) == len(rows)
         return _Template(layout, packet, len(rows), draws, order, plan.epoch) if repeatable else None
 
     def shared_tokens(self, plan: StepPlan) -> int:
@@ -198,13 +190,13 @@ class PacketWriter:
         at = layout.token_rows.start
         packet[at : at + total] = 0 if num_rows == 1 else np.arange(num_rows, dtype=np.int32).repeat(counts)
         packet[at + total : at + shape.tokens] = num_rows
-        if shape.tiles:
+        if layout.tiles.length:
             self._write_tiles(layout, counts, padding, packet)
         return total
 
     def _write_tiles(self, layout: PacketLayout, counts: Int32s, padding: int, packet: Int32s) -> None:
         """(row, first query) of each tile, padding included, the last tiles first; the rest is -1."""
-        tiles, long_from, tile_all = layout.tiles.of(packet), layout.shape.long_from, not layout.shape.has_decode_rows
+        tiles, long_from, tile_all = layout.tiles.of(packet), layout.key.long_from, not layout.key.has_decode_rows
         first = 0  # Rows with one query come first and are not tiled.
         if len(counts) and not (tile_all or self.tile_decode_rows):
             first = int((counts != 1).argmax())
@@ -262,7 +254,7 @@ def _write_query_starts(packet: Int32s, start: int, counts: Int32s) -> int:
 
 def _write_decode_rows(layout: PacketLayout, packet: Int32s, counts: Int32s) -> Int64s | None:
     """List the decode rows, a padding row of one token included; returns their order, see `write_decode_rows`."""
-    if layout.shape.is_decode:
+    if layout.shape.kind == "decode":
         return _list_all_rows(layout, packet)
     single, num_rows = (counts == 1).nonzero()[0], len(counts)
     if num_rows < layout.shape.rows and layout.shape.tokens - packet[layout.query_starts.start + num_rows] == 1:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from millrace.plan.codec.decoder import StepDecoder
 from millrace.plan.codec.encoder import StepEncoder
 from millrace.plan.codec.layout import StepMessage
-from millrace.plan.shapes.table import ShapeFacts
+from millrace.plan.shapes.declared import DeclaredShapes
 from millrace.plan.step import BlockCopies, CapturePlan, HeadShape, Int32s, StepInputs, StepPlan
 from millrace.run.device.device import Pending
 from millrace.run.runner import AnyRunner, StepResult
@@ -195,7 +195,7 @@ class RecordedRunner:
         return self._runner.copy(copies)
 
     @property
-    def shapes(self) -> ShapeFacts | None:
+    def shapes(self) -> DeclaredShapes:
         return self._runner.shapes
 
     @property

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from millrace.plan.shapes.table import PLACES, ShapeTable
+from millrace.plan.shapes.declared import Part
 from millrace.plan.step import HeadShape, StepShape
+from millrace.run.shapes.sizes import HOT_DECODE, MIN_SHARING_ROWS, PLACES
+from millrace.run.shapes.table import ShapeTable
 
-HOT_DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Decode sizes captured first; the others follow when the engine is idle, or on their second use."""
 FIRST_TOKENS = 128
 """Kernels for prompts of up to this many tokens are compiled before the engine reports that it is ready."""
-MIN_SHARING_ROWS = 16
-"""Minimum rows for which the shared-prefix kernels are worth their extra launch."""
-
-Part = StepShape | HeadShape
-"""What a graph is captured of: the body of a step, or a head."""
 
 
 def capture_order(table: ShapeTable) -> list[Part]:
@@ -24,9 +17,8 @@ def capture_order(table: ShapeTable) -> list[Part]:
     if not facts.can_capture:
         return []
     placed = placed_shapes(table) if facts.has_drafts else []
-    usual, chunks = _usual(table), table.chunks(facts.max_context) if facts.takes_long_rows else []
-    adapted = [replace(shape, adapters=True) for shape in [*placed, *_hot_bodies(table)] if facts.takes_adapters]
-    return [*placed, *usual, *adapted, *chunks]
+    adapted = [table.with_adapters(shape) for shape in [*placed, *_hot_bodies(table)] if facts.takes_adapters]
+    return [*placed, *_usual(table), *adapted, *table.first_chunks()]
 
 
 def first_request_parts(table: ShapeTable) -> list[Part]:
@@ -41,7 +33,7 @@ def build_order(table: ShapeTable) -> list[Part]:
     if not table.facts.can_capture:
         return []
     heads: list[Part] = [HeadShape(size, "full") for size in table.decode_sizes]
-    short = [part for part in capture_order(table) if isinstance(part, HeadShape) or not part.long_from]
+    short = [part for part in capture_order(table) if isinstance(part, HeadShape) or not table.key_of(part).long_from]
     return list(dict.fromkeys(short + heads))
 
 
@@ -75,7 +67,7 @@ def _usual(table: ShapeTable) -> list[Part]:
     def sharing(sizes: list[int]) -> list[Part]:
         if not table.facts.can_share_prefix:
             return []
-        return [table.decode(size, shares_prefix=True) for size in sizes if size >= MIN_SHARING_ROWS]
+        return [table.decode(size, key=table.sharing) for size in sizes if size >= MIN_SHARING_ROWS]
 
     # Graphs take memory and time, so drawing from logits is captured only for the common sizes and for those missed.
     first = [part for size in hot for part in (*decode(size), HeadShape(size, "full"))]
