@@ -253,7 +253,10 @@ class MemoryConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    adapters: str = setting("", "LoRA adapters as NAME=PATH, several with commas; a path is a directory saved by PEFT")
+    adapters: str = setting(
+        "",
+        "LoRA adapters as NAME=PATH, several with commas; a path is a directory saved by PEFT, or org/repo on the hub",
+    )
     adapter_dir: str = setting(
         "", "directory that is watched: each directory in it with an adapter_config.json is an adapter of that name"
     )
@@ -269,6 +272,11 @@ class AdapterConfig:
     allow_adapters: bool = setting(
         False, "let operators add adapters while the server runs (POST /v1/adapters), from directories of its machine"
     )
+
+    @property
+    def max_bytes(self) -> int:
+        """Of the adapters in host memory, and of each of them."""
+        return int(self.adapter_memory * (1 << 30))
 
     @property
     def num_slots(self) -> int:

@@ -112,7 +112,7 @@ def build_engine(
         check_adapters(config, is_encoder=True)
         return build_encoder_engine(config, files, channel, on_loading)
     decided = _decide(config, files, on_loading)
-    check_adapters(config, spec=decided.spec)
+    check_adapters(config, spec=decided.spec, progress=on_loading)
     identity = _identity(config, decided)
     store = open_disk(config, identity, decided.plan.block_bytes)
     mirror = Mirror(config) if config.plan.mirror else None

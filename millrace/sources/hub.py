@@ -35,6 +35,9 @@ _WANTED = (
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", "*.jinja"),
     *("modules.json", "config_sentence_transformers.json"),
 )
+ADAPTER = "adapter"
+"""Variant of a repository's LoRA adapter, as PEFT saves it: `org/repo:adapter`."""
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _UNWANTED = ("consolidated*", "*/*")
 """Copies of the weights in other formats, and all subdirectories."""
 _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
@@ -117,7 +120,10 @@ def describe(name: HubName, *, is_drafter: bool = False, of_any_family: bool = F
 
     info = model_info(name)
     siblings = list(info.siblings or ())
-    files = _choose_gguf(name, siblings) if name.variant else _choose_files(name, siblings, is_drafter)
+    if name.variant == ADAPTER:
+        files = _choose_adapter(name, siblings)
+    else:
+        files = _choose_gguf(name, siblings) if name.variant else _choose_files(name, siblings, is_drafter)
     return HubModel(str(name), str(info.sha), tuple(_file(sibling) for sibling in files))
 
 
@@ -161,9 +167,14 @@ def hub_address() -> str:
     return str(constants.ENDPOINT)
 
 
-def fetch(name: HubName, progress: Progress | None = None, *, is_drafter: bool = False) -> HubModel:
-    """Download what is missing, verify it, and write the manifest. An interrupted download is resumed."""
+def fetch(
+    name: HubName, progress: Progress | None = None, *, is_drafter: bool = False, max_bytes: int | None = None
+) -> HubModel:
+    """Download what is missing, verify it, and write the manifest. An interrupted download is resumed. More than
+    `max_bytes` are refused before anything is downloaded."""
     model = describe(name, is_drafter=is_drafter)
+    if max_bytes is not None and model.num_bytes > max_bytes:
+        raise ModelError(f"'{name}' has {model.num_bytes:,} bytes on the hub; at most {max_bytes:,} are downloaded.")
     report = progress or _silent
     _check_space(model)
     done, folder = 0, ""
@@ -223,6 +234,16 @@ def _choose_files(name: HubName, siblings: list[RepoSibling], is_drafter: bool) 
             " them can run arbitrary code."
         )
     return chosen
+
+
+def _choose_adapter(name: HubName, siblings: list[RepoSibling]) -> list[RepoSibling]:
+    found = [s for s in siblings if s.rfilename in _ADAPTER_FILES]
+    if len(found) < len(_ADAPTER_FILES):
+        missing = ", ".join(sorted({*_ADAPTER_FILES} - {s.rfilename for s in found}))
+        raise ModelError(
+            f"'{name.repo}' on the hub is no adapter as PEFT saves it: it has no {missing}. Pickles are refused."
+        )
+    return found
 
 
 def _choose_gguf(name: HubName, siblings: list[RepoSibling]) -> list[RepoSibling]:

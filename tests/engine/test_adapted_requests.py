@@ -11,6 +11,7 @@ import torch
 
 from millrace.engine.adapters.requests import AdaptedRequests
 from millrace.engine.adapters.store import AdapterStore
+from millrace.errors import AdapterError
 from millrace.models.adapters.read import Adapter
 from millrace.params import SamplingParams
 from millrace.plan.request import Request
@@ -124,3 +125,32 @@ def test_an_adapter_larger_than_the_devices_share_is_refused_also_when_it_is_kno
         failed = own.requests.take_failed()
         assert [one.request_id for one in failed] == [number]
         assert "101 bytes, and the device has 100 for all adapters. Raise --max-adapters" in failed[0].message
+
+
+def damaged(folder: Path) -> Adapter:
+    raise AdapterError(f"{folder} is damaged.")
+
+
+def request_of(number: int) -> Request:
+    return Request(id=number, prompt=np.zeros(1, np.int32), max_tokens=1)
+
+
+def test_a_failed_request_can_be_ended_by_its_id_and_is_not_tried_again() -> None:
+    store = AdapterStore(damaged, 1 << 20)
+    bad = store.declare("bad", Path("/secret/bad"))
+    requests = AdaptedRequests(store, 2, lambda slot, adapter: lambda: True)
+    assert requests.hold(request_of(1), SamplingParams(adapter="bad"))
+    assert requests.hold(request_of(2), SamplingParams(adapter="absent"))
+    store.close()  # Waits for the thread.
+    requests.note_loaded(store.take_done())
+    assert requests.take_ready() == []
+    failed = {one.request_id: one.message for one in requests.take_failed()}
+    assert sorted(failed) == [1, 2]
+    assert "'bad' cannot be used" in failed[1]
+    assert "/secret" not in failed[1]
+    assert "/secret" in bad.failure
+    for number in (1, 2):
+        ended = requests.drop(number)
+        assert ended is not None
+        assert ended.id == number
+        assert requests.drop(number) is None

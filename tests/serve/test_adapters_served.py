@@ -28,6 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values))
     for seed, name in enumerate(("one", "two", "three", "watched/found")):
         write_adapter(root / name, base, rank=4, targets=ATTENTION, seed=seed, size=8.0)
+    (root / "watched" / "cut").mkdir()
+    (root / "watched" / "cut" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (root / "watched" / "cut" / "adapter_model.safetensors").write_bytes(b"cut")
     (root / "broken").mkdir()
     (root / "broken" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     (root / "broken" / "adapter_model.bin").write_bytes(b"\x80\x04cos\nsystem\n.")
@@ -112,6 +115,15 @@ def test_what_cannot_be_an_adapter_is_refused(served: Served, folder: Path) -> N
     assert "is a pickle, which can run any code" in refused["error"]["message"]
     refused = ask(served, "POST", "/v1/adapters", 400, name="a b", path=str(folder / "one"))
     assert "is no name for an adapter" in refused["error"]["message"]
+
+
+def test_clients_do_not_see_where_a_bad_adapter_is(served: Served, folder: Path) -> None:
+    failed = ask(served, "POST", "/v1/completions", 500, model=f"{NAME}:cut", prompt="Why")["error"]["message"]
+    assert "'cut' cannot be used" in failed
+    assert str(folder) not in failed
+    path = str(folder / "watched" / "cut" / "adapter_model.safetensors")
+    assert path in ask(served, "GET", "/v1/adapters/cut")["failure"], "without keys everybody is an operator"
+    assert path in served.log
 
 
 def test_the_next_engine_has_what_was_added(served: Served, folder: Path) -> None:

@@ -11,17 +11,20 @@ from millrace.engine.adapters.requests import AdaptedRequests, Fill
 from millrace.engine.adapters.service import EngineAdapters
 from millrace.engine.adapters.store import AdapterStore, Read, parse_adapters
 from millrace.engine.figures.shares import Shares
-from millrace.errors import AdapterError, ConfigError
+from millrace.errors import AdapterError, ConfigError, ModelError
 from millrace.models.adapters.config import read_config
 from millrace.models.adapters.read import Adapter, read_adapter
 from millrace.models.adapters.targets import targets_of
 from millrace.models.spec.model_spec import ModelSpec
+from millrace.sources.adapters.find import adapter_folder
+from millrace.sources.download import Progress
 
-GIB = 1 << 30
 
-
-def check_adapters(config: Config, *, is_encoder: bool = False, spec: ModelSpec | None = None) -> None:
-    """Raise ConfigError for settings that cannot go with adapters, before anything is loaded."""
+def check_adapters(
+    config: Config, *, is_encoder: bool = False, spec: ModelSpec | None = None, progress: Progress | None = None
+) -> None:
+    """Raise ConfigError for settings that cannot go with adapters, before anything is loaded. Adapters of the hub are
+    downloaded."""
     if not config.adapters.num_slots:
         return
     conflicts = (
@@ -42,10 +45,11 @@ def check_adapters(config: Config, *, is_encoder: bool = False, spec: ModelSpec 
     folder = config.adapters.adapter_dir
     if folder and not Path(folder).expanduser().is_dir():
         raise ConfigError(f"--adapter-dir {folder}: there is no such directory.", param="adapter_dir")
-    for name, path in parse_adapters(config.adapters.adapters).items():
+    for name, source in parse_adapters(config.adapters.adapters).items():
         try:
-            read_config(path)
-        except AdapterError as error:
+            max_bytes, offline = config.adapters.max_bytes, config.model.offline
+            read_config(adapter_folder(source, max_bytes=max_bytes, progress=progress, offline=offline))
+        except (AdapterError, ModelError) as error:
             raise ConfigError(f"The adapter {name!r} cannot be served: {error.message}", param="adapters") from error
 
 
@@ -56,19 +60,19 @@ def make_adapters(
     none."""
     if not config.num_slots:
         return None
-    store = AdapterStore(_reader(config, spec, dtype, is_pinned=device_bytes > 0), int(config.adapter_memory * GIB))
-    for name, path in parse_adapters(config.adapters).items():
-        store.declare(name, path)
+    store = AdapterStore(_reader(config, spec, dtype, is_pinned=device_bytes > 0), config.max_bytes)
+    for name, source in parse_adapters(config.adapters).items():
+        store.declare(name, adapter_folder(source, max_bytes=config.max_bytes, offline=True))
     requests = AdaptedRequests(store, config.num_slots, fill, max_bytes=device_bytes or None)
     folder = Path(config.adapter_dir).expanduser() if config.adapter_dir else None
     return EngineAdapters(requests, lambda: shares, folder, allows_adding=config.allow_adapters)
 
 
 def _reader(config: AdapterConfig, spec: ModelSpec, dtype: torch.dtype, *, is_pinned: bool) -> Read:
-    targets, max_bytes = targets_of(spec), int(config.adapter_memory * GIB)
+    targets = targets_of(spec)
 
     def read(folder: Path) -> Adapter:
-        limits = {"max_rank": config.max_lora_rank, "max_bytes": max_bytes}
+        limits = {"max_rank": config.max_lora_rank, "max_bytes": config.max_bytes}
         return read_adapter(folder, targets, dtype, **limits, is_pinned=is_pinned)
 
     return read

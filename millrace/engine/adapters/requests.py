@@ -20,6 +20,8 @@ from millrace.plan.request import Request
 Fill = Callable[[int, Adapter | None], Callable[[], bool]]
 """(slot, matrices; None to empty it): begins to fill it. What it returns is asked until it says that later steps may
 read the slot."""
+_SEE_LOG = "the server's log and its operators see why."
+"""Errors of reading name files, which are not for everybody."""
 MAX_PASSED_S = 2.0
 """When a request has waited this long for a slot, no new request is given the slot used longest ago: it becomes free as
 its open requests end."""
@@ -74,6 +76,8 @@ class AdaptedRequests:
         """By open request."""
         self._held: OrderedDict[int, _Held] = OrderedDict()
         self._failed: list[Failed] = []
+        self._doomed: dict[int, Request] = {}
+        """Those of `_failed`, until they are dropped."""
         self.expected: dict[str, Known] = {}
         """By name: adapters that are being added."""
         self.num_fills = 0
@@ -111,10 +115,10 @@ class AdaptedRequests:
         why it must end."""
         known = self.store.get(params.adapter) or self.expected.get(params.adapter)
         if known is None:
-            self._failed.append(Failed(request.id, unknown_adapter(params.adapter, self.store.names())))
+            self._fail(request, unknown_adapter(params.adapter, self.store.names()))
             return True
         if failure := self._too_large(known):
-            self._failed.append(Failed(request.id, _cannot(known, failure)))
+            self._fail(request, _cannot(known, failure))
             return True
         held = _Held(request, params, known, self._clock())
         if self._seat(held):
@@ -141,7 +145,7 @@ class AdaptedRequests:
     def drop(self, request_id: int) -> Request | None:
         """The request ends while it is held: return it, or None if it is not held."""
         held = self._held.pop(request_id, None)
-        return None if held is None else held.request
+        return self._doomed.pop(request_id, None) if held is None else held.request
 
     def expired(self, now: float) -> list[int]:
         return [one for one, held in self._held.items() if held.request.deadline < now]
@@ -161,7 +165,7 @@ class AdaptedRequests:
                 held.needs_files = False
                 if failure := known.failure or self._too_large(known):
                     del self._held[held.request.id]
-                    self._failed.append(Failed(held.request.id, _cannot(known, failure)))
+                    self._fail(held.request, _cannot(known, _SEE_LOG if known.failure else failure))
 
     def _too_large(self, known: Known) -> str:
         if self._max_bytes is None or known.num_bytes <= self._max_bytes:
@@ -170,6 +174,10 @@ class AdaptedRequests:
             f"it has {known.num_bytes:,} bytes, and the device has {self._max_bytes:,} for all adapters. Raise"
             " --max-adapters or --max-lora-rank, which reserve more."
         )
+
+    def _fail(self, request: Request, message: str) -> None:
+        self._doomed[request.id] = request
+        self._failed.append(Failed(request.id, message))
 
     def _seat(self, held: _Held) -> bool:
         known = held.known

@@ -110,6 +110,9 @@ class EngineAdapters:
         self._adding = [adding for adding in self._adding if adding.known not in loaded]
         if loaded:
             self._requests.note_loaded(loaded)
+            for known in loaded:
+                if known.failure:
+                    log.warning("The adapter %r cannot be used: %s", known.name, known.failure)
         return replies
 
     def _watch(self, now: float) -> None:

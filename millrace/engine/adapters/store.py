@@ -182,9 +182,9 @@ class AdapterStore:
             self._held.pop(digest, None)
 
 
-def parse_adapters(text: str) -> dict[str, Path]:
-    """NAME=PATH,NAME=PATH"""
-    found: dict[str, Path] = {}
+def parse_adapters(text: str) -> dict[str, str]:
+    """NAME=PATH,NAME=PATH; a path may be a hub name."""
+    found: dict[str, str] = {}
     for item in filter(None, (part.strip() for part in text.split(","))):
         name, equals, path = item.partition("=")
         if not equals or not path:
@@ -192,7 +192,7 @@ def parse_adapters(text: str) -> dict[str, Path]:
         check_name(name)
         if name in found:
             raise AdapterError(f"adapters names {name!r} twice.", param="adapters")
-        found[name] = Path(path).expanduser()
+        found[name] = path
     return found
 
 

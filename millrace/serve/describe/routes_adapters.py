@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Literal
 
 import msgspec
 from aiohttp import web
 
-from millrace.errors import AdapterError, Conflict, Forbidden, ModelNotFound
+from millrace.errors import AdapterError, Conflict, Forbidden, ModelError, ModelNotFound
 from millrace.link.messages import AdapterFigures, AddAdapter
 from millrace.serve.describe.asked_model import asked_model
 from millrace.serve.http.body import BodyDecoder, read_body
@@ -18,13 +19,16 @@ from millrace.serve.served_models import ServedModel
 from millrace.serve.state import STATE, FrontState
 from millrace.serve.tenancy.owner import is_operator
 from millrace.serve.tenancy.trust import may_manage
+from millrace.sources.adapters.find import adapter_folder
 
 
 class AdapterRequest(Strict, kw_only=True):
     """The body of POST /v1/adapters."""
 
     name: Annotated[str, described("Requests name it `MODEL:NAME`, or `NAME`.", minLength=1, maxLength=128)]
-    path: Annotated[str, described("Directory that PEFT has saved, on the server's machine.", minLength=1)]
+    path: Annotated[
+        str, described("Directory that PEFT has saved, on the server's machine, or `org/repo` on the hub.", minLength=1)
+    ]
     model: Annotated[str | None, described("Name of the served model; default: the first model.")] = None
     replace: Annotated[bool, described("Replace an adapter of this name; else it is refused.")] = False
 
@@ -149,7 +153,12 @@ async def add(state: FrontState, model: ServedModel[FrontState], asked: AddAdapt
             " `load_inplace`), or give this one another name.",
             param="name",
         )
-    answer = await model.client.add_adapter(asked)
+    try:
+        max_bytes, offline = state.config.adapters.max_bytes, state.config.model.offline
+        folder = await asyncio.to_thread(adapter_folder, asked.path, max_bytes=max_bytes, offline=offline)
+    except ModelError as error:
+        raise AdapterError(error.message, param="path") from error
+    answer = await model.client.add_adapter(msgspec.structs.replace(asked, path=str(folder)))
     if answer.error:
         raise AdapterError(answer.error, param="path")
     return answer.adapters[0]

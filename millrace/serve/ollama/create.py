@@ -36,7 +36,6 @@ from millrace.serve.state import STATE, FrontState
 BLOBS_PATH = "/api/blobs/"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_NAME_CHARS = 120
-GIB = 1 << 30
 _SAMPLING = {
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p")},
     "repeat_penalty": "repetition_penalty",
@@ -155,7 +154,7 @@ async def _receive(request: web.Request, state: FrontState, path: Any) -> str:
 
 
 def _check_size(num_bytes: int, state: FrontState) -> None:
-    limit = int(state.config.adapters.adapter_memory * GIB)
+    limit = state.config.adapters.max_bytes
     if num_bytes > limit:
         raise BodyTooLarge(
             f"The file has at least {num_bytes} bytes; adapters may have {limit} (--adapter-memory). Nothing was kept."
