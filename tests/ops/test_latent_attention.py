@@ -1,4 +1,4 @@
-"""Latent attention in Triton against the reference: tiles, parts of a context, groups of heads."""
+"""Latent attention in Triton and in C++ against the reference: tiles, parts of a context, groups of heads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from helpers.paged import make_attention_case
 from helpers.triton_mode import device, interpreted
 
 from millrace.ops.attention import latent as versions
-from millrace.ops.attention.latent import PagedLatentAttention, ReferenceLatentAttention
+from millrace.ops.attention.latent import NativeLatentAttention, PagedLatentAttention, ReferenceLatentAttention
+from millrace.ops.attention.rows import PlainRows
 
 HALF = torch.float16 if interpreted else torch.bfloat16
 """Triton's interpreter cannot multiply bfloat16."""
@@ -53,3 +54,49 @@ def test_programs_that_share_keys(programs: int, monkeypatch: pytest.MonkeyPatch
     """From one part to more parts than a row has tiles of keys."""
     monkeypatch.setattr(versions, "num_multiprocessors", lambda _: programs)
     compare([(1, 200), (2, 90)], dtype=torch.float32)
+
+
+# --- in C++ ---
+
+
+def case_on_cpu(
+    rows: list[tuple[int, int]], heads: int, width: int, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int = 16
+) -> tuple[torch.Tensor, torch.Tensor, PlainRows]:
+    queries, kv, batch = make_attention_case(
+        rows, heads=heads, kv_heads=1, head_dim=width, block_size=block_size, dtype=dtype
+    )
+    return queries, kv[:1].to(kv_dtype), batch
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [(torch.float32, torch.float32), (torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16)],
+)
+@pytest.mark.parametrize(("heads", "rank", "rope_dim"), [(3, 20, 8), (6, 48, 16), (70, 16, 16), (16, 512, 64)])
+def test_native(heads: int, rank: int, rope_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """Sizes in whole vectors, which are read in place, and others; several units of a row."""
+    queries, kv, batch = case_on_cpu(MIXED, heads, rank + rope_dim, dtype, kv_dtype)
+    native, reference = (
+        version(heads, rank, rope_dim, 0.3) for version in (NativeLatentAttention, ReferenceLatentAttention)
+    )
+    found = native(queries, kv, native.prepare(batch, 16, None))
+    assert found.dtype == dtype
+    wanted = reference(queries, kv, reference.prepare(batch, 16, None))
+    torch.testing.assert_close(found.float(), wanted.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_native_sums_depend_on_the_context_alone() -> None:
+    """The same queries in a step of their own, and alone in their rows."""
+    queries, kv, batch = case_on_cpu([(70, 150)], 5, 48, torch.float32, torch.float32)
+    attention = NativeLatentAttention(5, 32, 16, 0.3)
+    whole = attention(queries, kv, attention.prepare(batch, 16, None))
+    for token in (0, 1, 33, 69):
+        alone = PlainRows(
+            torch.tensor([0, 1], dtype=torch.int32),
+            torch.tensor([81 + token], dtype=torch.int32),
+            batch.block_tables,
+            [0, 1],
+            [81 + token],
+        )
+        found = attention(queries[token : token + 1], kv, attention.prepare(alone, 16, None))
+        assert torch.equal(found[0], whole[token])

@@ -13,10 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from millrace.ops.attention.native import PreparedNative, prepare_native
 from millrace.ops.attention.paged import PagedAttention, PreparedRows
 from millrace.ops.attention.reference import PreparedReference
 from millrace.ops.attention.rows import AttentionRows, plain_rows
 from millrace.ops.base.version import Version
+from millrace.ops.cpp.native import DTYPES, KV_DTYPES, native, native_missing
 from millrace.ops.kv.cache import CacheFormat, read_kv
 from millrace.ops.triton import triton_missing
 from millrace.ops.tuning.load import num_multiprocessors
@@ -53,6 +55,42 @@ class ReferenceLatentAttention:
         return weights @ latents[:, : self._rank]
 
 
+class NativeLatentAttention:
+    """In C++ (cpp/attention/latent.cpp): one pass over the paged cache."""
+
+    def __init__(self, num_heads: int, rank: int, rope_dim: int, scale: float) -> None:
+        self._attention = native().without_gil.latent_attention
+        self._sizes, self._scale = (num_heads, rank, rank + rope_dim), scale
+
+    def prepare(
+        self, rows: AttentionRows, block_size: int, window: int | None, cache_format: CacheFormat = "plain"
+    ) -> PreparedNative:
+        assert window is None
+        return prepare_native(rows, None)
+
+    def __call__(self, queries: Tensor, kv: Tensor, prepared: PreparedNative, sinks: Tensor | None = None) -> Tensor:
+        assert sinks is None
+        heads, rank, width = self._sizes
+        queries = queries.contiguous()
+        out = torch.empty((queries.shape[0], heads * rank), dtype=queries.dtype)
+        self._attention(
+            DTYPES[queries.dtype],
+            KV_DTYPES[kv.dtype],
+            queries.data_ptr(),
+            kv.data_ptr(),
+            out.data_ptr(),
+            *prepared.addresses,
+            prepared.num_rows,
+            prepared.table_width,
+            heads,
+            rank,
+            width,
+            kv.shape[3],
+            self._scale,
+        )
+        return out
+
+
 class PagedLatentAttention(PagedAttention):
     """The version for CUDA devices. All rows are tiled, those that decode too."""
 
@@ -85,6 +123,16 @@ class PagedLatentAttention(PagedAttention):
 
 
 VERSIONS = (
+    Version(
+        op="latent_attention",
+        name="native",
+        make=NativeLatentAttention,
+        when="C++: one pass over the paged latents, each query summed over the same tiles whatever the batch",
+        devices=("cpu",),
+        dtypes=tuple(DTYPES),
+        invariant_on=("cpu",),
+        missing=native_missing,
+    ),
     Version(
         op="latent_attention",
         name="paged",

@@ -26,6 +26,13 @@ class PreparedNative:
     """0 for none."""
 
 
+def prepare_native(rows: AttentionRows, window: int | None) -> PreparedNative:
+    rows = plain_rows(rows)
+    tensors = (rows.query_starts.contiguous(), rows.seq_lens.contiguous(), rows.block_tables.contiguous())
+    addresses = (tensors[0].data_ptr(), tensors[1].data_ptr(), tensors[2].data_ptr())
+    return PreparedNative(tensors, addresses, tensors[1].shape[0], tensors[2].shape[1], window or 0)
+
+
 class NativeAttention:
     def __init__(
         self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, softcap: float | None = None
@@ -38,10 +45,7 @@ class NativeAttention:
     def prepare(
         self, rows: AttentionRows, block_size: int, window: int | None, cache_format: CacheFormat = "plain"
     ) -> PreparedNative:
-        rows = plain_rows(rows)
-        tensors = (rows.query_starts.contiguous(), rows.seq_lens.contiguous(), rows.block_tables.contiguous())
-        addresses = (tensors[0].data_ptr(), tensors[1].data_ptr(), tensors[2].data_ptr())
-        return PreparedNative(tensors, addresses, tensors[1].shape[0], tensors[2].shape[1], window or 0)
+        return prepare_native(rows, window)
 
     def __call__(self, queries: Tensor, kv: Tensor, prepared: PreparedNative, sinks: Tensor | None = None) -> Tensor:
         heads, kv_heads, head_dim = self._sizes

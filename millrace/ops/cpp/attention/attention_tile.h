@@ -1,5 +1,6 @@
-// What plain vectors compute of a tile of 64 keys, all in float32: scores, weights, sums of weighted values. Only for
-// attention.cpp; every query has the same operations in the same order, whatever the other queries.
+// What plain vectors compute of a tile of 64 keys, all in float32: scores, weights, sums of weighted values. Every query
+// has the same operations in the same order, whatever the other queries. attention.cpp uses a Scratch, latent.cpp has
+// one of its own (M).
 #pragma once
 
 #include "attention/attention.h"
@@ -93,7 +94,8 @@ inline void hide(float* scores, int before, int last) {
 }
 
 // Turns the scores of ROWS queries into weights relative to the largest so far, and rescales their earlier sums.
-inline __attribute__((noinline)) void weigh(Scratch& m, int first, int64_t tile, int64_t window, float softcap) {
+template <typename M>
+inline __attribute__((noinline)) void weigh(M& m, int first, int64_t tile, int64_t window, float softcap) {
     vf top[ROWS];
     for (int row = 0; row < ROWS; row++) {
         float* scores = m.scores[first + row];
@@ -129,8 +131,8 @@ inline __attribute__((noinline)) void weigh(Scratch& m, int first, int64_t tile,
 
 // Adds VECTORS vectors of the values, from column d on, times the weights of ROWS queries. value(k, d): a vector of the
 // values of key k.
-template <int VECTORS, typename F>
-inline __attribute__((always_inline)) void add_columns(Scratch& m, int first, int64_t d, F value) {
+template <int VECTORS, typename M, typename F>
+inline __attribute__((always_inline)) void add_columns(M& m, int first, int64_t d, F value) {
     vf sums[ROWS][VECTORS];
     float* targets = m.sums_at(first) + d;
     const float* weights = m.scores[first];
@@ -157,15 +159,16 @@ inline __attribute__((always_inline)) void add_columns(Scratch& m, int first, in
 }
 
 // Adds the values of a tile times the weights of ROWS queries.
-template <typename F>
-inline __attribute__((always_inline)) void add_values(Scratch& m, int first, F value) {
+template <typename M, typename F>
+inline __attribute__((always_inline)) void add_values(M& m, int first, F value) {
     int64_t d = 0;
     for (; d + 4 * LANES <= m.head_dim; d += 4 * LANES) add_columns<4>(m, first, d, value);
     for (; d < m.head_dim; d += LANES) add_columns<1>(m, first, d, value);
 }
 
 // The same with values that were converted to floats.
-inline __attribute__((noinline)) void add_converted(Scratch& m, int first) {
+template <typename M>
+inline __attribute__((noinline)) void add_converted(M& m, int first) {
 #if defined(__aarch64__)
     for (int64_t d = 0; d < m.head_dim; d += LANES)
         sum_products(m.sums_at(first) + d, m.width, m.values + d, m.width, m.scores[first], KEYS, KEYS, true);
