@@ -466,4 +466,22 @@ class Retain(msgspec.Struct, frozen=True, omit_defaults=True):
     """Keep the answer's blocks too, once the request has ended."""
 
 
+MAX_DOCUMENTS = 64
+"""Of one request."""
+
+
+class DocumentSpan(msgspec.Struct, frozen=True, array_like=True):
+    start: int
+    end: int
+    first: int
+    """The tokens before this one are computed in their place."""
+
+
+class Documents(msgspec.Struct, frozen=True):
+    """Parts of a prompt, in order, whose keys and values may be those of the same text alone. The answer is then an
+    approximation."""
+
+    spans: tuple[DocumentSpan, ...]
+
+
 DEFAULT_ROW_PARAMS = RowParams(DrawParams())

@@ -55,6 +55,7 @@ from millrace.run.device.defaults import DeviceDefaults
 from millrace.run.device.device import Device, open_device
 from millrace.run.device.kv_pool import bytes_per_token, resolve_kv_dtype
 from millrace.run.device.precision import Precision, choose_precision
+from millrace.run.device.token_placing import placing_objection
 from millrace.run.drafting.drafter import DraftGuide
 from millrace.run.drafting.drafters import AUTO, AUTO_TEXT, TEXT_DRAFTERS, offered_drafters
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
@@ -437,7 +438,17 @@ def _ready(config: Config, decided: Decided, identity: str) -> EngineReady:
         device_bytes_per_s=measured.bytes_per_s,
         device_flops=measured.flops,
         adapters=tuple(sorted(parse_adapters(config.adapters.adapters))) if config.adapters.num_slots else None,
+        no_documents=_why_documents_stay(config, decided),
     )
+
+
+def _why_documents_stay(config: Config, decided: Decided) -> str:
+    """Why cached documents cannot be used at other positions, as a clause; empty if they can."""
+    if not decided.device.defaults.places_tokens:
+        return "only engines on a CPU copy keys and values to other positions yet"
+    if not config.plan.prefix_cache:
+        return "the engine runs without --prefix-cache"
+    return placing_objection(decided.spec, has_drafter=decided.drafter is not None)
 
 
 def _model_identity(config: Config, decided: Decided) -> list[str]:

@@ -219,6 +219,7 @@ class Ledger:
             handle=entry.diagnostics.handle,
             resident_tokens=entry.diagnostics.resident_tokens,
             refused=entry.diagnostics.refused,
+            placed_tokens=ended.placed_tokens,
         )
         self.tenants.close(entry.tenant, was_running=entry.is_running)
         if entry.adapter:

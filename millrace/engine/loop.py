@@ -518,6 +518,7 @@ def _to_request(message: NewRequest, facts: RunnerFacts, *, has_drafts: bool = T
         deadline=message.deadline if message.deadline is not None else float("inf"),
         salt=message.cache_salt.encode(),
         retain=message.retain,
+        documents=message.documents,
         read_cache=params.prompt_logprobs is None and params.pooling != "mean",
         constrained=constrained,
         can_draft=has_drafts and _can_draft(params, facts),

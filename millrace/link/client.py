@@ -23,6 +23,7 @@ import msgspec
 from millrace.errors import EngineUnavailable, ModelNotFound, Overloaded
 from millrace.link.block_parts import PartAnswer, PartOfPrefix
 from millrace.link.channel import FrontChannel, NoEngine
+from millrace.link.documents import UNREAD, check_documents, texts_alone
 from millrace.link.known_adapters import KnownAdapters
 from millrace.link.kv_listeners import KvListeners
 from millrace.link.limits import check_allowed_ends, check_named_ids, checked_ids, overflow, text_too_long
@@ -61,7 +62,7 @@ from millrace.link.messages import (
 )
 from millrace.link.open_requests import TOKEN_BYTES, OpenRequests, RequestSink
 from millrace.observe.sketch import Sketch
-from millrace.params import FinishReason, Retain, SamplingParams
+from millrace.params import Documents, FinishReason, Retain, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -244,13 +245,14 @@ class EngineClient:
         deadline: float | None = None,
         cache_salt: str = "",
         retain: Retain | None = None,
+        documents: Documents | None = None,
         caller: Caller = ANONYMOUS,
         search: int | None = None,
         output: Sequence[int] = (),
     ) -> int:
-        """Send one request to the engine. `deadline` is on `time.monotonic`. `search`: id of the beam search that it is
-        a step of. `output`: tokens that another server generated, after which this one goes on. Returns its id, for
-        `abort`."""
+        """Send one request to the engine. `deadline` is on `time.monotonic`. `documents`: each is computed alone too,
+        so that it is cached. `search`: id of the beam search that it is a step of. `output`: tokens that another server
+        generated, after which this one goes on. Returns its id, for `abort`."""
         # A search whose engine died goes on with the next one, as its open steps do.
         ready = self._limits_or_raise(may_wait=search is not None and self.requests.is_waiting)
         self._check_adapter(params.adapter)
@@ -262,6 +264,11 @@ class EngineClient:
             end_token_ids = ()
         end_token_ids = tuple(dict.fromkeys((*end_token_ids, *params.stop_token_ids)))
         check_allowed_ends(params, end_token_ids)
+        if documents is not None and documents.spans:
+            check_documents(documents, params, ready, has_handle=retain is not None)
+            for text in texts_alone(documents, token_ids.tolist(), ready.block_size):
+                alone = SamplingParams(temperature=0.0, max_tokens=0, pooling="last", adapter=params.adapter)
+                self.submit(text, alone, UNREAD, priority=priority, cache_salt=cache_salt, caller=caller)
         request_id = self._new_id()
         if not self.requests.by_id:
             self._last_progress = time.monotonic()  # An idle engine sends nothing, so its silence counts from now.
@@ -281,6 +288,7 @@ class EngineClient:
             weight=caller.weight,
             cache_salt=cache_salt,
             retain=retain,
+            documents=documents,
             search=search,
             resumed=resumed,
         )

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from millrace.link.block_parts import PartOfPrefix
 from millrace.link.frames import HEADER
-from millrace.params import FinishReason, Retain, SamplingParams
+from millrace.params import Documents, FinishReason, Retain, SamplingParams
 
 FRONT_SHIFT = 48
 KV_KEY_BYTES = 8
@@ -59,6 +59,7 @@ class NewRequest(msgspec.Struct, frozen=True, tag="new"):
     """Weight of the tenant's fair share."""
     cache_salt: str = ""
     retain: Retain | None = None
+    documents: Documents | None = None
     search: int | None = None
     """Id of the beam search that this is one step of. From its first step to `EndSearch`, a search is one request."""
     resumed: Resumption | None = None
@@ -256,6 +257,8 @@ class Finish(msgspec.Struct, frozen=True):
     """Of a request with a handle: prompt tokens that were on the device when it arrived."""
     refused: str = ""
     """Why no handle keeps its prompt, although that was asked for."""
+    placed_tokens: int = 0
+    """Prompt tokens whose keys and values were those of a document at other positions."""
     vector: bytes = b""
     """Of a request with `pooling` that succeeded: float32."""
 
@@ -515,6 +518,8 @@ class EngineReady(msgspec.Struct, frozen=True, tag="ready"):
     """What the memory plan chose, and the settings that change it."""
     adapters: tuple[str, ...] | None = None
     """Names of its adapters; None if it takes none (no slots)."""
+    no_documents: str = ""
+    """Why cached documents cannot be used at other positions, as a clause; empty if they can."""
 
 
 class EngineLoading(msgspec.Struct, frozen=True, tag="loading"):

@@ -36,7 +36,15 @@ from millrace.llm.ranking import (
 from millrace.llm.stream import Submit
 from millrace.llm.tools import Toolbox
 from millrace.observe.progress import count_progress, is_watched
-from millrace.params import NEUTRAL_DEFAULTS, BeamParams, Pooling, SamplingDefaults, SamplingParams, check_drafter
+from millrace.params import (
+    NEUTRAL_DEFAULTS,
+    BeamParams,
+    Documents,
+    Pooling,
+    SamplingDefaults,
+    SamplingParams,
+    check_drafter,
+)
 from millrace.serve.generate.chat.open_chat import Chat
 from millrace.serve.generate.vectors import NOT_TRAINED
 from millrace.sources.encoders.encoder_files import EncoderFiles, EncoderTask
@@ -159,7 +167,9 @@ class Calls:
         opened = self.open_chat(messages, options, tool_choice)
 
         async def answer() -> Generation[Any]:
-            found = await self._generate_one(opened.prompt.token_ids, opened.params, opened.form, options.schema)
+            found = await self._generate_one(
+                opened.prompt.token_ids, opened.params, opened.form, options.schema, opened.prompt.documents
+            )
             found.messages = [*messages, answer_message(found.choices[0])]
             return found
 
@@ -169,7 +179,8 @@ class Calls:
         self, messages: list[dict[str, Any]], options: ChatOptions, tool_choice: ToolChoice | None
     ) -> Submit:
         opened = self.open_chat(messages, options, tool_choice)
-        return partial(self._submit, opened.prompt.token_ids, opened.params, form=opened.form, schema=options.schema)
+        parts = {"form": opened.form, "schema": options.schema, "documents": opened.prompt.documents}
+        return partial(self._submit, opened.prompt.token_ids, opened.params, **parts)
 
     # -- vectors and scores ----------------------------------------------------------------------------------------
     def embed(
@@ -309,16 +320,21 @@ class Calls:
                 task.cancel()
 
     async def _generate_one(
-        self, token_ids: list[int], params: SamplingParams, form: AnswerForm | None = None, schema: Any = None
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        form: AnswerForm | None = None,
+        schema: Any = None,
+        documents: Documents | None = None,
     ) -> Generation[Any]:
-        collectors = await self._submit(token_ids, params, None, form=form, schema=schema)
+        collectors = await self._submit(token_ids, params, None, form=form, schema=schema, documents=documents)
         try:
             choices = [await collector.done for collector in collectors]
         finally:
             for collector in collectors:
                 collector.cancel()
         first = collectors[0]
-        return Generation(token_ids, choices, first.prompt_logprobs, first.cached_tokens)
+        return Generation(token_ids, choices, first.prompt_logprobs, first.cached_tokens, first.document_tokens)
 
     async def _submit(
         self,
@@ -328,6 +344,7 @@ class Calls:
         *,
         form: AnswerForm | None = None,
         schema: Any = None,
+        documents: Documents | None = None,
     ) -> list[Collector]:
         collectors: list[Collector] = []
         if self.encoder is not None and not self.encoder.is_decoder:
@@ -342,7 +359,7 @@ class Calls:
             collector = Collector(self.client, self.tokenizer, choice_params, index, on_part, form, schema)
             collectors.append(collector)
             try:
-                collector.submit(token_ids)
+                collector.submit(token_ids, documents)
             except MillraceError:
                 for other in collectors:
                     other.cancel()

@@ -10,7 +10,7 @@ from millrace.errors import BadRequest, MillraceError, RequestFailed
 from millrace.link.client import EngineClient
 from millrace.link.messages import Finish, TokenLogprobs
 from millrace.llm.outputs import Choice, StreamPart, ToolCall
-from millrace.params import SamplingParams
+from millrace.params import Documents, SamplingParams
 from millrace.serve.generate.chat.answer_reader import AnswerReader
 from millrace.serve.generate.chat.tools import arguments_of
 from millrace.text.answer_events import ReasoningSaid, TextSaid
@@ -47,12 +47,12 @@ class Collector:
         self._request_id: int | None = None
         self.choice: Choice[Any] = Choice(index, logprobs=[] if params.logprobs is not None else None, schema=schema)
         self.prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-        self.cached_tokens = 0
+        self.cached_tokens = self.document_tokens = 0
         self.done: asyncio.Future[Choice] = asyncio.get_running_loop().create_future()
 
-    def submit(self, token_ids: list[int]) -> None:
+    def submit(self, token_ids: list[int], documents: Documents | None) -> None:
         self._request_id = self._client.submit(
-            token_ids, self._params, self, end_token_ids=self._tokenizer.end_token_ids
+            token_ids, self._params, self, end_token_ids=self._tokenizer.end_token_ids, documents=documents
         )
 
     def cancel(self) -> None:
@@ -95,7 +95,7 @@ class Collector:
         self.prompt_logprobs = logprobs
 
     def on_finish(self, finish: Finish) -> None:
-        self.cached_tokens = finish.cached_tokens
+        self.cached_tokens, self.document_tokens = finish.cached_tokens, finish.placed_tokens
         if finish.reason == "refused":
             self._fail(BadRequest(finish.message, param="grammar", code="invalid_schema"))
             return

@@ -22,6 +22,7 @@ from millrace.serve.openai.translate_messages import conversation_of
 from millrace.serve.openai.translate_tools import tools_of
 from millrace.text.answer_formats import AnswerFormats
 from millrace.text.chat.template import ChatTemplate
+from millrace.text.document_spans import encode_with_documents
 from millrace.text.tokenizers.tokenizer import Tokenizer
 
 Messages = str | Sequence[Mapping[str, Any]]
@@ -92,5 +93,9 @@ def open_conversation(model: ChatModel, conversation: Conversation, use: ToolUse
         tools=tools,
         **conversation.template_kwargs,
     )
-    prompt = TokenPrompt(model.tokenizer.encode(text, add_special=False), None)
+    if conversation.documents:
+        token_ids, documents = encode_with_documents(model.tokenizer, text, conversation.documents)
+        prompt = TokenPrompt(token_ids, None, documents=documents)
+    else:
+        prompt = TokenPrompt(model.tokenizer.encode(text, add_special=False), None)
     return open_prompt(model, with_reasoning(model, prompt, text), params, use=use, grammar_field="schema")

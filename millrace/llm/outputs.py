@@ -86,6 +86,8 @@ class Generation(Generic[Parsed]):
     choices: list[Choice[Parsed]]
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     cached_tokens: int = 0
+    document_tokens: int = 0
+    """Prompt tokens whose KV was that of a document at another place: if there are any, the answer is approximate."""
     messages: list[dict[str, Any]] = field(default_factory=list)
     """Of `chat`: the conversation with the first answer, and with the tools' results; the next call may continue it."""
 

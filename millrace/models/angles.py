@@ -25,6 +25,11 @@ class Angles:
         """Per rope float32 [T, rotary_dim], computed for positions [T]."""
         return [rope_angles(positions, frequencies, factor) for factor, frequencies in self._ropes]
 
+    def turns(self, distance: int) -> list[Tensor]:
+        """Per rope float32 [1, rotary_dim]: by how much a key turns when its token moves by so many positions."""
+        at = [torch.tensor([distance], device=frequencies.device) for _, frequencies in self._ropes]
+        return [rope_angles(own, frequencies, 1.0) for own, (_, frequencies) in zip(at, self._ropes, strict=True)]
+
     def upto(self, num_positions: int) -> list[Tensor]:
         """Per rope float32 [at least num_positions, rotary_dim], bit-equal to `of`. The tables do not move until more
         positions are needed than they hold."""

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 
 from millrace.plan.budget import ChunkBudget, StepBudget
+from millrace.plan.documents.placing import Span
 from millrace.plan.kv.host_tier import Loading
 from millrace.plan.kv.prefix import Match
 from millrace.plan.queue.admission_forecast import AdmissionForecast
@@ -77,7 +78,7 @@ class Admitting:
             if self._prefix.is_held(request):
                 continue
             match = self._prefix.match(request)
-            if self._prefix.must_wait(request, match):
+            if self._prefix.must_wait(request, match) or seating.documents.must_wait(request):
                 continue
             if not forecast.admit(request, match):
                 return self._choose_victim(request, "memory", now)
@@ -95,15 +96,26 @@ class Admitting:
         return cause if len(self._waiting) else "none"
 
     def _seat(self, request: Request, match: Match, now: float) -> int:
+        spans = self._spans(request, match)
         if request.preemptions == 0:
+            request.placed_tokens = sum(span.end - span.start for span in spans)
             request.cached_tokens = min(match.num_columns * self._rows.block_size, request.num_prompt)
             self.delays.note("none", now)
             request.diagnostics.waited_for = self.delays.since(request.diagnostics.delays_before)
             self._prefix.note_divergence(request, match)
             self._charge(request)
-        row = self._seating.admit(request, match)
+        row = self._seating.admit(request, match, spans)
         self._rows.expected[row] = self._lengths.expected(request)
         return row
+
+    def _spans(self, request: Request, match: Match) -> list[Span]:
+        """Of documents, as far as there are blocks for them now: the others are computed as blocks become free."""
+        spans = self._seating.documents.find(request, match)
+        held = match.found + [block for span in spans for block in span.blocks]
+        num_left = self._seating.num_available_columns - self._pool.num_unreferenced(held)
+        while spans and -(-spans[-1].end // self._rows.block_size) - match.num_columns > num_left:
+            spans.pop()
+        return spans
 
     def _choose_victim(self, request: Request, cause: Cause, now: float) -> Cause:
         """Choose a running request to preempt for this one before a step is planned. Returns `cause`.

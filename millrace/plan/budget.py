@@ -144,7 +144,8 @@ class StepBudget:
         rows = seating.rows
         computed, known, size = int(rows.computed[row]) + taken, int(rows.known[row]), rows.block_size
         holds = int(rows.num_blocks[row]) + seating.num_available_columns
-        count = max(0, min(known - computed, budget, holds * size - computed))
+        most = seating.documents.most(row, known - computed + taken) - taken
+        count = max(0, min(most, budget, holds * size - computed))
         if count == budget:
             past_multiple = (computed + count) % self.token_budget
             can_cut = past_multiple < count if 2 * count > self.token_budget else 2 * past_multiple <= count

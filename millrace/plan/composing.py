@@ -86,6 +86,7 @@ class Composer:
             scored=scored,
             pooled=pooled,
             states=states,
+            placed=self._seating.documents.take([one.row for one in admitted]) if admitted else (),
             captures=captures,
             epoch=self._epoch,
         )
@@ -103,6 +104,8 @@ class Composer:
         has_silent = rows.num_silent > 0 and bool(rows.silent[table_rows].any())
         if has_silent:
             samples &= ~rows.silent[table_rows]
+        if self._seating.documents:
+            self._seating.documents.leap(table_rows.tolist())
         # The token that this step draws counts as known from here on, although only the device will have it.
         rows.known[table_rows] = known + samples
         return starts, samples, has_silent

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
 
-from millrace.params import DEFAULT_ROW_PARAMS, FinishReason, Retain, RowParams
+from millrace.params import DEFAULT_ROW_PARAMS, Documents, FinishReason, Retain, RowParams
 from millrace.plan.step import Ended, Int32s
 
 INTERACTIVE, STANDARD, BATCH = 0, 1, 2
@@ -79,6 +80,8 @@ class Request:
     """False if every token must be drawn, also where the grammar allows only one."""
     retain: Retain | None = None
     """Keep its prompt cached after its end."""
+    documents: Documents | None = None
+    """Parts of its prompt whose cached keys and values may be used at other positions."""
     row_params: RowParams = DEFAULT_ROW_PARAMS
     output: bytes = b""
     """Tokens that another engine generated, as int32 bytes. They are computed again, as after a preemption."""
@@ -91,15 +94,21 @@ class Request:
     """Chained hashes of the full blocks of `history`, computed as needed."""
     block_tokens: list[bytes] = field(default_factory=list)
     """The tokens of the blocks in `hashes`."""
+    text_blocks: dict[int, list[tuple[bytes, bytes]]] = field(default_factory=dict)
+    """By start of a document: hashes and tokens of its blocks alone, computed as needed."""
     held_by: bytes | None = None
     """Hash of the block it waits for, which a running request is computing."""
     loads: int = 0
     """Times that blocks of its prefix were loaded from host memory for it since it began to wait."""
     returns: int = 0
     """Times that blocks of its prefix were read from the disk for it since it began to wait."""
+    exact_end: int = sys.maxsize
+    """While it runs: keys and values from this position on are approximate, and never enter the prefix cache."""
     num_output: int = field(init=False)
     cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at the first admission."""
+    placed_tokens: int = 0
+    """Prompt tokens whose keys and values were those of a document at other positions, at the first admission."""
     num_computed: int = 0
     """Tokens whose KV had been computed or found when it last left its row, or its engine."""
     preemptions: int = 0
@@ -157,4 +166,5 @@ def end_of(
         num_output=num_output,
         cached_tokens=request.cached_tokens,
         preemptions=request.preemptions,
+        placed_tokens=request.placed_tokens,
     )

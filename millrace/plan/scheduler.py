@@ -611,11 +611,13 @@ class Scheduler:
         self.run_deferred()
         oldest = self._in_flight.oldest
         suspects = tuple(row for row in oldest.rows.tolist() if self.rows.active[row]) if oldest is not None else ()
+        first_lost = self._in_flight.next_step if oldest is None else oldest.step_no
         self._in_flight.clear()
         self._composer.forget()
         self._confirming.forget()
         self.pool.complete(self._in_flight.next_step)
         self.rows.complete(self._in_flight.next_step)
         self.rows.rewind()
+        self._seating.documents.rewind(first_lost)
         self._seating.announce_all_again()
         return suspects

@@ -5,11 +5,13 @@ What the runner has to be told (admissions, releases, new blocks) is collected h
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Collection
 
 import numpy as np
 
+from millrace.plan.documents.placing import PlacedDocuments, Span
 from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.kv.block_pool import BlockPool
 from millrace.plan.kv.checkpoints import Checkpoints
@@ -30,6 +32,7 @@ class Seating:
         self._in_flight = in_flight
         self._num_groups, self._block_size = groups.num_groups, rows.block_size
         self._windowed = groups.windowed
+        self.documents = PlacedDocuments(rows, pool, prefix, in_flight)
         self.most_blocks = 0
         """Upper bound on the blocks of the seated requests, whatever they generate."""
         self.num_recomputed = 0
@@ -57,8 +60,10 @@ class Seating:
         """Columns of block tables that the available blocks can fill: one block per group each."""
         return self.pool.num_available // self._num_groups
 
-    def admit(self, request: Request, match: Match) -> int:
+    def admit(self, request: Request, match: Match, spans: list[Span]) -> int:
+        """`spans`: of documents, not to be computed."""
         self.pool.share(match.found)
+        request.exact_end = spans[0].start if spans else sys.maxsize
         self.prefix.count(request, match.num_columns)
         self.prefix.expect(request, match.num_columns)
         request.held_by, request.loads, request.returns = None, 0, 0
@@ -70,6 +75,9 @@ class Seating:
         self._unannounced.add(row)
         if self.checkpoints is not None:
             self.checkpoints.seat(row, request, int(self.rows.known[row]), num_columns, num_reached)
+        if spans:
+            self.documents.seat(row, spans)
+            self.grow(row, -(-spans[-1].end // self._block_size) - num_columns)
         return row
 
     def release(self, row: int, reason: ReleaseReason) -> Request:
@@ -79,6 +87,7 @@ class Seating:
         fence = self._in_flight.fence
         if self.checkpoints is not None:
             self.checkpoints.leave(row)
+        self.documents.leave(row)
         request, groups = self.rows.release(row, fence)
         request.num_computed = num_computed
         self.prefix.forget(request)
@@ -157,6 +166,7 @@ class Seating:
     def register_blocks(self, row: int, num_full: int) -> None:
         """Register the row's blocks below column `num_full` in the prefix cache."""
         first = int(self.rows.num_registered[row])
+        num_full = min(num_full, self.rows.request(row).exact_end // self._block_size)
         if num_full <= first:
             return
         self.rows.fold(row)

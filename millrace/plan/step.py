@@ -147,6 +147,22 @@ class ForcedDrafts:
 
 
 @dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.
+class PlacedTokens:
+    """Keys and values of a document that was computed at other positions: copied at the head of the step, with the keys
+    rotated by the distance."""
+
+    sources: Int32s
+    """Blocks that hold the tokens, in order."""
+    source_start: int
+    """Offset of the first token in the first of them."""
+    targets: Int32s
+    target_start: int
+    count: int
+    distance: int
+    """Positions by which the tokens move."""
+
+
+@dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.
 class StateCopies:
     """Copies of recurrent states, in all layers: the first `num_loads` from a slot to a row, before the step's tokens
     are computed; the others from a row to a slot, after them."""
@@ -202,6 +218,8 @@ class StepPlan:
     """True for rows whose result is a vector, pooled from the hidden states of prompt tokens. None if none is."""
     states: StateCopies | None = None
     """Checkpoints of recurrent states that rows begin with or leave. None if there are none."""
+    placed: tuple[PlacedTokens, ...] = ()
+    """Tokens of admitted rows that no step computes."""
     captures: bool = False
     """True if a graph of `shape` is captured with this step: the shape ran before and has none."""
     epoch: int = NO_EPOCH
@@ -277,6 +295,7 @@ class Ended:
     num_output: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
+    placed_tokens: int = 0
 
 
 @dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.

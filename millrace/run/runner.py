@@ -37,6 +37,7 @@ from millrace.run.device.block_contents import BlockContents
 from millrace.run.device.block_copier import JointCopier, OrderedCopier
 from millrace.run.device.device import Device, Pending
 from millrace.run.device.host_blocks import HostBlocks
+from millrace.run.device.token_placing import TokenPlacing
 from millrace.run.drafting.drafted_rows import DraftedRows, VerifiedStep
 from millrace.run.drafting.drafter import Drafter, DraftGuide
 from millrace.run.drafting.drafters import make_drafters
@@ -197,6 +198,7 @@ class Runner:
         self._state_pool = make_state_pool(decoder, device, settings)
         pools, slots = [kv for kv in (self._kv, self._draft_kv) if kv], settings.host_slots
         self._copier = JointCopier([OrderedCopier(kv, slots, device) for kv in pools]) if slots else None
+        self._placing = TokenPlacing(decoder, self._kv, settings.block_size)
         self.contents = BlockContents(pools, device, settings.kv_dtype)
         spec, max_rows = decoder.spec, settings.max_rows
         num_groups = spec.kv_groups.num_groups
@@ -357,6 +359,8 @@ class Runner:
                 drafted.leave(plan)
             self._table.update(plan)
             self._sampler.update(plan)
+            if plan.placed:
+                self._placing.place(plan.placed)
             if self._state_pool is not None:
                 self._state_pool.load(plan.states)
             if drafted is not None:

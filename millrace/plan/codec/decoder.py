@@ -37,6 +37,7 @@ from millrace.plan.codec.layout import (
     INT64,
     IS_HEAD,
     LOCATIONS,
+    PLACED,
     PLAN,
     PLAN_HEAD,
     REASONS,
@@ -59,6 +60,7 @@ from millrace.plan.step import (
     HeadShape,
     Int32s,
     Masks,
+    PlacedTokens,
     Release,
     StateCopies,
     StepInputs,
@@ -173,8 +175,8 @@ def _repeated(reader: _Reader, last: StepPlan | None) -> StepPlan:
 
 def _plan(reader: _Reader) -> StepPlan:
     _, flags, shape_kind, _, step_no, epoch, draft_floor, worth, *numbers = reader.fields(PLAN_HEAD)
-    num_rows, num_updates, shared_blocks, num_admitted, num_released, num_appended, num_forced, *more = numbers
-    num_states, num_loads, *sizes = more
+    num_rows, num_updates, shared_blocks, num_admitted, num_released, num_appended, *more = numbers
+    num_forced, num_placed, num_states, num_loads, *sizes = more
     columns: dict[str, Any] = {name: reader.column(INT32, num_rows) for name in ("rows", "starts", "counts")}
     columns["samples"] = reader.column(BOOL, num_rows)
     names = ("block_rows", "block_cols", "block_ids", "block_groups")
@@ -193,6 +195,7 @@ def _plan(reader: _Reader) -> StepPlan:
         released=tuple([_release(reader) for _ in range(num_released)]),
         appended=tuple([_appended(reader) for _ in range(num_appended)]),
         forced=tuple([_forced(reader) for _ in range(num_forced)]),
+        placed=tuple([_placed(reader) for _ in range(num_placed)]),
         shared_blocks=shared_blocks,
         draft_floor=draft_floor,
         trained_rests=bool(flags & TRAINED_RESTS),
@@ -222,6 +225,12 @@ def _appended(reader: _Reader) -> Appended:
 def _forced(reader: _Reader) -> ForcedDrafts:
     row, num_tokens = reader.fields(FORCED)
     return ForcedDrafts(row, reader.column(INT32, num_tokens))
+
+
+def _placed(reader: _Reader) -> PlacedTokens:
+    num_sources, num_targets, source_start, target_start, count, distance = reader.fields(PLACED)
+    sources, targets = reader.column(INT32, num_sources), reader.column(INT32, num_targets)
+    return PlacedTokens(sources, source_start, targets, target_start, count, distance)
 
 
 def _inputs(reader: _Reader) -> StepInputs:

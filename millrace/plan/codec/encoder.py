@@ -31,6 +31,7 @@ from millrace.plan.codec.layout import (
     INT64,
     IS_HEAD,
     LOCATIONS,
+    PLACED,
     PLAN,
     PLAN_HEAD,
     REASONS,
@@ -91,7 +92,7 @@ class StepEncoder:
 
 def _only_advances(plan: StepPlan) -> bool:
     """True for the plans that `_repeated` can write, given that their epoch is that of the plan before."""
-    has_records = plan.admitted or plan.released or plan.appended or plan.forced
+    has_records = plan.admitted or plan.released or plan.appended or plan.forced or plan.placed
     has_columns = plan.draft_places is not None or plan.scored is not None or plan.pooled is not None
     has_copies = plan.states is not None
     return not (has_records or has_columns or has_copies or plan.trained is not None or plan.draft_floor)
@@ -135,7 +136,7 @@ def encode_plan(plan: StepPlan, sequence: int = 0) -> bytes:
         *(PLAN, flags, kind_of_shape(shape), sequence, plan.step_no, plan.epoch),
         *(plan.draft_floor, 0.0 if trained is None else trained.worth),
         *(len(plan.rows), len(plan.block_ids), plan.shared_blocks),
-        *(len(plan.admitted), len(plan.released), len(plan.appended), len(plan.forced)),
+        *(len(plan.admitted), len(plan.released), len(plan.appended), len(plan.forced), len(plan.placed)),
         *((0, 0) if states is None else (len(states.rows), states.num_loads)),
         *sizes_of_shape(shape),
     )
@@ -156,6 +157,10 @@ def encode_plan(plan: StepPlan, sequence: int = 0) -> bytes:
         parts.append(_column(appended.tokens, INT32))
     for forced in plan.forced:
         parts += [FORCED.pack(forced.row, len(forced.tokens)), _column(forced.tokens, INT32)]
+    for placed in plan.placed:
+        numbers = (len(placed.sources), len(placed.targets), placed.source_start, placed.target_start)
+        parts.append(PLACED.pack(*numbers, placed.count, placed.distance))
+        parts += [_column(placed.sources, INT32), _column(placed.targets, INT32)]
     return _joined(parts)
 
 

@@ -51,9 +51,10 @@ _HEAD = "<BBBxI"
 _SHAPE = "4i"
 """Tokens, rows, places, key."""
 HEAD = Struct(_HEAD)
-PLAN_HEAD = Struct(f"{_HEAD}qqdd9i{_SHAPE}4x")
+PLAN_HEAD = Struct(f"{_HEAD}qqdd10i{_SHAPE}")
 """Step, epoch, draft floor, worth of trained drafts; numbers of rows, block updates, shared blocks, admissions,
-releases, records of appended and of forced tokens, copies of states, and how many of them go to rows; shape."""
+releases, records of appended, of forced and of placed tokens, copies of states, and how many of them go to rows;
+shape."""
 REPEATED_HEAD = Struct(f"{_HEAD}qii{_SHAPE}")
 """Step, number of block updates, shared blocks; shape."""
 INPUTS_HEAD = Struct(f"{_HEAD}qiii4x")
@@ -70,6 +71,9 @@ APPENDED = Struct("<iii4x")
 """Row, start, number of tokens."""
 FORCED = Struct("<ii")
 """Row, number of tokens."""
+
+PLACED = Struct("<iiiiii")
+"""Numbers of source and target blocks, offsets of the first token in both, number of tokens, distance."""
 
 ALIGNMENT = 8
 GROUP_SHIFT = 24

@@ -166,6 +166,36 @@ class PrefixIndex:
         first = 0 if window is None else first_visible_column(length * self.block_size, window, self.block_size)
         return None not in blocks[first:length]
 
+    def blocks_of_text(self, request: Request, start: int, num_full: int) -> list[int]:
+        """The cached blocks of the tokens from position `start` of its prompt on, as if they began a prompt: the first
+        ones, at most `num_full`. Takes no reference."""
+        blocks: list[int] = []
+        for digest, tokens in self._text(request, start, num_full) if self._enabled else ():
+            block = self._pool.find(digest, tokens)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def awaits_text(self, request: Request, start: int, index: int) -> bool:
+        """True if block `index` of that text is being computed or arriving: the request waits for it."""
+        self.hash_expected()
+        digest = self._text(request, start, index + 1)[index][0]
+        if digest in self._pending:
+            request.held_by = digest
+        return digest in self._pending
+
+    def _text(self, request: Request, start: int, num_full: int) -> list[tuple[bytes, bytes]]:
+        """Hashes and tokens of the first blocks of a text inside the prompt."""
+        found = request.text_blocks.setdefault(start, [])
+        parent = found[-1][0] if found else self._root(request.salt)
+        for index in range(len(found), num_full):
+            first = start + index * self.block_size
+            tokens = request.prompt[first : first + self.block_size].tobytes()
+            parent = block_hash(parent, tokens)
+            found.append((parent, tokens))
+        return found[:num_full]
+
     def must_wait(self, request: Request, match: Match) -> bool:
         """True if a running request is computing the first block that was not found, or a state after blocks that were,
         or if that block is arriving."""
@@ -210,7 +240,7 @@ class PrefixIndex:
         """The request was admitted: its known full blocks, after the matched ones, are being computed."""
         if not self._enabled:
             return
-        num_full = len(request.history) // 4 // self.block_size
+        num_full = min(len(request.history) // 4, request.exact_end) // self.block_size
         if num_full > num_matched:
             self._expected.append((request, num_matched, num_full))
 

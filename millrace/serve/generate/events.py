@@ -118,6 +118,8 @@ class Usage:
     """Those of them that became output."""
     created_tokens: int = 0
     """Prompt tokens that were computed and that a handle keeps cached."""
+    document_tokens: int | None = None
+    """Prompt tokens whose KV was that of a document at another place; None if no part was marked."""
 
     @property
     def total_tokens(self) -> int:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass, field
 
 from millrace.link.client import ANONYMOUS, Caller
-from millrace.params import BeamParams, Retain, SamplingParams
+from millrace.params import BeamParams, Documents, Retain, SamplingParams
 from millrace.serve.generate.choosing.beam_fields import SelfConsistency
 from millrace.serve.generate.fields.session import Turn
 from millrace.serve.generate.resuming.request import NOTHING, Received, Resumable
@@ -29,6 +29,8 @@ class Prompt:
     """The chat template has written an empty reasoning: the answer begins at once."""
     rendered: str = ""
     """The text of the token ids, where a session needs it."""
+    documents: Documents | None = None
+    """Parts of a conversation that the client marked."""
     second_from: int = 0
     """As in `DrawParams`, like `pooled_from` and `attended`."""
     pooled_from: int = 0
@@ -108,3 +110,9 @@ class Generation:
             or self.writes_details
             or self.resumable is not None
         )
+
+
+def documents_note(generation: Generation) -> str:
+    """What an answer's headers say if parts of its prompt may be reused from other places."""
+    spans = sum(len(prompt.documents.spans) for prompt in generation.prompts if prompt.documents is not None)
+    return f"approximate: {spans} parts of the prompt are marked as documents" if spans else ""

@@ -96,6 +96,7 @@ class Job:
                     deadline=generation.deadline,
                     cache_salt=generation.cache_salt,
                     retain=generation.retain if choice.index == 0 else None,
+                    documents=choice.prompt.documents,
                     caller=generation.caller,
                     output=generation.received_by(choice.index).token_ids,
                 )
@@ -271,10 +272,16 @@ class Job:
             cached,
             output_tokens,
             reasoning_tokens=sum(choice.reasoning_tokens for choice in self.choices),
+            document_tokens=self._document_tokens(ends),
             predicted_tokens=sum(finish.predicted_tokens for finish in ends),
             predicted_accepted=sum(finish.predicted_accepted for finish in ends),
             created_tokens=max(0, max((finish.retained_tokens for finish in ends), default=0) - cached),
         )
+
+    def _document_tokens(self, ends: list[Finish]) -> int | None:
+        if all(prompt.documents is None for prompt in self.generation.prompts):
+            return None
+        return max((finish.placed_tokens for finish in ends), default=0)
 
     def summary(self) -> JobSummary:
         generation = self.generation

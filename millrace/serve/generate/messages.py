@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from millrace.errors import BadRequest
+from millrace.text.document_spans import MarkedText, check_documents
 from millrace.text.tools.formats import Function
 
 MAX_MESSAGES = 16_384
@@ -36,6 +37,8 @@ class Message:
     tool_call_id: str | None = None
     """Of a tool message: the call that it answers."""
     reasoning: str | None = None
+    documents: tuple[MarkedText, ...] = ()
+    """Those of its texts that may be reused wherever they stand."""
 
     @property
     def texts(self) -> list[str]:
@@ -90,6 +93,10 @@ class Conversation:
         add = self.add_generation_prompt
         return not self.continue_final_message if add is None else add
 
+    @property
+    def documents(self) -> list[MarkedText]:
+        return [document for message in self.messages for document in message.documents]
+
     def check(self) -> None:
         """Checks that all dialects share; `messages` is the field's internal name."""
         if not self.messages:
@@ -104,6 +111,7 @@ class Conversation:
                 " continues; set one of them to false.",
                 param="continue_final_message",
             )
+        check_documents(self.documents)
         for name in self.template_kwargs:
             if name in RESERVED or not name.isidentifier():
                 raise BadRequest(

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from millrace.errors import BadRequest, ContextOverflow
+from millrace.params import Documents
 from millrace.serve.generate.generation import Prompt
 from millrace.serve.generate.messages import Conversation, KnownText, Message
 from millrace.serve.state import FrontState
 from millrace.text.answer_formats import ChatText
+from millrace.text.document_spans import encode_with_documents
 from millrace.text.fill_in_middle import fill_in_tokens
 from millrace.text.reasoning.formats import is_opened_by
 from millrace.text.tokenizers.tokenizer import Tokenizer
@@ -88,8 +90,10 @@ async def encode_chat(state: FrontState, conversation: Conversation, *, may_cut:
     return (await _encode_chat(state, conversation, may_cut))[0]
 
 
-async def _encode_chat(state: FrontState, conversation: Conversation, may_cut: bool) -> tuple[list[int], str]:
-    """The token ids, and the rendered text."""
+async def _encode_chat(
+    state: FrontState, conversation: Conversation, may_cut: bool
+) -> tuple[list[int], str, Documents | None]:
+    """The token ids, the rendered text, and where its documents are."""
     check_writes(state)
     conversation.check()
     conversation = with_own_system(state, conversation)
@@ -100,7 +104,7 @@ async def _encode_chat(state: FrontState, conversation: Conversation, may_cut: b
             if len(text) > LONG_TEXT_CHARS and not may_cut:
                 await _refuse_too_long(state, text)
 
-    def work() -> tuple[list[int], str]:
+    def work() -> tuple[list[int], str, Documents | None]:
         messages, tools = template_input(state, conversation)
         text = state.template.render(
             messages,
@@ -109,7 +113,10 @@ async def _encode_chat(state: FrontState, conversation: Conversation, may_cut: b
             tools=tools,
             **conversation.template_kwargs,
         )
-        return _encode_after(state.tokenizer, conversation.known, text), text
+        if conversation.documents:
+            token_ids, documents = encode_with_documents(state.tokenizer, text, conversation.documents)
+            return token_ids, text, documents
+        return _encode_after(state.tokenizer, conversation.known, text), text, None
 
     return await off_loop(state, num_chars, work)
 
@@ -126,8 +133,16 @@ async def chat_prompt(
     state: FrontState, conversation: Conversation, *, max_tokens: int | None, keep: int | None = None
 ) -> Prompt:
     """`keep`: cut the prompt to its last tokens, as in `cut_prompt`."""
-    token_ids, text = await _encode_chat(state, conversation, keep is not None)
+    token_ids, text, documents = await _encode_chat(state, conversation, keep is not None)
+    if documents is not None and (keep is not None or conversation.known is not None):
+        raise BadRequest(
+            "Parts that are marked as documents cannot be combined with truncate_prompt_tokens or a session; remove"
+            " 'cache' from them.",
+            param="cache",
+        )
     prompt = Prompt(token_ids, None) if keep is None else cut_prompt(state, token_ids, None, keep, max_tokens)
+    if documents is not None:
+        prompt = dataclasses.replace(prompt, documents=documents)
     if conversation.known is not None:
         prompt = dataclasses.replace(prompt, rendered=text)
     return with_reasoning(state, prompt, text)

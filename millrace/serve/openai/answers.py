@@ -18,6 +18,8 @@ from millrace.serve.openai.schemas_tools import AnswerCall, CallDelta, FunctionC
 class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int = 0
     """Prompt tokens whose KV was already in the prefix cache."""
+    document_tokens: int | UnsetType = UNSET
+    """Where parts are marked as documents: prompt tokens whose KV was taken from another place, approximately."""
 
 
 class CompletionTokensDetails(msgspec.Struct):

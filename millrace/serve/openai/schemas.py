@@ -34,10 +34,24 @@ CacheBreakpoint = Annotated[
 ]
 
 
+class DocumentCache(Strict, kw_only=True):
+    """The part's keys and values may be those of the same text elsewhere, so that it is not computed again. The answer
+    is then an approximation."""
+
+    type: Literal["document"]
+    recompute: Annotated[
+        float | None,
+        described("Share of the part, from its beginning, that is computed in its place; default 0.15.", minimum=0),
+    ] = None
+
+
 class TextPart(Strict, kw_only=True, tag_field="type", tag="text"):
     """A piece of text."""
 
     text: str
+    cache: Annotated[DocumentCache | None, described("Reuse the part wherever it stood before, see /docs/kv.md.")] = (
+        None
+    )
     prompt_cache_breakpoint: CacheBreakpoint = UNSET
 
 

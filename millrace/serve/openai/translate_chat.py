@@ -15,13 +15,13 @@ from millrace.serve.generate.checks import check_logprobs, check_num_sequences, 
 from millrace.serve.generate.choosing.beam_fields import beam_params
 from millrace.serve.generate.fields.priority import priority_of
 from millrace.serve.generate.fields.retaining import retention_of
-from millrace.serve.generate.generation import Generation
+from millrace.serve.generate.generation import Generation, documents_note
 from millrace.serve.generate.messages import Conversation
 from millrace.serve.generate.prompts import check_truncation, encode_texts
 from millrace.serve.generate.sampling import complete, deadline_of, salt_of, sampling_params
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder
-from millrace.serve.http.ids import new_id
+from millrace.serve.http.ids import new_id, warnings
 from millrace.serve.openai.formats import format_wanted
 from millrace.serve.openai.kept.stored_chat import StoringWriter, storing
 from millrace.serve.openai.schemas import ChatRequest
@@ -45,7 +45,8 @@ async def prepare_chat(state: FrontState, body: bytes, received: float, owner: s
     generation = taking_turn(state, session, owner, conversation, generation)
     limit_names = {"prompt": "messages", "max_tokens": _max_tokens(request)[1]}
     kind = StoringWriter if request.store else ChatWriter
-    work = Work(state, generation, partial(kind, limit_names=limit_names, uses_functions=uses_functions(request)))
+    writer = partial(kind, limit_names=limit_names, uses_functions=uses_functions(request))
+    work = Work(state, generation, writer, headers=warnings([documents_note(generation)]))
     return keeping_turn(storing(state, request, work, owner) if request.store else work)
 
 
@@ -76,6 +77,8 @@ async def _generation(
     check_num_sequences(1, per_prompt)
     include_usage, continuous_usage = usage_options(request)
     chat = await _chat(state, request, conversation, params, wanted.field if wanted is not None else "")
+    if beams is not None and chat.prompt.documents is not None:
+        raise BadRequest("Beams are not searched after parts that are marked as documents.", param="cache")
     return Generation(
         prompts=[chat.prompt],
         params=await complete(state, await _predicted(state, request, chat.params)),

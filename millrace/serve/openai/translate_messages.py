@@ -20,6 +20,7 @@ from millrace.serve.openai.schemas import (
     ToolMessage,
 )
 from millrace.serve.openai.schemas_tools import CalledFunction
+from millrace.text.document_spans import MarkedText
 
 
 def conversation_of(
@@ -41,7 +42,8 @@ def _message(message: Message, at: str) -> internal.Message:
     role = str(message.__struct_config__.tag)
     role = {"developer": "system", "function": "tool"}.get(role, role)
     call_id = message.tool_call_id if isinstance(message, ToolMessage) else None
-    return internal.Message(cast(Role, role), _content(content, at), message.name, tool_call_id=call_id)
+    texts, documents = _content(content, at), _documents(content)
+    return internal.Message(cast(Role, role), texts, message.name, tool_call_id=call_id, documents=documents)
 
 
 def _assistant(message: AssistantMessage, at: str) -> internal.Message:
@@ -60,6 +62,12 @@ def _assistant(message: AssistantMessage, at: str) -> internal.Message:
 def _called(function: CalledFunction) -> tuple[str, dict[str, Any] | str]:
     arguments = function.arguments
     return function.name, arguments if isinstance(arguments, dict) else arguments_of(arguments)
+
+
+def _documents(content: Content) -> tuple[MarkedText, ...]:
+    parts = () if isinstance(content, str) else content
+    marked = [(part.text, part.cache) for part in parts if isinstance(part, TextPart)]
+    return tuple(MarkedText(text, cache.recompute) for text, cache in marked if cache is not None)
 
 
 def _content(content: Content, at: str) -> str | list[str]:

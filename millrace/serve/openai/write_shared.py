@@ -14,7 +14,8 @@ from millrace.serve.openai.answers import CompletionTokensDetails, PromptTokensD
 
 def usage_of(counts: internal.Usage, *, reasons: bool = False) -> Usage:
     """`reasons`: the model reasons, so that the number of reasoning tokens is of interest."""
-    details = PromptTokensDetails(counts.cached_tokens)
+    placed = counts.document_tokens
+    details = PromptTokensDetails(counts.cached_tokens, UNSET if placed is None else placed)
     further: CompletionTokensDetails | UnsetType = UNSET
     if counts.predicted_tokens:
         rejected = counts.predicted_tokens - counts.predicted_accepted

@@ -1,0 +1,47 @@
+"""Places tokens of documents at other positions, in all layers, at the head of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from millrace.models.decoder import Decoder
+from millrace.models.spec.model_spec import ModelSpec
+from millrace.ops.attention.placed import place_tokens, slots_of
+from millrace.plan.step import Int32s, PlacedTokens
+
+
+class TokenPlacing:
+    def __init__(self, decoder: Decoder, kv: Sequence[Tensor], block_size: int) -> None:
+        self._kv, self._angles, self._block_size = kv, decoder.angles, block_size
+        self._ropes = [layer.rope for layer in decoder.spec.layers]
+        self._tensors = [tensor for _, tensor in decoder.spec.kv_groups.places]
+
+    def place(self, placed: tuple[PlacedTokens, ...]) -> None:
+        for one in placed:
+            sources = slots_of(_index(one.sources), one.source_start, one.count, self._block_size)
+            targets = slots_of(_index(one.targets), one.target_start, one.count, self._block_size)
+            angles = self._angles.turns(one.distance)
+            for rope, tensor in zip(self._ropes, self._tensors, strict=True):
+                own = None if rope is None else angles[rope].expand(one.count, -1)
+                place_tokens(self._kv[tensor], sources, targets, own)
+
+
+def _index(blocks: Int32s) -> Tensor:
+    return torch.from_numpy(blocks.astype(np.int64))  # A copy: arrays of a decoded plan are read-only.
+
+
+def placing_objection(spec: ModelSpec, *, has_drafter: bool) -> str:
+    """Why tokens of this model cannot be placed at other positions, as a clause; empty if they can."""
+    if spec.recurrent is not None:
+        return "the model has recurrent states, which depend on every token before"
+    if spec.latent is not None:
+        return "the model's cache holds latents, which are not copied to other positions yet"
+    if spec.kv_groups.num_groups > 1 or spec.kv_groups.windows != (None,):
+        return "the model has layers with a window, whose blocks are not copied to other positions yet"
+    if has_drafter:
+        return "a drafter that is a model reads every token; remove it, or use --speculate ngram"
+    return ""
