@@ -61,6 +61,8 @@ examples:
   millrace bench eviction --trace trace.jsonl            policies of eviction on a trace with prefixes (Mooncake)"""
 _ALLOWED = {"peers": ("quick",), "formats": ("models", "batches"), "speculate": ("models", "shapes", "batches")}
 """Options of `bench gpu` that other benchmarks take too."""
+_TOKEN_MS = (0.0, 40.0)
+"""Null replicas that answer at once, and with the pace of an engine: then each token is read and written by itself."""
 _POLICY_REPLICAS = 4
 _ROUNDS = ("observe", "speculate", "smooth")
 """Benchmarks that take `--rounds`, beside `peers`."""
@@ -238,8 +240,11 @@ def _bench_gateway(args: argparse.Namespace) -> int:
 
     figures: list[Figure] = []
     for streams in numbers("--streams", args.streams or "256"):
-        bench = GatewayBench(num_streams=streams, num_tokens=args.tokens, seconds=args.seconds or 5.0)
-        figures += uvloop.run(bench.run())
+        for token_ms in _TOKEN_MS:
+            bench = GatewayBench(
+                num_streams=streams, num_tokens=args.tokens, seconds=args.seconds or 5.0, token_ms=token_ms
+            )
+            figures += uvloop.run(bench.run())
     if args.trace is not None:
         traffic = read_trace(args.trace, _POLICY_REPLICAS)
         figures += policy_figures(traffic, TRACE_CACHED_TOKENS, TRACE_PROMPT_TOKENS_PER_S)

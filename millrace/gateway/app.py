@@ -60,6 +60,7 @@ def build_app(state: GatewayState, fleet_file: Path | None = None) -> web.Applic
         await state.watch.close()
         await state.limits.close()
         await state.session.close()
+        state.client.close()
         state.fleet.decisions.close()
 
     app.cleanup_ctx.append(watched)

@@ -98,7 +98,7 @@ class AutoModel:
         path, raw = "/v1/chat/completions", msgspec.json.encode(question)
         request_id = f"{sender.request_id}-probe"
         facts = facts_of(path, raw, sender.request.headers, request_id, tenant, self._fleet.settings.long_tokens)
-        asked = (sender.session, sender.request, request_id, facts, RequestRecord())
+        asked = (sender.client, sender.request, request_id, facts, RequestRecord())
         probe = Sender(self._fleet, *asked, salt=sender.salt, path=path)
         try:
             opened = await probe.open(lambda replica: Payload(raw), "probe")

@@ -15,6 +15,7 @@ MAX_FRAME_BYTES = 16 << 20
 HEADER_CHARS = 4096
 """Ids of a long answer are sent in several headers, each at most this long."""
 _MARK = re.compile(rb"^: (?:tokens(?:/(\d+))? ([0-9 ]*)|end (\d+))\n", re.MULTILINE)
+_FIRST_CHOICE = b": tokens "
 _FIELD = re.compile(rb'^\{"millrace_tokens":\[([0-9,]*)\],', re.MULTILINE)
 _ERROR = re.compile(rb'^(?:event: (?:error|response\.failed)$|data: \{"error":|\{"error":)', re.MULTILINE)
 _PASSING = (b"engine_unavailable", b"overloaded_error", b"shut down before")
@@ -37,24 +38,31 @@ class FrameReader:
         self._marks: list[tuple[bytes, bytes, bytes]] = []
         """Choice, ids, and the choice that ended, as they came."""
 
-    def feed(self, data: bytes, *, is_whole: bool = True) -> bytes:
-        """The whole frames so far, as the client gets them. `is_whole`: False inside a chunk of HTTP. The frames of a
-        token share a chunk, so a part of them is held back."""
+    def feed(self, data: bytes) -> bytes:
+        """The whole frames so far, as the client gets them. `data` is whole chunks of HTTP: the frames of a token share
+        one, so that none of them is sent without the others."""
         if self._rest:
             data = self._rest + data
-        end = data.rfind(self._end) + len(self._end) if is_whole else 0
-        if end < len(self._end):
-            if len(data) > MAX_FRAME_BYTES:
-                raise BrokenFrame("a frame is too long")
-            self._rest = data
-            return b""
-        frames, self._rest = data[:end], data[end:]
+        if data.endswith(self._end):
+            frames, self._rest = data, b""
+        else:
+            end = data.rfind(self._end) + len(self._end)
+            if end < len(self._end):
+                if len(data) > MAX_FRAME_BYTES:
+                    raise BrokenFrame("a frame is too long")
+                self._rest = data
+                return b""
+            frames, self._rest = data[:end], data[end:]
         if self._is_lines:
             if b"millrace_tokens" not in frames:
                 return frames
             self._marks += [(b"", ids.replace(b",", b" "), b"") for ids in _FIELD.findall(frames)]
             return _FIELD.sub(b"{", frames)
         if not frames.startswith(b": ") and b"\n: " not in frames:
+            return frames
+        if frames.startswith(_FIRST_CHOICE) and b"\n: " not in frames:
+            ids, _, frames = frames[len(_FIRST_CHOICE) :].partition(b"\n")
+            self._marks.append((b"", ids, b""))
             return frames
         self._marks += _MARK.findall(frames)
         return _MARK.sub(b"", frames)

@@ -51,6 +51,10 @@ class ClientGone(Exception):
     """The client left, or reads nothing."""
 
 
+class WentAway(Exception):
+    """A replica ended a stream because it stops."""
+
+
 async def relay_whole(sender: Sender, raw: bytes, begun: Opened | None = None) -> web.Response:
     """Nothing reaches the client before the whole answer is here: a lost replica costs a retry, not an error."""
     while True:
@@ -144,41 +148,44 @@ class StreamRelay:
     async def _pump(self, opened: Opened) -> str:
         """Forward frames until the answer ends. Returns why the replica was lost, or nothing."""
         replica, attempt = opened.replica, opened.attempt
-        clock, frames_in = self._sender.fleet.clock, self._frames
         was_slow = False
         if not replica.is_millrace:
             self._is_foreign = True
         try:
-            has_chunks = replica.is_millrace and opened.response.headers.get("Transfer-Encoding") == "chunked"
-            while True:
-                data, is_whole = await opened.response.content.readchunk()
-                if not data and not is_whole:
-                    break
-                frames = frames_in.feed(data, is_whole=is_whole or not has_chunks)
-                if not frames:
-                    continue
-                if b"error" in frames and (before := before_passing_error(frames)) is not None:
-                    self._forward(opened, before, is_data=has_data(before))
-                    return "it went away and said so"
-                is_data = has_data(frames)
-                if is_data:
-                    replica.saw_frame(attempt, clock())
-                    replica.marks_tokens = replica.marks_tokens or frames_in.has_tokens
-                out = self._forward(opened, frames, is_data=is_data)
-                if out is not None and out.paused:
-                    was_slow = True
-                    await self._until_read(out)
-            if not frames_in.is_between_frames:
+            opened.response.follow(lambda data: self._take(opened, data))
+            while not await opened.response.stopped():
+                was_slow = True
+                assert self._out is not None
+                await self._until_read(self._out)
+                opened.response.resume()
+            if not self._frames.is_between_frames:
                 return "its answer broke off"
+        except WentAway:
+            return "it went away and said so"
         except LOST as error:
             reason = attempt.aborted or str(error) or type(error).__name__
             self._sender.note_failure(replica, attempt, reason, counts=not attempt.aborted and not was_slow)
             return reason
         return ""
 
-    def _forward(self, opened: Opened, frames: bytes, *, is_data: bool) -> EventStream | None:
+    def _take(self, opened: Opened, data: bytes) -> None:
+        """Forward what has arrived. This runs for every token: no task is woken, nothing is awaited."""
+        frames = self._frames.feed(data)
         if not frames:
-            return self._out
+            return
+        if b"error" in frames and (before := before_passing_error(frames)) is not None:
+            if before:
+                self._forward(opened, before, is_data=has_data(before))
+            raise WentAway
+        is_data = has_data(frames)
+        if is_data:
+            replica = opened.replica
+            replica.saw_frame(opened.attempt, self._sender.fleet.clock())
+            replica.marks_tokens = replica.marks_tokens or self._frames.has_tokens
+        if self._forward(opened, frames, is_data=is_data).paused:
+            opened.response.pause()
+
+    def _forward(self, opened: Opened, frames: bytes, *, is_data: bool) -> EventStream:
         out = self._out
         if out is None:
             out = self._out = self._begin(opened)

@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass
 from urllib.parse import quote
 
-import aiohttp
 from aiohttp import web
 
 from millrace.errors import EngineUnavailable, MillraceError
@@ -15,6 +14,7 @@ from millrace.gateway.limits.limits import Held
 from millrace.gateway.limits.usage import UsageReader
 from millrace.gateway.relay import ClientGone, StreamRelay, outcome_of, refusal_answer, relay_whole
 from millrace.gateway.replica import Replica
+from millrace.gateway.replica_http.connection import Answer
 from millrace.gateway.routing.candidates import Asked
 from millrace.gateway.routing.request_facts import EMBEDDING, GENERATING, RequestFacts, facts_of
 from millrace.gateway.state import STATE, GatewayState
@@ -83,7 +83,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     tenant = owner_of(request)
     facts = facts_of(request.path, raw, request.headers, request_id, tenant, state.settings.long_tokens)
     record = state.fleet.decisions.begin(request_id, tenant)
-    sender = Sender(state.fleet, state.session, request, request_id, facts, record)
+    sender = Sender(state.fleet, state.client, request, request_id, facts, record)
     sender.salt = state.salt_of(tenant_of(request))
     sender.only = await _home_of(state, request, facts.stored_id) if facts.stored_id else ""
     state.num_open += 1
@@ -206,7 +206,7 @@ async def pass_on(request: web.Request) -> web.StreamResponse:
     raw = await read_any_body(request, state.settings.body_limit_mb << 20)
     facts = facts_of(request.path, raw, request.headers, request_id, owner_of(request), state.settings.long_tokens)
     record = state.fleet.decisions.begin(request_id, owner_of(request))
-    sender = Sender(state.fleet, state.session, request, request_id, facts, record)
+    sender = Sender(state.fleet, state.client, request, request_id, facts, record)
     sender.salt = state.salt_of(tenant_of(request))
     stored = _STORED.match(request.path)
     stored_id = stored["id"] if stored and stored["id"] not in _FIXED else facts.stored_id
@@ -245,13 +245,13 @@ async def _pass_answer(state: GatewayState, sender: Sender, opened: Opened) -> w
         return whole
     answer = web.StreamResponse(status=response.status, headers=headers)
     await answer.prepare(sender.request)
-    async for data in response.content.iter_any():
+    async for data in response.pieces():
         await answer.write(data)
     await answer.write_eof()
     return answer
 
 
-async def _read(response: aiohttp.ClientResponse) -> bytes:
+async def _read(response: Answer) -> bytes:
     try:
         return await response.read()
     except LOST as error:

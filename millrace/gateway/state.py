@@ -14,6 +14,7 @@ from millrace.gateway.fleet import Fleet
 from millrace.gateway.key_learner import KeyLearner
 from millrace.gateway.limits.limits import Limits, store_named
 from millrace.gateway.metrics import GatewayMetrics
+from millrace.gateway.replica_http.client import ReplicaClient
 from millrace.gateway.rollout.shadow import Shadow
 from millrace.gateway.settings import GatewaySettings
 from millrace.gateway.watch import Watch
@@ -43,6 +44,8 @@ class Homes:
 class GatewayState:
     def __init__(self, settings: GatewaySettings, fleet: Fleet, session: aiohttp.ClientSession) -> None:
         self.settings, self.fleet, self.session = settings, fleet, session
+        self.client = ReplicaClient(settings.connect_s, fleet.clock)
+        """Carries requests of clients; `session` carries the gateway's own questions."""
         self.watch = Watch(fleet, session)
         self.learner = KeyLearner(self.watch)
         self.limits = Limits(store_named(settings.limits_store))

@@ -13,6 +13,8 @@ from multidict import CIMultiDict
 from millrace.gateway.fleet import Fleet, NoReplica
 from millrace.gateway.frames import BrokenFrame
 from millrace.gateway.replica import OpenAttempt, Replica
+from millrace.gateway.replica_http.client import ReplicaClient
+from millrace.gateway.replica_http.connection import Answer
 from millrace.gateway.routing.decisions import RequestRecord, decision_span
 from millrace.gateway.routing.request_facts import RequestFacts
 from millrace.gateway.settings import GatewaySettings
@@ -44,7 +46,6 @@ _NOT_PASSED = frozenset(
 """Headers of one connection, and those that the gateway sets itself."""
 RETRIED = frozenset({429, 502, 503, 504})
 """Statuses of a replica that cannot take the request now; another one may."""
-READ_BUFFER_BYTES = 1 << 16
 
 
 class ReplicaLost(Exception):
@@ -65,12 +66,12 @@ def own_headers(settings: GatewaySettings) -> dict[str, str]:
 
 
 def new_session(fleet: Fleet) -> aiohttp.ClientSession:
+    """For the gateway's own questions. Requests of clients go through a `ReplicaClient`."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=fleet.settings.connect_s)
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
         timeout=timeout,
         auto_decompress=False,
-        read_bufsize=READ_BUFFER_BYTES,
         cookie_jar=aiohttp.DummyCookieJar(),
         skip_auto_headers=("User-Agent", "Accept-Encoding"),
     )
@@ -94,7 +95,7 @@ class Opened:
 
     replica: Replica
     attempt: OpenAttempt
-    response: aiohttp.ClientResponse
+    response: Answer
 
     def close(self) -> None:
         """Idempotent. An answer that was read to its end leaves its connection to the next request."""
@@ -117,7 +118,7 @@ class Sender:
     """Sends one client's request to replicas, one after the other."""
 
     fleet: Fleet
-    session: aiohttp.ClientSession
+    client: ReplicaClient
     request: web.Request
     request_id: str
     facts: RequestFacts
@@ -222,7 +223,7 @@ class Sender:
             raise
         return Opened(replica, attempt, response)
 
-    async def _send(self, replica: Replica, attempt: OpenAttempt, content: Payload) -> aiohttp.ClientResponse:
+    async def _send(self, replica: Replica, attempt: OpenAttempt, content: Payload) -> Answer:
         headers = passed_headers(self.request.headers)
         headers[REQUEST_ID_HEADER] = self.request_id
         for name, value in content.headers:
@@ -237,12 +238,12 @@ class Sender:
         if self.fleet.settings.replica_key:
             headers.pop("X-Api-Key", None)
         task = asyncio.ensure_future(
-            self.session.request(
+            self.client.request(
                 self.request.method,
-                replica.settings.url + (self.path or self.request.raw_path),
-                data=content.body,
-                headers=headers,
-                allow_redirects=False,
+                replica.settings.url,
+                self.path or self.request.raw_path,
+                headers,
+                content.body,
             )
         )
         attempt.abort = lambda: _cancel(task)
@@ -268,7 +269,7 @@ class Sender:
             replica.health.failed(self.fleet.clock(), reason)
 
 
-def _cancel(task: asyncio.Future[aiohttp.ClientResponse]) -> None:
+def _cancel(task: asyncio.Future[Answer]) -> None:
     task.cancel()
 
 

@@ -38,14 +38,6 @@ def test_ids_of_a_frame_that_broke_off_do_not_count() -> None:
     assert reader.received(1) == [([1, 3], False)]
 
 
-def test_part_of_a_chunk_is_held_back() -> None:
-    """A token may have several frames; they come in one chunk."""
-    reader = FrameReader(is_lines=False)
-    assert reader.feed(b": tokens 1\ndata: {}\n\n", is_whole=False) == b""
-    assert reader.received(1) == [([], False)]
-    assert reader.feed(b"data: {}\n\n", is_whole=True) == b"data: {}\n\ndata: {}\n\n"
-
-
 def test_lines_have_a_field() -> None:
     reader = FrameReader(is_lines=True)
     assert reader.feed(b'{"millrace_tokens":[4,5],"a":1}\n{"b":2}\n{"c"') == b'{"a":1}\n{"b":2}\n'

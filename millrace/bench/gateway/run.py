@@ -29,6 +29,7 @@ class GatewayBench:
     num_tokens: int = 128
     seconds: float = 5.0
     token_ms: float = 0.0
+    """Time from token to token of a stream. With 0 many tokens arrive at once: that is not what an engine does."""
 
     async def run(self) -> list[Figure]:
         async with AsyncExitStack() as stack:
@@ -42,7 +43,7 @@ class GatewayBench:
             direct, through = await self._first_tokens(session, urls[0], gateway)
             rate, cpu_us = await self._rate(session, gateway, pid)
         added = [(after - before) * 1e3 for before, after in zip(direct, through, strict=True)]
-        name = f"{self.num_replicas} replicas"
+        name = f"{self.num_replicas} replicas, {self.token_ms:g} ms per token"
         return [
             Figure(name, "first token direct p50", percentile(direct, 50) * 1e3, "ms", _FIRST_TOKENS),
             Figure(name, "added to the first token p50", percentile(added, 50), "ms", _FIRST_TOKENS),
