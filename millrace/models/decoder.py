@@ -100,7 +100,7 @@ class Decoder:
         the final norm: [T, hidden], or [n, hidden] of the batch's `last` tokens or `drawn` states.
 
         A native stack adds the time of each of native_stack.KINDS to `nanoseconds`."""
-        if self.native_stack is None or batch.adapters is not None:
+        if self.native_stack is None:
             return self.run_layers(batch, kv)
         hidden = self.native_stack(self._embed(batch), batch, kv, nanoseconds)
         drawn = batch.drawn

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from millrace.models.adapters.slots import AdapterSlots
 from millrace.models.angles import Angles
 from millrace.models.batch import ForwardBatch
 from millrace.models.layers import DecoderLayer, DenseMlp
@@ -79,6 +80,14 @@ class _Inputs(Structure):
         *((name, c_void_p) for name in ("decodes", "tap_layers", "taps")),
         ("num_taps", c_int64),
         ("first_x", c_void_p),
+        *((name, c_void_p) for name in ("adapters", "slots")),
+    )
+
+
+class _Adapters(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("a", "b", "ranks", "scales", "sizes")),
+        ("slots", c_int64),
     )
 
 
@@ -103,7 +112,7 @@ class ForwardStep(Structure):
         *((name, c_int64) for name in ("num_blocks", "block_size", "kv_dtype")),
         *((name, c_void_p) for name in ("tap_layers", "taps")),
         ("num_taps", c_int64),
-        *((name, c_void_p) for name in ("states", "residuals")),
+        *((name, c_void_p) for name in ("states", "residuals", "adapters", "slots")),
     )
 
 
@@ -180,6 +189,13 @@ class PairedInput:
     embedding_scale: float
 
 
+def describe_adapters(slots: AdapterSlots) -> Structure:
+    """`Adapters` in stack.h. The slots must stay alive as long as it is used."""
+    columns = slots.columns
+    parts = (columns.a, columns.b, columns.ranks, columns.scales, slots.out_sizes)
+    return _Adapters(*(part.data_ptr() for part in parts), columns.a.shape[1])
+
+
 class NativeStack:
     """The layers and the final norm of a decoder. Not thread-safe: one step at a time."""
 
@@ -253,6 +269,8 @@ class NativeStack:
         if last is not None:
             last_parts = (last.rows.query_starts, last.rows.seq_lens, last.rows.block_tables)
             last_columns = [last.index.long(), *(part.contiguous() for part in last_parts)]
+        own = batch.adapters
+        adapters = None if own is None else describe_adapters(own.home)
         out = torch.empty_like(residual if last is None else residual[: len(last.index)])
         inputs = _Inputs(
             *(part.data_ptr() for part in parts),
@@ -275,6 +293,8 @@ class NativeStack:
             None if batch.decodes is None else batch.decodes.ctypes.data,
             *((None, None, 0) if taps is None else (taps.layers.ctypes.data, taps.out.data_ptr(), len(taps.layers))),
             None,
+            None if adapters is None else ctypes.addressof(adapters),
+            None if own is None else own.slots.data_ptr(),
         )
         self._check(self._native.stack_run(self._stack, ctypes.byref(inputs)))
         return out

@@ -209,7 +209,9 @@ class Runner:
         self._native: NativeStep | None = None
         stack = decoder.native_stack
         if stack is not None and stack.can_run_whole_steps:
-            self._native = NativeStep(stack, self._kv, self._table, self._sampler, max_rows=max_rows)
+            self._native = NativeStep(
+                *(stack, self._kv, self._table, self._sampler), max_rows=max_rows, slots=self._slots
+            )
         model: Drafter | None = None
         if drafter is not None:
             parts = (decoder, self._draft_kv, self._table, self._sampler, device)
@@ -335,9 +337,7 @@ class Runner:
         )
 
     def _is_one_call(self, plan: StepPlan) -> bool:
-        if self._native is None or not len(plan.rows) or self._slots_of(plan) is not None:
-            return False
-        return self._native.can_run(plan)
+        return self._native is not None and len(plan.rows) > 0 and self._native.can_run(plan)
 
     def _slots_of(self, plan: StepPlan) -> AdapterSlots | None:
         """The slots if some row of the step has an adapter."""
@@ -404,7 +404,7 @@ class Runner:
         query_starts = np.zeros(len(step.rows) + 1, np.int32)
         np.cumsum(step.counts, out=query_starts[1:])
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-        if self._native is not None and not scores_prompts and slots is None:
+        if self._native is not None and not scores_prompts:
             hidden = self._native.forward(step, step.counts if needs_all else draws, taps)
         else:
             batch = gather_inputs(step, self._table, self._device, self._block_size, slots)

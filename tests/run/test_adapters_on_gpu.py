@@ -67,7 +67,7 @@ def fast_runner(**settings: object) -> CudaRunner:
     settings = {"token_budget": BUDGET, "adapter_slots": 2, **SIZES, **settings}
     runner = CudaRunner(decoder_for("qwen3", place, True), device, RunnerSettings(**settings))
     if interpreted:  # Loading offers no GPU's op on a CPU.
-        runner._work._slots._add = make_triton()
+        runner.slots.op = make_triton()
     return runner
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from helpers.adapter_files import ATTENTION, MLP, write_adapter
 from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
 
 from millrace.config import RunConfig
+from millrace.models.adapters.read import read_adapter
 from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
 from millrace.ops.cpp import native
@@ -26,12 +29,13 @@ NOTHING = np.zeros(0, np.int32)
 pytestmark = pytest.mark.skipif(bool(native.native_missing(torch.device("cpu"))), reason="no native kernels here")
 
 
-def make_runner(case: str, dtype: torch.dtype) -> Runner:
+def make_runner(case: str, dtype: torch.dtype, **settings: int) -> Runner:
     model = make_reference(case)
     spec = spec_from_config(config_of(model))
     device = open_device(RunConfig(device="cpu", threads=2))
     decoder = build_decoder(spec, StateDictSource.of(model), device=device.torch_device, dtype=dtype)
-    return Runner(decoder, device, RunnerSettings(num_blocks=100, block_size=BLOCK, max_rows=ROWS, max_context=60))
+    sizes = {"num_blocks": 100, "block_size": BLOCK, "max_rows": ROWS, "max_context": 60}
+    return Runner(decoder, device, RunnerSettings(**sizes, **settings))
 
 
 def plan_of(step_no: int, rows: list[tuple[int, int, int, bool]], admitted: tuple[Admission, ...] = ()) -> StepPlan:
@@ -95,6 +99,33 @@ def test_whole_steps_draw_the_same_tokens(case: str, dtype: torch.dtype) -> None
     # Without the native step, which cannot be switched off.
     apart._native = None
     assert drawn_by(whole, steps) == drawn_by(apart, steps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whole_steps_with_adapters_draw_the_tokens_of_single_ops(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Beside rows of the base model, in prompts and decode rows, for adapters with and without the MLP."""
+    runners = [make_runner("llama_tied", dtype, adapter_slots=3) for _ in range(3)]
+    whole, stack_alone, single_ops = runners
+    assert whole.native_step is not None
+    # Without the native step and stack, which cannot be switched off.
+    stack_alone._native = single_ops._native = None
+    single_ops._decoder.native_stack = None
+    model = make_reference("llama_tied")
+    for slot, (rank, targets) in enumerate([(5, ("q_proj", "v_proj")), (16, (*ATTENTION, *MLP)), (3, MLP)], 1):
+        path = write_adapter(tmp_path / str(slot), model, rank=rank, targets=targets, seed=slot, size=1.5)
+        for runner in runners:
+            slots = runner.slots
+            assert slots is not None
+            adapter = read_adapter(path, slots.targets, slots.dtype, max_rank=16, max_bytes=1 << 20)
+            assert runner.fill_slot(slot, adapter)()
+    steps = plans([SamplingParams(temperature=0.0)] * ROWS)
+    base = drawn_by(whole, steps)
+    for admission in steps[0].admitted:
+        admission.adapter = admission.row % 4
+    assert all(whole.native_step.can_run(plan) for plan in steps[1:])
+    found = [drawn_by(runner, steps) for runner in runners]
+    assert found[0] == found[1] == found[2]
+    assert found[0] != base, "adapters without an effect prove nothing"
 
 
 @pytest.mark.parametrize("case", ["llama", "gemma2"])

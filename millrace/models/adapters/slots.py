@@ -10,7 +10,7 @@ from torch import Tensor
 from millrace.models.adapters.read import Adapter
 from millrace.models.adapters.targets import NUM_KINDS, AdapterTargets
 from millrace.ops.lora.add import AddLora
-from millrace.ops.lora.weights import LoraColumns, LoraTable
+from millrace.ops.lora.weights import MAX_PARTS, LoraColumns, LoraTable
 from millrace.ops.registry import choose
 
 BASE = 0
@@ -30,22 +30,26 @@ class AdapterSlots:
     ) -> None:
         self.targets, self.num_slots = targets, num_slots
         self.device, self.dtype = device, dtype
-        self._columns = columns = LoraColumns(len(targets.linears), num_slots + 1, device)
-        self._tables = tuple(
+        self.columns = columns = LoraColumns(len(targets.linears), num_slots + 1, device)
+        self.tables = tuple(
             None if linear is None else LoraTable(columns, index, linear.out_sizes, linear.in_features)
             for index, linear in enumerate(targets.linears)
         )
-        self._add: AddLora = choose("add_lora", device, dtype, deterministic).make()
+        self.op: AddLora = choose("add_lora", device, dtype, deterministic).make()
+        none = (0,) * MAX_PARTS
+        sizes = [none if table is None else table.out_sizes for table in self.tables]
+        self.out_sizes = torch.tensor(sizes, dtype=torch.int64)
+        """[linears, MAX_PARTS], on the host."""
 
     def put(self, slot: int, adapter: Adapter | None) -> None:
         """Fill the slot with matrices that are on the device, or empty it. Takes well under a millisecond."""
         if not 1 <= slot <= self.num_slots:
             raise AssertionError(f"slot {slot} is outside 1 to {self.num_slots}")
-        self._columns.put(slot, {} if adapter is None else adapter.linears)
+        self.columns.put(slot, {} if adapter is None else adapter.linears)
 
     def step(self, slots: Tensor) -> StepAdapters:
         """The addends of a step whose tokens have these slots, int32 [T] on the device."""
-        return StepAdapters(slots, self._tables, self._add)
+        return StepAdapters(slots, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +58,14 @@ class StepAdapters:
 
     slots: Tensor
     """int32 [T]"""
-    tables: tuple[LoraTable | None, ...]
-    op: AddLora
+    home: AdapterSlots
 
     def of_layer(self, index: int) -> LayerAdapters:
         return LayerAdapters(self, index)
 
     def of_tokens(self, index: Tensor) -> StepAdapters:
         """Of some of the step's tokens."""
-        return StepAdapters(self.slots.index_select(0, index), self.tables, self.op)
+        return StepAdapters(self.slots.index_select(0, index), self.home)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,7 @@ class LayerAdapters:
 
     def add(self, kind: int, x: Tensor, out: Tensor) -> None:
         """out [T, N] += the addend for x [T, K]."""
-        step = self.step
-        table = step.tables[self.layer * NUM_KINDS + kind]
+        home = self.step.home
+        table = home.tables[self.layer * NUM_KINDS + kind]
         if table is not None:
-            step.op(x, step.slots, table, out)
+            home.op(x, self.step.slots, table, out)

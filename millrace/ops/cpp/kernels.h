@@ -23,6 +23,10 @@ void millrace_attention(int dtype, int kv_dtype, const void* queries, int64_t qu
                         int64_t num_blocks, int64_t block_size, int64_t window, float scale, float softcap,
                         const float* sinks);
 
+void millrace_add_lora(int dtype, const void* x, int64_t x_stride, void* out, int64_t out_stride, int64_t tokens,
+                       const int32_t* slots, const int64_t* a, const int64_t* b, const int32_t* ranks,
+                       const float* scales, const int64_t* sizes, int64_t parts, int64_t k);
+
 void millrace_scale(int dtype, void* x, int64_t count, float by);
 
 void millrace_draw(const float* logits, int64_t rows, int64_t vocab, const float* temperature, const int64_t* top_k,

@@ -58,12 +58,13 @@ bool Stack::run(Inputs in) {
         attend(in, i, projected, heads);
         timer.mark(ATTENTION);
         multiply(layer.out, heads, x);
+        add_lora(in, i, LORA_OUT, heads, s.heads * s.head_dim, x, s.hidden, 0, in.tokens);
         timer.mark(OUT);
         norm(x, layer.attention_out_norm, in.tokens);
         add_norm(x, in.residual, layer.mlp_norm, x, in.tokens);
         timer.mark(NORM);
         for (const Span& span : spans)
-            if (!run_mlp(layer, row_at(x, span.first, s.hidden), span, timer)) return false;
+            if (!run_mlp(in, i, row_at(x, span.first, s.hidden), span, timer)) return false;
         norm(x, layer.mlp_out_norm, in.tokens);
         if (last)
             finish(in, x);
@@ -112,6 +113,11 @@ void Stack::keep_last(Inputs& in, void* projected) {
         copy_row(projected, i, in.last_tokens[i], qkv_width() * item());
         copy_row(in.residual, i, in.last_tokens[i], s.hidden * item());
     }
+    if (in.adapters) {
+        kept_slots.resize(in.lasts);
+        for (int64_t i = 0; i < in.lasts; i++) kept_slots[i] = in.slots[in.last_tokens[i]];
+        in.slots = kept_slots.data();
+    }
     in.query_starts = in.last_starts, in.seq_lens = in.last_lens, in.tables = in.last_tables;
     in.tokens = in.lasts, in.rows = in.last_rows;
 }
@@ -125,6 +131,27 @@ void Stack::tap(const Inputs& in, int64_t layer) const {
             memcpy(static_cast<char*>(in.taps) + (token * in.num_taps + i) * bytes, row_at(in.residual, token, s.hidden),
                    bytes);
     }
+}
+
+// out [count, n] += what the adapters of the tokens from `first` on add for x [count, k].
+void Stack::add_lora(const Inputs& in, int64_t layer, LoraKind kind, const void* x, int64_t k, void* out, int64_t n,
+                     int64_t first, int64_t count) const {
+    if (!in.adapters) return;
+    const Adapters& own = *in.adapters;
+    int64_t index = layer * LORA_KINDS + kind, at = index * own.slots;
+    millrace_add_lora(s.dtype, x, k, out, n, count, in.slots + first, own.a + at, own.b + at,
+                      own.ranks + at * LORA_PARTS, own.scales + at * LORA_PARTS, own.sizes + index * LORA_PARTS,
+                      LORA_PARTS, k);
+}
+
+// Whether the adapter of some token changes this linear.
+bool Stack::has_lora(const Inputs& in, int64_t layer, LoraKind kind) const {
+    if (!in.adapters) return false;
+    const int32_t* ranks = in.adapters->ranks + (layer * LORA_KINDS + kind) * in.adapters->slots * LORA_PARTS;
+    for (int64_t token = 0; token < in.tokens; token++)
+        for (int64_t part = 0; part < LORA_PARTS; part++)
+            if (ranks[in.slots[token] * LORA_PARTS + part]) return true;
+    return false;
 }
 
 void Stack::multiply(const LinearDesc* layer, const void* x, void* out) const {
@@ -153,6 +180,7 @@ void Stack::project(const Inputs& in, int64_t index, const float* const* angles,
                     Timer& timer) const {
     const LayerDesc& layer = layers[index];
     multiply(layer.qkv, x, projected);
+    add_lora(in, index, LORA_QKV, x, layer.qkv->k, projected, qkv_width(), 0, in.tokens);
     timer.mark(QKV);
     bool has_rope = layer.rope >= 0;
     millrace_prepare_qkv(s.dtype, in.kv_dtype, projected, has_rope ? angles[layer.rope] : nullptr, layer.q_norm,
@@ -170,21 +198,26 @@ void Stack::attend(const Inputs& in, int64_t index, const void* projected, void*
 }
 
 // The gated MLP of one span, in place; false if out of memory.
-bool Stack::run_mlp(const LayerDesc& layer, void* x, const Span& span, Timer& timer) {
+bool Stack::run_mlp(const Inputs& in, int64_t index, void* x, const Span& span, Timer& timer) {
+    const LayerDesc& layer = layers[index];
     int64_t tokens = span.count;
+    bool has_adapters = has_lora(in, index, LORA_GATE_UP) || has_lora(in, index, LORA_DOWN);
     void* gated = inner.of(std::max(tokens * s.inner * item(), input_tiles_bytes(*layer.down, tokens)));
     if (!gated) return false;
-    if (!span.decodes && gated_linear(*layer.gate_up, s.activation, x, s.hidden, tokens, *layer.down, gated)) {
+    if (!has_adapters && !span.decodes && gated_linear(*layer.gate_up, s.activation, x, s.hidden, tokens, *layer.down, gated)) {
         timer.mark(GATE_UP);
         linear_from_tiles(*layer.down, gated, x, tokens);
     } else {
         void* gate_and_up = gate_up.of(tokens * 2 * s.inner * item());
         if (!gate_and_up) return false;
         linear(*layer.gate_up, x, s.hidden, gate_and_up, tokens, false, span.decodes);
+        if (has_adapters)
+            add_lora(in, index, LORA_GATE_UP, x, s.hidden, gate_and_up, 2 * s.inner, span.first, tokens);
         timer.mark(GATE_UP);
         millrace_gated(s.dtype, s.activation, gate_and_up, gated, tokens, s.inner);
         timer.mark(GATED);
         linear(*layer.down, gated, s.inner, x, tokens, false, span.decodes);
+        if (has_adapters) add_lora(in, index, LORA_DOWN, gated, s.inner, x, s.hidden, span.first, tokens);
     }
     timer.mark(DOWN);
     return true;

@@ -42,6 +42,18 @@ struct DraftDesc {
     float embedding_scale;
 };
 
+// The matrices of adapters by linear (4 per layer, in the order of LoraKind) and slot; models/native_stack.py fills it.
+struct Adapters {
+    const int64_t *a, *b;   // [linears, slots]: addresses
+    const int32_t* ranks;   // [linears, slots, LORA_PARTS]
+    const float* scales;    // likewise
+    const int64_t* sizes;   // [linears, LORA_PARTS]: outputs of each part
+    int64_t slots;
+};
+
+constexpr int64_t LORA_PARTS = 3, LORA_KINDS = 4;
+enum LoraKind { LORA_QKV, LORA_OUT, LORA_GATE_UP, LORA_DOWN };
+
 // A step's tokens and rows. Arrays with an entry per KV group have the group as their first dimension.
 struct Inputs {
     const int64_t *block_ids, *offsets;  // [groups, tokens], [tokens]: where keys and values are written
@@ -64,6 +76,8 @@ struct Inputs {
     void* taps;
     int64_t num_taps;
     const void* first_x;  // input of the first layer's QKV projection, if it is not the norm of `residual`; or null
+    const Adapters* adapters;  // null if no token of the step has one
+    const int32_t* slots;      // [tokens]: slot of each token's adapter; 0: the base model
 };
 
 enum Kind { QKV, PREPARE, ATTENTION, OUT, GATE_UP, GATED, DOWN, NORM, HEAD, DRAW, OTHER, KINDS };
@@ -130,6 +144,7 @@ struct Stack {
     const float* final_norm;  // null: none
     std::unique_ptr<DraftDesc> draft;  // of a feature drafter; or null
     Buffer joined;                     // its embeddings and states
+    std::vector<int32_t> kept_slots;   // of the last tokens
     Buffer hidden, qkv, attended, gate_up, inner, places, rotations, inputs, embedded, logits;
     bool split_decode;  // decode rows use other kernels than the others
 
@@ -159,6 +174,9 @@ struct Stack {
     void find_shared(const Inputs& in);
     void keep_last(Inputs& in, void* projected);
     void tap(const Inputs& in, int64_t layer) const;
+    void add_lora(const Inputs& in, int64_t layer, LoraKind kind, const void* x, int64_t k, void* out, int64_t n,
+                  int64_t first, int64_t count) const;
+    bool has_lora(const Inputs& in, int64_t layer, LoraKind kind) const;
     void multiply(const LinearDesc* layer, const void* x, void* out) const;
     void norm(void* x, const float* weight, int64_t rows) const;
     void add_norm(const void* x, void* residual, const float* weight, void* out, int64_t rows) const;
@@ -166,5 +184,5 @@ struct Stack {
     void project(const Inputs& in, int64_t index, const float* const* angles, const void* x, void* projected,
                  Timer& timer) const;
     void attend(const Inputs& in, int64_t index, const void* projected, void* heads);
-    bool run_mlp(const LayerDesc& layer, void* x, const Span& span, Timer& timer);
+    bool run_mlp(const Inputs& in, int64_t index, void* x, const Span& span, Timer& timer);
 };

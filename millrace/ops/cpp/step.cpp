@@ -27,6 +27,8 @@ struct ForwardStep {
     int64_t num_taps;
     const void* states;  // [tokens, hidden], for feature drafters: the target's state one position before each token
     void* residuals;     // [states, hidden]: written unless null, the sum that the final norm is of
+    const Adapters* adapters;  // null if no row of the step has one
+    const int32_t* slots;      // [table rows]: slot of each row's adapter
 };
 
 struct DrawStep {
@@ -96,7 +98,7 @@ class Gather {
     const ForwardStep& f;
     // The arrays of `in`.
     int64_t *block_ids, *offsets, *positions, *last_tokens;
-    int32_t *query_starts, *seq_lens, *tables, *last_starts, *last_lens, *last_tables;
+    int32_t *query_starts, *seq_lens, *tables, *last_starts, *last_lens, *last_tables, *slots;
     uint8_t* decodes;
 
     void count() {
@@ -113,12 +115,13 @@ class Gather {
         in.table_width = (longest + f.block_size - 1) / f.block_size;
         in.num_blocks = f.num_blocks, in.block_size = f.block_size, in.kv_dtype = f.kv_dtype;
         in.angles = f.angles, in.kv = f.kv, in.out = f.out, in.nanoseconds = f.nanoseconds;
+        in.adapters = f.adapters;
         in.tap_layers = f.tap_layers, in.taps = f.taps, in.num_taps = f.num_taps;
     }
 
     bool allocate() {
         int64_t table_words = in.groups * in.rows * in.table_width;
-        int64_t large_words = (4 + in.groups) * in.tokens, small_words = 2 + 4 * in.rows + 2 * table_words;
+        int64_t large_words = (4 + in.groups) * in.tokens, small_words = 2 + 4 * in.rows + 2 * table_words + in.tokens;
         void* memory = stack.inputs.of(large_words * sizeof(int64_t) + small_words * sizeof(int32_t) + in.tokens);
         in.residual = stack.embedded.of(in.tokens * stack.s.hidden * stack.item());
         if (!memory || !in.residual) return false;
@@ -134,6 +137,7 @@ class Gather {
         in.last_lens = last_lens = arrays.take<int32_t>(in.rows);
         in.tables = tables = arrays.take<int32_t>(table_words);
         in.last_tables = last_tables = arrays.take<int32_t>(table_words);
+        in.slots = slots = arrays.take<int32_t>(in.tokens);
         in.decodes = decodes = arrays.take<uint8_t>(in.tokens);
         return true;
     }
@@ -160,6 +164,7 @@ class Gather {
         positions[token] = position;
         offsets[token] = position % f.block_size;
         decodes[token] = position >= f.prompts[row];
+        if (f.adapters) slots[token] = f.slots[row];
     }
 
     void add_state(int32_t row, int64_t token, int64_t state) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -9,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from millrace.models.adapters.slots import AdapterSlots
 from millrace.models.batch import Taps
-from millrace.models.native_stack import KINDS, DrawStep, ForwardStep, NativeStack
+from millrace.models.native_stack import KINDS, DrawStep, ForwardStep, NativeStack, describe_adapters
 from millrace.ops.head.draw import checked_masks
 from millrace.plan.step import Bools, Int32s
 from millrace.run.sampling.masks import Masks
@@ -26,9 +28,18 @@ class NativeStep:
     """Constant addresses are written once; each step's columns are copied into one array."""
 
     def __init__(
-        self, stack: NativeStack, kv: Sequence[Tensor], table: RequestTable, sampler: Sampler, *, max_rows: int
+        self,
+        stack: NativeStack,
+        kv: Sequence[Tensor],
+        table: RequestTable,
+        sampler: Sampler,
+        *,
+        max_rows: int,
+        slots: AdapterSlots | None = None,
     ) -> None:
-        """The model's KV groups are the table's first ones."""
+        """The model's KV groups are the table's first ones. `slots`: of the adapters that rows may have."""
+        self._slots = slots
+        self._adapters = None if slots is None else describe_adapters(slots)
         self._stack, self._kv, self._table, self._sampler = stack, kv, table, sampler
         self._columns = np.zeros((4, max_rows), np.int32)
         self._states = np.zeros((2, max_rows), np.int32)
@@ -57,6 +68,7 @@ class NativeStep:
             groups=self._stack.num_groups,
             table_rows=tables.shape[1],
             table_width=tables.shape[2],
+            slots=self._table.adapters.ctypes.data,
         )
         self._stack.bind(body, self._kv)
         return body
@@ -80,7 +92,7 @@ class NativeStep:
     def __call__(self, step: StepRows) -> Tensor:
         """`forward` and `draw` in one call, only if `can_run`. int64: the drawn tokens, in plan order."""
         body, head = self._joined
-        self._fill(step.rows, step.starts, step.counts, step.samples)
+        self._fill(body, step.rows, step.starts, step.counts, step.samples)
         tokens = self._host_tokens(step)
         drawn = torch.empty(int(step.samples.sum()), dtype=torch.int64)
         body.num_rows, head.num_states = len(step.rows), len(drawn)
@@ -112,7 +124,7 @@ class NativeStep:
             row = int(np.flatnonzero(draws > counts)[0])
             raise ValueError(f"row {rows[row]} has {draws[row]} draws but only {counts[row]} tokens in this step")
         body = self._body
-        self._fill(rows, starts, counts, draws)
+        self._fill(body, rows, starts, counts, draws)
         hidden = torch.empty((int(draws.sum()), self._stack.hidden_size), dtype=self._stack.dtype)
         body.num_rows, body.out = len(rows), hidden.data_ptr()
         body.tokens = None if tokens is None else tokens.ctypes.data
@@ -165,8 +177,11 @@ class NativeStep:
     def _counters(self) -> int | None:
         return None if self.nanoseconds is None else self.nanoseconds.data_ptr()
 
-    def _fill(self, rows: Int32s, starts: Int32s, counts: Int32s, draws: Int32s | Bools) -> None:
+    def _fill(self, body: ForwardStep, rows: Int32s, starts: Int32s, counts: Int32s, draws: Int32s | Bools) -> None:
         columns, num_rows = self._columns, len(rows)
+        adapters = self._adapters
+        if adapters is not None:
+            body.adapters = ctypes.addressof(adapters) if self._table.adapters[rows].any() else None
         columns[0, :num_rows], columns[1, :num_rows] = rows, starts
         columns[2, :num_rows], columns[3, :num_rows] = counts, draws
 

@@ -2,6 +2,7 @@
 //
 // A slot holds, for each part of the outputs that its adapter changes, A [rank, k] and B [rank, outputs]; the parts
 // follow one another. Sums are in float32 over the inputs in a fixed order, so a token's result depends on no other.
+#include "kernels.h"
 #include "pool.h"
 #include "vec.h"
 
