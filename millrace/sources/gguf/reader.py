@@ -11,13 +11,15 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 
 from millrace.errors import ModelError
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -54,7 +56,7 @@ class GgufTensor:
     name: str
     shape: tuple[int, ...]
     """In NumPy's order: the last axis is contiguous (and quantised in blocks)."""
-    type: gguf.GGMLQuantizationType
+    type: GGMLQuantizationType
     offset: int
     """Bytes from the start of the file."""
     num_bytes: int
@@ -249,7 +251,9 @@ def _read_tensors(reader: _Reader, num_tensors: int, alignment: int) -> dict[str
     return tensors
 
 
-def _read_tensor_entry(reader: _Reader, index: int) -> tuple[str, tuple[int, ...], gguf.GGMLQuantizationType, int]:
+def _read_tensor_entry(reader: _Reader, index: int) -> tuple[str, tuple[int, ...], GGMLQuantizationType, int]:
+    from gguf import GGMLQuantizationType  # Slow to import, and a front reads no GGUF file.
+
     name = reader.text(f"the name of tensor {index}", MAX_NAME_BYTES)
     num_dims = reader.u32(f"the number of dimensions of '{name}'")
     if not 1 <= num_dims <= MAX_DIMS:
@@ -259,7 +263,7 @@ def _read_tensor_entry(reader: _Reader, index: int) -> tuple[str, tuple[int, ...
         reader.fail(f"tensor '{name}' has a dimension of 0")
     number = reader.u32(f"the type of '{name}'")
     try:
-        kind = gguf.GGMLQuantizationType(number)
+        kind = GGMLQuantizationType(number)
     except ValueError:
         raise ModelError(
             f"{reader.path}: tensor '{name}' has type {number}, which the installed gguf package does not support."
@@ -268,8 +272,10 @@ def _read_tensor_entry(reader: _Reader, index: int) -> tuple[str, tuple[int, ...
     return name, tuple(reversed(dims)), kind, reader.u64(f"the offset of '{name}'")
 
 
-def _tensor_bytes(reader: _Reader, name: str, shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> int:
-    block_items, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+def _tensor_bytes(reader: _Reader, name: str, shape: tuple[int, ...], kind: GGMLQuantizationType) -> int:
+    from gguf import GGML_QUANT_SIZES
+
+    block_items, block_bytes = GGML_QUANT_SIZES[kind]
     if shape[-1] % block_items:
         reader.fail(f"tensor '{name}' has rows of {shape[-1]} items, not a multiple of {kind.name}'s {block_items}")
     num_items = 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 
@@ -69,7 +68,7 @@ def _yarn_attention_factor(meta: Metadata, factor: float) -> float | None:
 def _from_divisors(meta: Metadata, head_dim: int) -> dict[str, Any] | None:
     """Llama 3 files store a divisor per frequency. Recover the parameters that produce this table."""
     tensor = meta.model.tensor(ROPE_FREQS)
-    if tensor.type != gguf.GGMLQuantizationType.F32 or tensor.shape != (head_dim // 2,):
+    if tensor.type.name != "F32" or tensor.shape != (head_dim // 2,):
         raise ModelError(
             f"{meta.model.path}: tensor '{ROPE_FREQS}' is {tensor.type.name} of shape {tensor.shape};"
             f" F32 of shape ({head_dim // 2},) is expected. Convert the model again."
