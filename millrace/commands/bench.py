@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BENCHMARKS = (
     "local, peers, formats, plan, counting, step, encode, front, gateway, serve, observe, speculate, smooth, policies,"
-    " eviction, replay, gpu"
+    " eviction, kv-tiers, replay, gpu"
 )
 USAGE = "millrace bench [WHAT] [options]"
 EXIT_TERMINATED = 143
@@ -58,12 +58,14 @@ examples:
                                                          about two minutes; longer with --rounds 4 --seconds 30
   millrace bench replay --step-log steps.log             run the steps of `serve --step-log` again, compare tokens
   millrace bench policies --trace trace.csv --svg p.svg  scheduling policies on a recorded trace, simulated device
-  millrace bench eviction --trace trace.jsonl            policies of eviction on a trace with prefixes (Mooncake)"""
+  millrace bench eviction --trace trace.jsonl            policies of eviction on a trace with prefixes (Mooncake)
+  millrace bench kv-tiers --svg tiers.svg                a working set of four pools: no tier, host memory, a disk too
+  millrace bench kv-tiers --trace trace.jsonl            what a disk keeps of a trace with prefixes, by policy"""
 _ALLOWED = {"peers": ("quick",), "formats": ("models", "batches"), "speculate": ("models", "shapes", "batches")}
 """Options of `bench gpu` that other benchmarks take too."""
 _TOKEN_MS = (0.0, 40.0)
 """Null replicas that answer at once, and with the pace of an engine: then each token is read and written by itself."""
-_POLICY_REPLICAS = 4
+_POLICY_REPLICAS, _TIER_REQUESTS = 4, 64
 _ROUNDS = ("observe", "speculate", "smooth")
 """Benchmarks that take `--rounds`, beside `peers`."""
 _MODULES = (bench_peers, formats, bench_serve, bench_observe, bench_speculate, bench_gpu)
@@ -102,7 +104,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--trace",
         type=Path,
         metavar="FILE",
-        help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens; gateway, eviction: Mooncake",
+        help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens; gateway, eviction, kv-tiers: Mooncake",
     )
     trace.add_argument("--requests", type=int, default=3000, metavar="N", help="number of requests (default: 3000)")
     trace.add_argument("--speed", type=float, default=4.0, metavar="X", help="speed-up of the trace (default: 4)")
@@ -145,6 +147,7 @@ def run(args: argparse.Namespace) -> int:
         "smooth": lambda args: _until_terminated(lambda: _bench_smooth(args)),
         "policies": _bench_policies,
         "eviction": _bench_eviction,
+        "kv-tiers": _bench_kv_tiers,
         "replay": _bench_replay,
     }
     if args.what not in actions:
@@ -333,6 +336,23 @@ def _bench_eviction(args: argparse.Namespace) -> int:
     title = f"Policies of eviction on {args.trace.name}: share of the prompt tokens found"
     figures = eviction_figures(args.trace)
     return _print_figures(figures, title, "eviction", as_json=args.json)
+
+
+def _bench_kv_tiers(args: argparse.Namespace) -> int:
+    from millrace.bench.kv_tiers import KvTiersBench
+    from millrace.bench.micro.tiers import tier_figures
+
+    if args.trace is not None:
+        title = f"Write policies of the disk on {args.trace.name}: share of the prompt tokens found"
+        return _print_figures(tier_figures(args.trace, args.svg), title, "kv-tiers", as_json=args.json)
+    if args.requests < 1:
+        raise UsageError(f"--requests is {args.requests}; it must be 1 or more.")
+    line, count = StatusLine(), min(args.requests, _TIER_REQUESTS)
+    bench = KvTiersBench(load_settings(args).config.model.source, count)
+    figures = list(bench.run(line.show, args.svg))
+    line.clear()
+    title = f"A working set of four times the KV pool, {count} requests"
+    return _print_figures(figures, title, "kv-tiers", as_json=args.json)
 
 
 def _bench_server(args: argparse.Namespace) -> int:

@@ -384,6 +384,9 @@ class EngineStats(msgspec.Struct, frozen=True):
     """KV blocks that could not be written, or that were unreadable."""
     disk_blocks_lost: int = 0
     """KV blocks that host memory evicted before they were written."""
+    host_evictions: int = 0
+    """KV blocks that left host memory to make room."""
+    disk_evictions: int = 0
     grammars: GrammarStats = GrammarStats()
     histograms: bytes = b""
     """float64 counts and sums of latencies and lengths, as `observe.histograms` lays them out."""

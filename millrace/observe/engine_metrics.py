@@ -237,6 +237,8 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
         ("disk_blocks_written", "KV blocks written to the disk.", stats.disk_blocks_written),
         ("disk_copies_failed", "KV blocks not written to the disk, or unreadable there.", stats.disk_copies_failed),
         ("disk_blocks_lost", "KV blocks that host memory evicted before they were written.", stats.disk_blocks_lost),
+        ("host_evictions", "KV blocks that left host memory to make room.", stats.host_evictions),
+        ("disk_evictions", "KV blocks that left the disk to make room.", stats.disk_evictions),
         ("prompt_tokens", "Prompt tokens of requests that got their first token.", stats.prompt_tokens),
         ("cached_tokens", "Prompt tokens of ended requests found in the prefix cache.", stats.cached_tokens),
         ("output_tokens", "Output tokens.", stats.output_tokens),

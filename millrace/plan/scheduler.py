@@ -471,7 +471,7 @@ class Scheduler:
             self.tiers.host.prefill_tokens_per_s = tokens_per_s
 
     def figures(self, now: float) -> PlannerFigures:
-        pool, tier, waiting, drafts = self.pool, self.tiers.host, self.waiting, self._drafts.state
+        pool, waiting, drafts = self.pool, self.waiting, self._drafts.state
         states = CheckpointFigures() if self.prefix.checkpoints is None else self.prefix.checkpoints.figures()
         return PlannerFigures(
             running=self.num_running,
@@ -501,12 +501,8 @@ class Scheduler:
             state_slot_bytes=states.slot_bytes,
             state_hits=states.hits,
             state_evictions=states.evictions,
-            host_blocks_total=tier.index.total if tier is not None else 0,
-            host_blocks_used=tier.index.num_used if tier is not None else 0,
-            host_tokens_loaded=tier.tokens_loaded if tier is not None else 0,
-            host_copies_failed=tier.copies_failed if tier is not None else 0,
             host_blocks_lost=pool.num_lost,
-            **self.tiers.disk_figures(),
+            **self.tiers.figures(),
             draft_length=drafts.length,
             draft_probes=drafts.num_probes,
             draft_stops=drafts.num_stops,

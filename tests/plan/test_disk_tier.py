@@ -53,6 +53,8 @@ def test_a_restart_finds_what_the_disk_has() -> None:
     for prompt in texts:
         before.answer(prompt)
     rest(before)
+    figures = before.scheduler.figures(0.0)
+    assert figures.disk_evictions == 0 < figures.host_evictions
     after = restarted(before)
     assert [after.answer(prompt) for prompt in texts] == [FOUND] * WORKING_SET
     assert after.disk.tokens_read == FOUND * WORKING_SET

@@ -60,7 +60,7 @@ def replay(requests: Sequence[TracedRequest], policy: EvictionName, pool_tokens:
     longest = max(len(one.blocks) for one in requests)
     num_blocks = max(pool_tokens // BLOCK_TOKENS, (NUM_OPEN + 1) * longest)
     pool = BlockPool(num_blocks, eviction=EvictionSettings(policy, COLUMN_COST))
-    root, names = root_hash(b""), _Names()
+    root, names = root_hash(b""), BlockNames()
     open_rows: deque[list[int]] = deque()
     num_found, num_all, saved_s, all_s = 0, 0, 0.0, 0.0
     chains = [names.chain(root, one.blocks) for one in requests]
@@ -92,7 +92,7 @@ def _seconds(num_blocks: int) -> float:
     return num_blocks + COLUMN_COST * num_blocks * (num_blocks - 1) / 2
 
 
-class _Names:
+class BlockNames:
     """Chained hashes of the trace's blocks, and what stands for their tokens."""
 
     def __init__(self) -> None:

@@ -21,6 +21,8 @@ POOL_SHARE = 6
 """The sessions together have so many times the tokens of the pool on the device."""
 MIN_POOL = 8192
 HOST_GIB = 6.0
+SMALL_POOL, SMALL_HOST_GIB, DISK_GIB = 4096, 0.125, 16.0
+"""With a disk. 0.125 GiB hold about 5,800 tokens of the default model in float16; a return needs half of it."""
 ANSWER_LIMIT_S = 300.0
 WORDS = "river boat stone paper light wind glass sugar clock iron salt copper bread lamp rope chair".split()
 
@@ -41,10 +43,18 @@ class Server:
 
 
 def sessions(asked: Asked) -> Findings:
-    pool = max(MIN_POOL, asked.samples * SESSION_TOKENS // POOL_SHARE)
+    return _served(asked, max(MIN_POOL, asked.samples * SESSION_TOKENS // POOL_SHARE), HOST_GIB, 0.0)
+
+
+def sessions_on_disk(asked: Asked) -> Findings:
+    return _served(asked, SMALL_POOL, SMALL_HOST_GIB, DISK_GIB)
+
+
+def _served(asked: Asked, pool: int, host_gib: float, disk_gib: float) -> Findings:
     with TemporaryDirectory() as directory:
-        options = [*("--kv-tokens", str(pool), "--kv-host-gib", str(HOST_GIB), "--kv-retained", "0.9")]
+        options = [*("--kv-tokens", str(pool), "--kv-host-gib", str(host_gib), "--kv-retained", "0.9")]
         options += ["--data-dir", str(Path(directory) / "data"), "--block-size", str(BLOCK)]
+        options += ["--kv-disk", directory, "--kv-disk-gib", str(disk_gib)] if disk_gib else []
         with LocalServer([asked.model, *options]) as started:
             asyncio.run(started.wait_ready())
             return measure(Server(started.url), asked, pool)
@@ -70,7 +80,7 @@ def measure(server: Server, asked: Asked, pool: int) -> Findings:
         [plot("Seconds until the first token of a second turn", lines, "session", "s")],
         f"{asked.samples} sessions of {SESSION_TOKENS} tokens on a device with room for {pool}: a turn's first token"
         f" takes {ratio:.2f} of the time that computing the conversation takes. Of the prompts' {total:,} tokens"
-        f" {loaded:,} came back from host memory and {computed:,} were computed. A kept document of {DOCUMENT_TOKENS}"
+        f" {loaded:,} came back from a lower tier and {computed:,} were computed. A kept document of {DOCUMENT_TOKENS}"
         f" tokens takes {ratios:.2f} of a cold one.",
     )
 
@@ -123,5 +133,13 @@ STUDIES = {
         "smollm2-135m-instruct",
         100,
         sessions,
-    )
+    ),
+    "sessions-on-disk": MeasuredStudy(
+        "Sessions on a disk",
+        "What does a turn of a session cost whose keys and values are on a disk?",
+        "As the study `sessions`, but with a pool of 4,096 tokens, 0.125 GiB of host memory, and a disk for the rest.",
+        "smollm2-135m-instruct",
+        100,
+        sessions_on_disk,
+    ),
 }

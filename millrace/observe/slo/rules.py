@@ -40,6 +40,12 @@ def alert_rules(objectives: tuple[Objective, ...]) -> str:
     memory = 'sum(rate(millrace_engine_preemptions_by_reason_total{reason="memory"}[10m])) > 0.1'
     text = "KV memory runs out: requests are preempted for lack of blocks more than once in ten seconds"
     lines += _rule("MillraceKvOutOfMemory", memory, "10m", "ticket", text)
+    disk = "sum(increase(millrace_engine_disk_copies_failed_total[10m])) > 0"
+    text = "KV blocks cannot be written to --kv-disk or read from it: their tokens are computed again"
+    lines += _rule("MillraceKvDisk", disk, "10m", "ticket", text)
+    lost, evicted = (f"sum(rate(millrace_engine_{name}_total[10m]))" for name in ("host_blocks_lost", "evictions"))
+    text = "more than a tenth of the evicted KV blocks leave the device before they are in host memory"
+    lines += _rule("MillraceKvBlocksLost", f"{lost} > 0.1 * {evicted}", "10m", "ticket", text)
     return "\n".join(lines) + "\n"
 
 

@@ -38,18 +38,28 @@ class LowerTiers:
         """Batches in flight to and from the device."""
         return self.host.num_copies if self.host is not None else 0
 
-    def disk_figures(self) -> dict[str, int]:
+    def figures(self) -> dict[str, int]:
         """Fields of `PlannerFigures`."""
-        disk = self.disk
-        if disk is None:
+        host, disk = self.host, self.disk
+        if host is None:
             return {}
-        return {
+        found = {
+            "host_blocks_total": host.index.total,
+            "host_blocks_used": host.index.num_used,
+            "host_tokens_loaded": host.tokens_loaded,
+            "host_copies_failed": host.copies_failed,
+            "host_evictions": host.index.num_evicted["room"],
+        }
+        if disk is None:
+            return found
+        return found | {
             "disk_blocks_total": disk.index.total,
             "disk_blocks_used": disk.index.num_used,
             "disk_blocks_written": disk.blocks_written,
             "disk_tokens_read": disk.tokens_read,
             "disk_copies_failed": disk.reads_failed + disk.writes_failed,
             "disk_blocks_lost": disk.num_lost,
+            "disk_evictions": disk.index.num_evicted["room"],
         }
 
     def advance(self, now: float, is_idle: bool) -> None:
