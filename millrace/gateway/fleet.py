@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 from millrace.errors import ConfigError, EngineUnavailable
 from millrace.gateway.replica import MIN_TOKEN_SAMPLES, OpenAttempt, Replica
@@ -60,16 +60,21 @@ class Fleet:
         """A replica for the request, and the attempt that is now open there."""
         able = self._able(asked, excluded)
         now = self.clock()
+        held = self._held_elsewhere(asked, able, excluded)
         candidates = tuple(
             Candidate(
                 name=one.name,
                 weight=one.settings.weight * one.health.share(now),
                 outstanding_tokens=one.outstanding_tokens,
                 num_open=len(one.attempts),
-                matched_tokens=min(asked.prompt_tokens, self.prefixes.matched_tokens(one.name, asked.chain)),
+                matched_tokens=(
+                    matched := min(asked.prompt_tokens, self.prefixes.matched_tokens(one.name, asked.chain))
+                ),
                 has_model=one.models.get(asked.model, True),
                 region=one.settings.region,
                 tokens_per_s=one.load.tokens_per_s,
+                fetch_tokens=self._worth_fetching(one, held, matched),
+                fetch_tokens_per_s=one.fetch_tokens_per_s,
             )
             for one in able
         )
@@ -99,16 +104,38 @@ class Fleet:
         self.prefixes.sent_to(replica.name, asked.chain)
         return replica, attempt
 
+    def _held_elsewhere(self, asked: Asked, able: list[Replica], excluded: Collection[str]) -> dict[str, int]:
+        """By replica, the prompt's tokens that others could fetch from it; empty while none has fetched well."""
+        if not self.settings.kv_fetch_tokens or not any(one.fetch_tokens_per_s for one in able):
+            return {}
+        return {
+            one.name: min(asked.prompt_tokens, self.prefixes.surely_on_device(one.name, asked.chain))
+            for one in self._givers(asked, excluded)
+        }
+
+    def _worth_fetching(self, replica: Replica, held: Mapping[str, int], matched: int) -> int:
+        if not replica.is_millrace or not replica.fetch_tokens_per_s:
+            return 0
+        more = max((count for name, count in held.items() if name != replica.name), default=0) - matched
+        return more if more >= self.settings.kv_fetch_tokens else 0
+
+    def _givers(self, asked: Asked, excluded: Collection[str]) -> list[Replica]:
+        """Replicas that others can fetch blocks from. One that drains gives them, too."""
+        now = self.clock()
+        return [
+            one
+            for one in self.replicas.values()
+            if one.name not in excluded and one.is_millrace and one.health.share(now) and one.takes(asked.model)
+        ]
+
     def _kv_source(self, asked: Asked, chosen: str, matched: int, excluded: Collection[str]) -> str:
-        """The replica with the most of the prompt in its cache, if that is enough more. One that drains counts too."""
+        """The replica with the most of the prompt in its cache, if that is enough more."""
         if not self.settings.kv_fetch_tokens or not self.replicas[chosen].is_millrace:
             return ""
-        now, best, name = self.clock(), matched + self.settings.kv_fetch_tokens - 1, ""
-        for one in self.replicas.values():
-            if one.name == chosen or one.name in excluded or not one.is_millrace or not one.health.share(now):
-                continue
+        best, name = matched + self.settings.kv_fetch_tokens - 1, ""
+        for one in self._givers(asked, excluded):
             found = min(asked.prompt_tokens, self.prefixes.matched_tokens(one.name, asked.chain))
-            if found > best and one.takes(asked.model):
+            if found > best and one.name != chosen:
                 best, name = found, one.name
         return name
 

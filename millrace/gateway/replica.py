@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
+from millrace.errors import BadRequest
 from millrace.gateway.routing.candidates import Asked
 from millrace.gateway.routing.health import Health, HealthLimits
 from millrace.gateway.settings import ReplicaSettings, replica_name
@@ -20,6 +23,9 @@ KEPT_EJECTIONS = 8
 ASSUMED_TOKENS = 256
 """Work of a request that another gateway sent."""
 _SMOOTHING = 0.05
+_SALTED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+_FETCH_SMOOTHING = 0.3
+_FETCHED = re.compile(r"fetched: (\d{1,9}) tokens in (\d{1,6}\.\d{1,6}) s")
 
 
 class ModelLoad(msgspec.Struct):
@@ -88,6 +94,8 @@ class Replica:
     num_token_samples: int = 0
     marks_tokens: bool = False
     """True once a stream of it had token ids: then one without has no tokens yet."""
+    fetch_tokens_per_s: float = 0.0
+    """Smoothed speed at which it fetched blocks from others; 0: not known, or it did not help."""
     num_sent: int = 0
     num_failed: int = 0
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -145,6 +153,29 @@ class Replica:
             self.token_ms += weight * (gap_ms - self.token_ms)
         attempt.num_frames += 1
         attempt.last_frame_at = now
+
+    def salted_body(self, path: str, raw: bytes, salt: str) -> bytes:
+        """The body with the tenant's salt, before the client's own, where the server has no header but a field for it:
+        vLLM's `cache_salt`."""
+        if self.settings.kind != "vllm" or path not in _SALTED or not salt:
+            return raw
+        try:
+            body = msgspec.json.decode(raw, type=dict[str, Any])
+            given = body.get("cache_salt")
+            own = f"{salt}.{given}" if isinstance(given, str) and given else salt
+            return msgspec.json.encode({**body, "cache_salt": own})
+        except (msgspec.DecodeError, OverflowError, ValueError, RecursionError) as error:
+            raise BadRequest(f"The body is not JSON that can be passed on: {error}.", code="invalid_json") from None
+
+    def has_fetched(self, said: str) -> None:
+        """What its answer says of a fetch: a failed or slow one is not counted on until another succeeds."""
+        found = _FETCHED.match(said)
+        if found is not None and float(found[2]) > 0:
+            speed = int(found[1]) / float(found[2])
+            known = self.fetch_tokens_per_s or speed
+            self.fetch_tokens_per_s = known + _FETCH_SMOOTHING * (speed - known)
+        elif not said.startswith("unneeded"):
+            self.fetch_tokens_per_s = 0.0
 
     def stalled_since(self) -> float | None:
         """The time of the last progress, if streams that had begun are open."""

@@ -243,7 +243,7 @@ class Sender:
                 replica.settings.url,
                 self.path or self.request.raw_path,
                 headers,
-                content.body,
+                replica.salted_body(self.path or self.request.path, content.body, self.salt),
             )
         )
         attempt.abort = lambda: _cancel(task)
@@ -257,6 +257,7 @@ class Sender:
         attempt.abort = response.close
         if (fetched := response.headers.get(FETCH_HEADER)) is not None:
             self.record.notes.append(f"{replica.name}: KV of the prompt {fetched}")
+            replica.has_fetched(fetched)
         return response
 
     def note_failure(self, replica: Replica, attempt: OpenAttempt, reason: str, *, counts: bool = True) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 
 import pytest
 from aiohttp import web
 from helpers.gateways import gateway_over
 
+from millrace.errors import BadRequest
 from millrace.gateway.foreign import continued_body, read_report
 from millrace.gateway.replica import Replica
 from millrace.gateway.routing.health import HealthLimits
 from millrace.gateway.settings import ReplicaKind, ReplicaSettings
+from millrace.serve.tenancy.keyring import DIGEST_PREFIX, digest_of
 
 WORDS = [f" word{number}" for number in range(12)]
 METRICS = """\
@@ -89,7 +92,11 @@ def test_continued_bodies() -> None:
 
 @pytest.mark.live
 @pytest.mark.parametrize("kind", ["vllm", "llama.cpp", "ollama"])
-def test_stream_goes_on_by_text_and_says_so(kind: ReplicaKind) -> None:
+def test_stream_goes_on_by_text_and_says_so(kind: ReplicaKind, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text(f'[tenants.acme]\nkeys = ["{DIGEST_PREFIX}{digest_of("outer").hex()}"]\n')
+    inner, outer = {"keys_file": str(keys), "replica_key": "inner"}, {"Authorization": "Bearer outer"}
+
     async def check() -> None:
         servers, members, runners = [ForeignServer(die_after=5), ForeignServer()], [], []
         for number, server in enumerate(servers):
@@ -99,15 +106,33 @@ def test_stream_goes_on_by_text_and_says_so(kind: ReplicaKind) -> None:
             runners.append(runner)
             members.append(ReplicaSettings(f"http://127.0.0.1:{runner.addresses[0][1]}", f"f{number}", kind))
         try:
-            async with gateway_over(*members, policy="round-robin") as gateway:
-                seen = [await gateway.stream("Once", max_tokens=50) for _ in range(2)]
+            async with gateway_over(*members, policy="round-robin", **inner) as gateway:
+                seen = [await gateway.stream("Once", max_tokens=50, headers=outer) for _ in range(2)]
                 assert [one.text for one in seen] == ["".join(WORDS)] * 2
                 moved = next(one for one in seen if one.comments)
                 assert moved.comments == [": resumed by text on f1"]
                 assert len(moved.ids) == 1
                 assert any(body["prompt"] == "Once" + "".join(WORDS[:5]) for body in servers[1].bodies)
+                salts = {str(body.get("cache_salt", "")) for server in servers for body in server.bodies}
+                assert [len(salt) for salt in salts] == [64 if kind == "vllm" else 0], "of the tenant, moved or not"
         finally:
             for runner in runners:
                 await runner.cleanup()
 
     asyncio.run(check())
+
+
+def test_tenants_share_no_prefixes_on_vllm() -> None:
+    def sent(kind: ReplicaKind, path: str, salt: str, **given: str) -> dict[str, str]:
+        replica = replica_of(kind)
+        body: dict[str, str] = json.loads(replica.salted_body(path, json.dumps({"model": "m", **given}).encode(), salt))
+        return body
+
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        assert sent("vllm", path, "tenant") == {"model": "m", "cache_salt": "tenant"}
+        assert sent("vllm", path, "tenant", cache_salt="own")["cache_salt"] == "tenant.own"
+        assert sent("vllm", path, "", cache_salt="own")["cache_salt"] == "own"
+        assert sent("ollama", path, "tenant") == {"model": "m"}
+    assert sent("vllm", "/v1/embeddings", "tenant") == {"model": "m"}
+    with pytest.raises(BadRequest):
+        replica_of("vllm").salted_body("/v1/completions", b"[1]", "x")

@@ -62,6 +62,22 @@ def test_prefix_weighs_saved_tokens_against_load() -> None:
     assert chosen("prefix", busy) != "b", "a popular prefix spreads"
 
 
+def test_fetched_tokens_cost_what_could_be_computed_meanwhile() -> None:
+    def candidates(fetch: int, speed: float) -> tuple[Candidate, ...]:
+        holder = {"matched_tokens": 900, "outstanding_tokens": 500, "tokens_per_s": 1000.0}
+        idle = {"fetch_tokens": fetch, "fetch_tokens_per_s": speed, "tokens_per_s": 1000.0}
+        return three(a=holder, b=idle, c={"outstanding_tokens": 9000, "tokens_per_s": 1000.0})
+
+    for policy in ("prefix", "least-time"):
+        assert chosen(policy, candidates(0, 0.0)) == "a"
+        assert chosen(policy, candidates(900, 0.0)) == "a", "nobody knows what a fetch costs there"
+        assert chosen(policy, candidates(900, 10_000.0)) == "b"
+        assert chosen(policy, candidates(900, 1100.0)) == "a", "waiting is cheaper"
+    slow = candidates(900, 10.0)[1]
+    assert slow.missing_work(1000, 2) == 2000, "never more than computing"
+    assert candidates(5000, 10_000.0)[1].missing_work(1000, 2) == 100
+
+
 def test_session_stays_and_moves_little() -> None:
     sessions = [msgspec.structs.replace(ASKED, session=str(number)) for number in range(200)]
     before = [chosen("session", three(), asked) for asked in sessions]
@@ -172,6 +188,34 @@ def test_stampede_of_equal_prompts_goes_together() -> None:
     asked = asked_for("x" * 20_000)
     chosen = [fleet.choose(asked, fleet.decisions.begin("id", ""))[0].name for _ in range(32)]
     assert len(set(chosen)) == 1
+
+
+def test_what_can_be_fetched_is_known_from_events_and_answers() -> None:
+    fleet = fleet_of(ReplicaSettings("http://a:1"), ReplicaSettings("http://b:1"))
+    asked = asked_for("x" * CHUNK_BYTES * 10)
+    keys = [f"k{number}" for number in range(40)]
+    fleet.prefixes.learn_keys(asked.chain, CHUNK_BYTES * 10, CHUNK_TOKENS * 10, keys, 16)
+    holder, other = fleet.prefixes.follow("a:1"), fleet.replicas["b:1"]
+    fleet.prefixes.follow("b:1").apply(1, "snapshot", "device", [])
+    other.load.tokens_per_s = 1000.0
+
+    def fetchable() -> tuple[int, float]:
+        record = fleet.decisions.begin("id", "")
+        replica, attempt = fleet.choose(asked, record)
+        replica.remove(attempt)
+        found = record.decisions[0].candidates[1]
+        return found.fetch_tokens, found.fetch_tokens_per_s
+
+    holder.apply(1, "snapshot", "host", keys)
+    other.has_fetched("fetched: 600 tokens in 0.100 s")
+    assert fetchable() == (0, 6000.0), "host memory gives nothing"
+    holder.apply(2, "filled", "device", keys)
+    assert fetchable() == (CHUNK_TOKENS * 10, 6000.0)
+    other.has_fetched("unneeded: nothing")
+    other.has_fetched("fetched: 300 tokens in 0.100 s")
+    assert fetchable() == (CHUNK_TOKENS * 10, pytest.approx(5100.0))
+    other.has_fetched("failed: nothing; no connection")
+    assert fetchable() == (0, 0.0)
 
 
 def test_long_jobs_stay_apart() -> None:

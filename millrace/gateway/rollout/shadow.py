@@ -72,14 +72,19 @@ class Shadow:
         answer: bytes,
     ) -> None:
         copied = {**body, "stream": False, **({"store": False} if "store" in body or path == "/v1/responses" else {})}
+        salt = headers.get(SALT_HEADER, "")
         if not replica.is_millrace:
             headers = {name: value for name, value in headers.items() if name != SALT_HEADER}
+        sent = replica.salted_body(path, msgspec.json.encode(copied), salt)
+        headers = {**headers, "Content-Type": "application/json"}
         began = time.monotonic()
         self.num_sent += 1
         try:
             async with (
                 asyncio.timeout(TIMEOUT_S),
-                self._session.post(replica.settings.url + path, json=copied, headers=headers) as response,
+                self._session.post(
+                    replica.settings.url + path, data=sent, headers={**headers, "Content-Type": "application/json"}
+                ) as response,
             ):
                 data, status = await response.read(), response.status
         except (aiohttp.ClientError, OSError, TimeoutError):

@@ -44,6 +44,20 @@ class Candidate(msgspec.Struct, frozen=True):
     tokens_per_s: float = 0.0
     """What the replica's own model of its steps predicts for full ones; 0: not known."""
 
+    fetch_tokens: int = 0
+    """Leading tokens of this prompt beyond those that another replica surely has on its device, to be fetched."""
+    fetch_tokens_per_s: float = 0.0
+    """How fast it fetched from others before; 0: not known."""
+
+    def missing_work(self, prompt_tokens: int, weight: float) -> float:
+        """Work for the prompt's tokens that are not cached there, in tokens. Each that is computed counts `weight`
+        times; one that is fetched counts as what the replica could compute meanwhile, and never more."""
+        missing = prompt_tokens - self.matched_tokens
+        if not (self.tokens_per_s > 0 and self.fetch_tokens_per_s > 0):
+            return weight * missing
+        fetched = min(missing, self.fetch_tokens)
+        return weight * (missing - fetched) + min(weight, self.tokens_per_s / self.fetch_tokens_per_s) * fetched
+
     @property
     def load(self) -> float:
         return self.outstanding_tokens / self.weight

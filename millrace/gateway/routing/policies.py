@@ -62,17 +62,17 @@ class Weighted:
 class PrefixAware:
     """Least work: what is outstanding, and tokens of the prompt that are not cached there. These count twice, as they
     delay others too: equal prompts that come together wait for one computation instead of repeating it. A popular
-    prefix spreads once its replica has more outstanding than that."""
+    prefix spreads once its replica has more outstanding than that, or than fetching it from there costs."""
 
     def choose(self, asked: Asked, candidates: Sequence[Candidate], moment: Moment) -> Choice:
         def work(one: Candidate) -> float:
-            missing = asked.prompt_tokens - one.matched_tokens
-            return (one.outstanding_tokens + MISSING_WEIGHT * missing) / one.weight
+            missing = one.missing_work(asked.prompt_tokens, MISSING_WEIGHT)
+            return (one.outstanding_tokens + missing) / one.weight
 
         best = min(_rotated(candidates, moment), key=work)
         return Choice(
             best.name,
-            f"{best.matched_tokens} of {asked.prompt_tokens} prompt tokens cached,"
+            f"{best.matched_tokens} of {asked.prompt_tokens} prompt tokens cached,{_fetch_words(best)}"
             f" {best.outstanding_tokens} outstanding; work {work(best):.0f}",
         )
 
@@ -86,12 +86,15 @@ class LeastTime:
         assumed = sum(known) / len(known) if known else ASSUMED_TOKENS_PER_S
 
         def seconds(one: Candidate) -> float:
-            own = asked.prompt_tokens - one.matched_tokens + asked.output_tokens
+            own = one.missing_work(asked.prompt_tokens, 1.0) + asked.output_tokens
             return (one.outstanding_tokens + own) / ((one.tokens_per_s or assumed) * one.weight)
 
         best = min(_rotated(candidates, moment), key=seconds)
         speed = f"{best.tokens_per_s:.0f} tokens/s" if best.tokens_per_s else "a speed that it has not measured yet"
-        return Choice(best.name, f"done in {seconds(best):.2f} s at {speed}, {best.outstanding_tokens} outstanding")
+        return Choice(
+            best.name,
+            f"done in {seconds(best):.2f} s at {speed},{_fetch_words(best)} {best.outstanding_tokens} outstanding",
+        )
 
 
 class SessionSticky:
@@ -131,6 +134,10 @@ class Nearest:
                 best.name, f"region {moment.region!r} is busy: {nearest.outstanding_tokens} outstanding tokens"
             )
         return Choice(nearest.name, f"region {moment.region!r}")
+
+
+def _fetch_words(one: Candidate) -> str:
+    return f" {one.fetch_tokens} to fetch at {one.fetch_tokens_per_s:.0f} tokens/s," if one.fetch_tokens else ""
 
 
 def _rotated(candidates: Sequence[Candidate], moment: Moment) -> list[Candidate]:

@@ -54,6 +54,9 @@ class HeldBlocks:
         self._seq = seq
         return True
 
+    def has_on_device(self, key: str) -> bool:
+        return key in self._tiers.get("device", ())
+
     def __contains__(self, key: str) -> bool:
         return any(key in held for held in self._tiers.values())
 
@@ -78,6 +81,16 @@ class PrefixMap:
             key = self._keys.get(chunk)
             is_there = key in held if held is not None and key else chunk in sent
             if not is_there:
+                break
+            count += 1
+        return count * CHUNK_TOKENS
+
+    def surely_on_device(self, replica: str, chain: Sequence[str]) -> int:
+        """Leading tokens of the prompt that the replica's events say it has where others can fetch them."""
+        held, count = self._held.get(replica), 0
+        for chunk in chain if held is not None else ():
+            key = self._keys.get(chunk)
+            if held is None or not key or not held.has_on_device(key):
                 break
             count += 1
         return count * CHUNK_TOKENS
