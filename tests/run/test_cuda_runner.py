@@ -311,7 +311,7 @@ def test_work_that_cannot_be_captured_runs_uncaptured(monkeypatch: pytest.Monkey
     asked = [SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)]
     plain = Runner(decoder_for("llama", torch.device("cpu"), False), CpuDevice(1), RunnerSettings(**SIZES))
     fast = CudaRunner(decoder_for("llama", place, True), CpuDevice(1), RunnerSettings(token_budget=BUDGET, **SIZES))
-    fast._graphs.is_capturing = True
+    fast._graphs.has_graphs = fast._graphs.is_capturing = True
     shapes = ShapeChoice(PaddedShapes(dataclasses.replace(fast.shapes.facts, can_capture=True)))
     expected, _ = drive(plain, requests(2, 3, asked))
     with quick_interpreter():
@@ -516,7 +516,7 @@ def test_a_larger_graph_is_the_fallback_for_a_missing_one(kind: str, monkeypatch
         return graph
 
     monkeypatch.setattr(fast._graphs, "capture", fake_capture)
-    fast._graphs.is_capturing = True
+    fast._graphs.has_graphs = fast._graphs.is_capturing = True
     expected, _ = drive(plain, short_requests(KINDS[kind]))
     shapes = ShapeChoice(PaddedShapes(dataclasses.replace(fast.shapes.facts, can_capture=True)))
     shapes.captures._waiting.clear()

@@ -26,10 +26,13 @@ class Captured:
 class GraphCache:
     def __init__(self, sizes: Sequence[int], *, enabled: bool) -> None:
         """`sizes`: decode sizes, for the graph fallback. Unless `enabled`, no graph is captured."""
-        self.is_capturing = enabled
+        self.has_graphs = self.is_capturing = enabled
         self._pool = torch.cuda.graph_pool_handle() if enabled else None
         self._fallback = GraphFallback(sizes)
         self._seen: set[object] = set()
+        self._due: set[object] = set()
+        """Work whose graph the plans so far asked for. Choices follow from it, not from what was captured: a rank that
+        cannot capture chooses as the others do, and runs the same work uncaptured."""
         self.captured: dict[object, Captured] = {}
 
     def run(self, key: object, work: Work) -> Tensor:
@@ -41,16 +44,22 @@ class GraphCache:
     def run_planned(self, key: object, work: Work, *, captures: bool) -> Tensor:
         """Replay the work's graph. Without one, capture it first if `captures`, else run uncaptured."""
         captured = self.captured.get(key)
-        if captured is None and captures and self.is_capturing:
-            captured = self.capture(key, work)
+        if captured is None and captures and self.has_graphs:
+            self._due.add(key)
+            captured = self.capture(key, work) if self.is_capturing else None
         if captured is None:
             return work()
         captured.graph.replay()
         return captured.output
 
+    def expect(self, key: object) -> None:
+        """A plan asks for this graph."""
+        if self.has_graphs:
+            self._due.add(key)
+
     def choose_size(self, size: int, key_of: Callable[[int], object]) -> int:
         """The decode size whose graph to run: `size` or, as a fallback, a larger one. `key_of`: the key of a size."""
-        return self._fallback.choose(size, key_of, self.captured) if self.is_capturing else size
+        return self._fallback.choose(size, key_of, self._due)
 
     def capture(self, key: object, work: Work) -> Captured | None:
         """Capture the work. If that fails, return None and stop capturing: work can still run uncaptured."""

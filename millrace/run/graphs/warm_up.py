@@ -65,6 +65,7 @@ class WarmUp:
     def capture(self, part: Part) -> bool:
         """Capture one body or head on a padding-only step: a few tens of milliseconds, or seconds if a kernel was never
         compiled on this machine. False if nothing can be captured."""
+        self._graphs.expect(part)
         if part in self._graphs.captured:
             return True
         if not self._graphs.is_capturing:
