@@ -5,8 +5,8 @@ token budget on rows further behind, and admits waiting requests with the rest. 
 `token_budget` tokens plus one per row, and places for drafts. `confirm` takes the tokens of the oldest launched step.
 No torch, no clock (time is an argument), no randomness.
 
-Its parts: `seating` (rows and their blocks), `admitting` (the queue), `budget`, `drafts`, `composing` (the plan),
-`confirming` (what a step gave).
+Its parts: `seating` (rows and their blocks), `choosing` (which rows run), `admitting` (the queue), `preempting`,
+`budget`, `drafts`, `composing` (the plan), `confirming` (what a step gave).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import numpy as np
 from millrace.config import PolicyName
 from millrace.params import FinishReason
 from millrace.plan.admitting import Admitting
-from millrace.plan.budget import ChunkBudget, StepBudget, StepTarget
+from millrace.plan.budget import StepBudget, StepTarget
+from millrace.plan.choosing import Choosing
 from millrace.plan.composing import Composer
 from millrace.plan.confirming import Confirming
 from millrace.plan.drafts import DraftPlaces, DraftSettings
@@ -43,6 +44,7 @@ from millrace.plan.planner.protocol import (
     PlannerFigures,
     RepeatedOutcome,
 )
+from millrace.plan.preempting import Preempting
 from millrace.plan.queue.fair_shares import FairShares
 from millrace.plan.queue.kv_peak import OutputLengthEstimate
 from millrace.plan.queue.policy import make_policy
@@ -50,7 +52,6 @@ from millrace.plan.queue.waiting import WaitingQueue
 from millrace.plan.queue.waiting_tokens import WaitingTokens
 from millrace.plan.repeated_decode import crossings
 from millrace.plan.request import NUM_CLASSES, Request, end_of
-from millrace.plan.row_choice import RowChoice
 from millrace.plan.rows import Rows
 from millrace.plan.seating import Seating
 from millrace.plan.shapes.choice import ShapeChoice
@@ -58,17 +59,11 @@ from millrace.plan.step import (
     BlockCopies,
     Ended,
     Int32s,
-    Int64s,
     Location,
-    ReleaseReason,
     StepOutcome,
     StepPlan,
     TrainedDrafts,
 )
-from millrace.plan.victim import cheapest_victim
-
-MAX_PREEMPTION_NOTES = 8
-"""Preemptions of one request that are kept for `/explain`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +112,6 @@ class Scheduler:
             self.prefix.checkpoints = Checkpoints(*parts)
         self.retention = Retention(settings.retention, self.pool, self.prefix, groups.num_groups)
         self.transfer = PrefixTransfer(self.pool, self.prefix, self.retention, groups)
-        self._choice = RowChoice(self.rows, self.budget)
         columns_per_step = -(-settings.token_budget // self.block_size) + 2 * settings.max_running
         self.tiers.join(self.pool, self.prefix, columns_per_step * groups.num_groups)
         self._in_flight = StepsInFlight()
@@ -134,14 +128,16 @@ class Scheduler:
             self._seating, self.waiting, policy, self.shares, self.budget, lengths, self.tiers.load
         )
         self._admitting.is_static = settings.static_batching
-        self.num_preemptions = 0
-        self.num_yields = 0
-        """Preemptions in favour of a more urgent request."""
         self.num_discarded = 0
         """Tokens computed for requests that ended without a whole answer."""
         self._next_ticket = 0
         self._ended: list[Ended] = []
         self._confirming = Confirming(self._seating, self._in_flight, self._drafts)
+        self._preempting = Preempting(self._seating, self.waiting, self._admitting, self._confirming)
+        self._choosing = Choosing(
+            *(self._seating, self.waiting, self.budget, self._in_flight),
+            *(self._composer, self._drafts, self._admitting, self._preempting),
+        )
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -164,6 +160,15 @@ class Scheduler:
         rows, order = self.rows, self.rows.order
         left = np.maximum(rows.num_prompt[order] - rows.computed[order], 0)
         return tuple(np.bincount(rows.priority[order], left, NUM_CLASSES).astype(int).tolist())
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._preempting.num_preemptions
+
+    @property
+    def num_yields(self) -> int:
+        """Preemptions in favour of a more urgent request."""
+        return self._preempting.num_yields
 
     @property
     def num_in_flight(self) -> int:
@@ -205,7 +210,7 @@ class Scheduler:
         self.run_deferred()
         row = self._seating.row_of(request_id)
         if row is not None:
-            request = self._release_row(row, reason)
+            request = self._preempting.release(row, reason)
         elif request_id in self.waiting:
             request = self.waiting.remove(request_id)
         else:
@@ -299,34 +304,7 @@ class Scheduler:
         self._expire(now)
         self.retention.advance(now)
         self.tiers.advance(now, is_idle=not len(self._seating) and not len(self.waiting))
-        if only is None:
-            self._preempt_chosen(now)
-        preempted_before = self.num_preemptions
-        while True:
-            singles, behind = self._take_singles(only)
-            budget = self.budget.for_chunks(self.rows, singles, behind, self.waiting.num_by_class)
-            limits = self._choice.chunk_limits(behind, budget, self._newcomer(now)) if len(behind) else []
-            leaves_some = bool(limits) and sum(limits) < budget.left(int(self.rows.priority[behind].min()))
-            chunks = self._take_chunks(behind, limits, budget)
-            if len(singles) or chunks or len(self._in_flight) or only is not None or self.pool.num_soon:
-                break
-            if not self._preempt_one():
-                break
-        if only is None and len(self.waiting):
-            if self.num_preemptions == preempted_before:
-                self._admitting.admit(budget, chunks, now)
-            else:
-                self._admitting.delays.note("memory", now)
-        if leaves_some:  # For another tenant, which may not have used it.
-            self._extend_chunks(behind, chunks, budget)
-        if len(singles) == 0 and not chunks:
-            return None
-        self._choice.count_skipped(singles)
-        drafts = self._drafts.take(singles)
-        rests = self._drafts.trained_rests
-        if drafts is None:
-            return ChosenRows(singles, chunks, None, 0.0, None, rests)
-        return ChosenRows(singles, chunks, drafts, self._drafts.floor, self._drafts.trained, rests)
+        return self._choosing.choose(now, only)
 
     def _expire(self, now: float) -> None:
         late = self.waiting.expired(now)
@@ -335,83 +313,6 @@ class Scheduler:
             late += self.rows.request_ids[order[self.rows.deadline[order] < now]].tolist()
         for request_id in late:
             self.abort(request_id, "deadline", "The deadline of the request passed before it finished.")
-
-    def _take_singles(self, only: Collection[int] | None) -> tuple[Int64s, Int64s]:
-        """Rows that get one token, with its block, and rows further behind."""
-        seating = self._seating
-        singles, behind = self._runnable(only)
-        crossing = self._crossing(singles)
-        if len(crossing) > seating.num_available_columns:
-            while self._lacks_blocks(len(crossing)) and self._preempt_one():
-                singles, behind = self._runnable(only)
-                crossing = self._crossing(singles)
-            num_left = seating.num_available_columns
-            stalled, crossing = crossing[num_left:], crossing[:num_left]
-            singles = singles[~np.isin(singles, stalled)]
-        if len(crossing):
-            seating.grow_by_one(crossing)
-        return singles, behind
-
-    def _lacks_blocks(self, num_columns: int) -> bool:
-        """True if the columns cannot be filled, not even when the steps and copies in flight have completed."""
-        num_blocks = self.pool.num_available + self.pool.num_fenced + self.pool.num_soon
-        return num_columns * self._seating.groups.num_groups > num_blocks
-
-    def _newcomer(self, now: float) -> Request | None:
-        """The first waiting request, if there is a row for it."""
-        return next(self.waiting.in_order(now)) if len(self.waiting) and self.rows.num_free else None
-
-    def _take_chunks(self, behind: Int64s, limits: list[int], budget: ChunkBudget) -> dict[int, int]:
-        """Tokens by row for the rows that are more than one token behind. Takes the blocks."""
-        chunks: dict[int, int] = {}
-        for row, priority, limit in zip(behind.tolist(), self.rows.priority[behind].tolist(), limits, strict=True):
-            count = self.budget.chunk(self._seating, row, min(limit, budget.left(priority)))
-            if count:
-                chunks[row] = count
-                budget.take(priority, count)
-        return chunks
-
-    def _extend_chunks(self, behind: Int64s, chunks: dict[int, int], budget: ChunkBudget) -> None:
-        for row, priority in zip(behind.tolist(), self.rows.priority[behind].tolist(), strict=True):
-            count = self.budget.chunk(self._seating, row, budget.left(priority), taken=chunks.get(row, 0))
-            if count:
-                chunks[row] = chunks.get(row, 0) + count
-                budget.take(priority, count)
-
-    def _runnable(self, only: Collection[int] | None) -> tuple[Int64s, Int64s]:
-        """Active rows that are one token behind, and those further behind, each by rank."""
-        rows, order = self.rows, self.rows.order
-        if len(order) == 0:
-            return order, order
-        if only is None and self._composer.repeats():
-            return self._choice.choose(order), order[:0]
-        if only is not None:
-            order = order[np.isin(order, np.fromiter(only, np.int64, len(only)))]
-        known = rows.known[order]
-        behind = known - rows.computed[order]
-        # A row at its limit has drawn its last token, which is not confirmed yet. Silent rows begin at their limit.
-        may_run = known < rows.limit[order]
-        if rows.num_silent:
-            may_run |= rows.silent[order]
-        singles = order[(behind == 1) & may_run]
-        return singles if only is not None else self._choice.choose(singles), self._by_urgency(order[behind > 1])
-
-    def _by_urgency(self, behind: Int64s) -> Int64s:
-        """Rows that have drawn already go before prompts: somebody reads their tokens."""
-        if len(behind) < 2:
-            return behind
-        has_drawn = self.rows.computed[behind] >= self.rows.num_prompt[behind]
-        return np.concatenate([behind[has_drawn], behind[~has_drawn]]) if has_drawn.any() else behind
-
-    def _crossing(self, singles: Int64s) -> Int64s:
-        """The rows whose next token may need a new block."""
-        if len(singles) == 0:
-            return singles
-        rows = self.rows
-        last = rows.computed[singles]
-        if self._drafts.is_on:
-            last += rows.slack[singles]
-        return singles[last >= rows.num_blocks[singles] * self.block_size]
 
     # -- many steps at once ----------------------------------------------------------------------------------------
 
@@ -482,8 +383,8 @@ class Scheduler:
             running_prefill_tokens=self.prefill_tokens(),
             aged_by_class=waiting.num_aged(now),
             graphs_left=self.captures.num_left,
-            preemptions=self.num_preemptions,
-            yields=self.num_yields,
+            preemptions=self._preempting.num_preemptions,
+            yields=self._preempting.num_yields,
             recomputed_tokens=self._seating.num_recomputed,
             discarded_tokens=self.num_discarded,
             blocks_total=pool.total,
@@ -513,36 +414,6 @@ class Scheduler:
         self.pool.check_sums()
         if self.prefix.checkpoints is not None:
             self.prefix.checkpoints.slots.check()
-
-    # -- preemption and release ------------------------------------------------------------------------------------
-
-    def _preempt_chosen(self, now: float) -> None:
-        victim = self._admitting.take_victim(now)
-        if victim is not None:
-            row, why = victim
-            self.rows.request(row).yields += 1
-            self.num_yields += 1
-            self._preempt(row, why)
-
-    def _preempt_one(self) -> bool:
-        """Preempt the row that is cheapest to recompute. False if there is none: the first row always stays."""
-        victim = cheapest_victim(self.rows)
-        if victim is None:
-            return False
-        self._preempt(victim, "KV blocks ran out and it was the cheapest to recompute")
-        return True
-
-    def _preempt(self, row: int, why: str) -> None:
-        request = self._release_row(row, "preempted")
-        request.preemptions += 1
-        self.num_preemptions += 1
-        if len(request.diagnostics.preempted_for) < MAX_PREEMPTION_NOTES:
-            request.diagnostics.preempted_for.append(f"after {request.num_output} tokens: {why}")
-        self.waiting.add(request)
-
-    def _release_row(self, row: int, reason: ReleaseReason) -> Request:
-        self._confirming.forget()
-        return self._seating.release(row, reason)
 
     def _end(self, request: Request, reason: FinishReason, message: str = "") -> None:
         if reason not in ("stop", "length"):
@@ -594,7 +465,7 @@ class Scheduler:
         of ended requests. Every method that depends on it calls this first."""
         self.prefix.hash_expected()
         for row, event in self._confirming.run_deferred():
-            request = self._release_row(row, event.reason)
+            request = self._preempting.release(row, event.reason)
             if request.retain is not None and request.retain.covers_answer:
                 self.retention.keep_answer(request)
             self._admitting.learn(request)

@@ -177,7 +177,7 @@ def test_a_preempted_request_is_recomputed_in_chunks_by_time_too() -> None:
     while next_counts() != [1, 1]:
         pass
     # No public call preempts a chosen row.
-    scheduler._preempt(1, "a test")
+    scheduler._preempting.preempt(1, "a test")
     chunks = [next_counts()[1] for _ in range(4)]
     assert all(1 < count < 300 for count in chunks), chunks
 
