@@ -21,11 +21,21 @@ EXAMPLES = """\
 examples:
   millrace keys add keys.toml --tenant acme                          create a key for a new or existing tenant
   millrace keys add keys.toml --tenant acme --tokens-per-minute 100000 --max-concurrent 32 --weight 2
+  millrace keys add keys.toml --tenant acme --models "smollm2:pirate"  for one adapter only
   millrace keys list keys.toml                                       tenants, limits and hash prefixes
   millrace keys remove keys.toml --hash 3fb2c9                       revoke the key with this hash prefix
   millrace serve --keys-file keys.toml                               require keys; changes apply within a second"""
 
-_FIELDS = ("weight", "tokens_per_minute", "max_concurrent", "most_urgent", "private_cache", "cache_mib", "operator")
+_FIELDS = (
+    "weight",
+    "tokens_per_minute",
+    "max_concurrent",
+    "most_urgent",
+    "private_cache",
+    "cache_mib",
+    "models",
+    "operator",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help="KV memory that its handles may keep; 0 = no own limit",
+    )
+    parser.add_argument(
+        *("--models", "--adapters"),
+        type=lambda text: tuple(filter(None, text.split(","))),
+        metavar="NAME,…",
+        help="models and adapters (MODEL:NAME) that its keys may ask for, with * for any text; default: all",
     )
     parser.add_argument(
         "--operator",
@@ -138,14 +154,19 @@ def _write(file: Path, tenants: dict[str, Tenant]) -> None:
     """Replace the file atomically, readable by its owner only: a running server never reads a partial file."""
     import tomli_w
 
-    from millrace.serve.tenancy.keyring import read_tenants
+    from millrace.serve.tenancy.keyring import read_keys
 
-    tables = {name: {"keys": list(tenant.keys), **_limits(tenant)} for name, tenant in tenants.items()}
+    tree: dict[str, object] = {
+        "tenants": {name: {"keys": list(tenant.keys), **_limits(tenant)} for name, tenant in tenants.items()}
+    }
+    if file.exists() and (models := read_keys(file).models):
+        fields = ("tokens_per_minute", "max_concurrent")
+        tree["models"] = {name: {field: getattr(one, field) for field in fields} for name, one in models.items()}
     descriptor, path = tempfile.mkstemp(dir=file.parent or Path(), prefix=file.name)
     try:
         with os.fdopen(descriptor, "wb") as out:
-            tomli_w.dump({"tenants": tables}, out)
-        read_tenants(Path(path))  # Validate before replacing.
+            tomli_w.dump(tree, out)
+        read_keys(Path(path))  # Validate before replacing.
         os.replace(path, file)
     except BaseException:
         os.unlink(path)

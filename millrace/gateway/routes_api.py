@@ -33,6 +33,7 @@ from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.http.body import read_body
 from millrace.serve.http.ids import REQUEST_ID_HEADER
 from millrace.serve.tenancy.cache_scope import SALT_HEADER
+from millrace.serve.tenancy.keyring import wrong_model
 from millrace.serve.tenancy.owner import owner_of, tenant_of
 
 _STORED = re.compile(r"^/v1/(?:responses|chat/completions|conversations|files|batches|requests)/(?P<id>[^/]+)(?:/.*)?$")
@@ -82,6 +83,8 @@ async def generate(request: web.Request) -> web.StreamResponse:
     raw = await read_body(request, state.settings.body_limit_mb << 20)
     tenant = owner_of(request)
     facts = facts_of(request.path, raw, request.headers, request_id, tenant, state.settings.long_tokens)
+    if not tenant_of(request).may_use(facts.asked.model, ""):  # By the name as it was sent.
+        raise wrong_model(tenant_of(request), facts.asked.model)
     record = state.fleet.decisions.begin(request_id, tenant)
     sender = Sender(state.fleet, state.client, request, request_id, facts, record)
     sender.salt = state.salt_of(tenant_of(request))

@@ -33,6 +33,10 @@ def as_asked(message: str, name: str, asked: str | None) -> str:
     return message.replace(repr(name), repr(asked)) if asked else message
 
 
+def _anything(*names: str) -> bool:
+    return True
+
+
 class ServedModel(Generic[State]):
     """`state` is what requests to this model need, or a function that reads it from the model's files."""
 
@@ -127,9 +131,9 @@ class ServedModels(Generic[State]):
         for name in (model.name, *model.aliases):
             self._named.setdefault(name, model)
 
-    def listed(self) -> list[tuple[ServedModel[State], str, str]]:
+    def listed(self, may_use: Callable[..., bool] = _anything) -> list[tuple[ServedModel[State], str, str]]:
         """(model, name, adapter) of all names that requests may give: models, their aliases, their adapters, and what
-        was made of them."""
+        was made of them. `may_use`: see `Tenant.may_use`."""
         found, created = [], self.created.all()
         for model in self._models:
             found += [(model, name, "") for name in (model.name, *model.aliases)]
@@ -138,7 +142,7 @@ class ServedModels(Generic[State]):
             adapters = (adapter for adapter in model.client.adapters or () if adapter not in own)
             found += [(model, f"{model.name}:{adapter}", adapter) for adapter in adapters]
             found += [(model, one.name, one.adapter) for one in made]
-        return found
+        return [one for one in found if may_use(one[0].name, one[2], one[1])]
 
     def made(self, name: str) -> CreatedModel | None:
         """What clients made under this name, if its model is served here and no served model has the name."""

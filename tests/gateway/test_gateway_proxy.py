@@ -119,12 +119,18 @@ def test_keys_are_checked_here_and_replaced() -> None:
             assert (await gateway.post("/v1/completions", {"prompt": "x"}, headers=given))[0] == 200
             assert replica.headers[-1][SALT_HEADER] == sent, "not what the client says"
             assert (await gateway.get("/v1/fleet", headers=key))[0] == 403, "it is not an operator's key"
+            few = {"Authorization": "Bearer few"}
+            for name, status in (("m:pirate", 200), ("m", 403), ("", 403)):
+                asked = {"prompt": "x", **({"model": name} if name else {})}
+                assert (await gateway.post("/v1/completions", asked, headers=few))[0] == status
 
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
         keys = Path(folder) / "keys.toml"
-        keys.write_text(f'[tenants.acme]\nkeys = ["{DIGEST_PREFIX}{digest_of("outer").hex()}"]\n')
+        acme = f'[tenants.acme]\nkeys = ["{DIGEST_PREFIX}{digest_of("outer").hex()}"]\n'
+        few = f'[tenants.few]\nkeys = ["{DIGEST_PREFIX}{digest_of("few").hex()}"]\nmodels = ["m:*"]\n'
+        keys.write_text(acme + few)
         asyncio.run(check(keys))
 
 

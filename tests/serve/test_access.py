@@ -369,3 +369,51 @@ def test_figures_of_other_tenants_need_an_operators_key(tmp_path: Path) -> None:
         assert get(front.port, "/v1/steps", headers=bearer("key-boss")).status == 200
         assert get(front.port, "/v1/cost?price=2", headers=bearer("key-acme")).status == 403
         assert get(front.port, "/v1/cost?price=2", headers=bearer("key-boss")).status == 200
+
+
+def test_keys_for_some_models_only(tmp_path: Path) -> None:
+    with guarded(tmp_path, acme=f'models = ["{MODEL}:pirate", "small*"]', boss="operator = true") as front:
+        known = front.state.client.known_adapters
+        front.call(lambda: known.on_new_engine(("legal", "pirate")))
+
+        def status(key: str, model: str, path: str = COMPLETIONS) -> int:
+            return post(front.port, path, {**body(), "model": model}, bearer(key)).status
+
+        assert (status("key-acme", f"{MODEL}:pirate"), status("key-acme", "pirate")) == (200, 200)
+        refused = post(front.port, COMPLETIONS, {**body(), "model": f"{MODEL}:legal"}, bearer("key-acme"))
+        assert refused.status == 403
+        assert f"may not use the model '{MODEL}:legal'" in refused.error["message"]
+        assert (status("key-acme", MODEL), status("key-boss", MODEL)) == (403, 200)
+        listed = request(front.port, "GET", "/v1/models", None, bearer("key-acme")).json["data"]
+        assert [one["id"] for one in listed] == [f"{MODEL}:pirate"]
+
+
+def test_limits_of_an_adapter_hold_for_all_tenants_together(tmp_path: Path) -> None:
+    limits = f'[models."{MODEL}:pirate"]\ntokens_per_minute = 30'
+    with guarded(tmp_path, acme="", other=limits) as front:
+        known = front.state.client.known_adapters
+        front.call(lambda: known.on_new_engine(("legal", "pirate")))
+
+        def ask(key: str, name: str) -> Any:
+            return post(front.port, COMPLETIONS, {**body(max_tokens=20), "model": f"{MODEL}:{name}"}, bearer(key))
+
+        for _ in range(5):  # Each uses 5 tokens: 2 of the prompt and "ok" with its end.
+            assert ask("key-acme", "legal").status == 200
+        assert ask("key-acme", "pirate").status == 200
+        assert ask("key-other", "pirate").status == 200
+        refused = ask("key-other", "pirate")
+        assert refused.status == 429
+        assert f"The model '{MODEL}:pirate' has used" in refused.error["message"]
+        assert ask("key-other", "legal").status == 200, "nothing of the refused request stays reserved"
+
+
+def test_keys_are_added_beside_limits_of_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text('[models."m:a"]\nmax_concurrent = 3\n')
+    assert main(["keys", "add", str(file), "--tenant", "acme", "--models", "m:a,m:b*"]) == 0
+    found = keyring.read_keys(file)
+    assert found.tenants["acme"].models == ("m:a", "m:b*")
+    assert found.models["m:a"].max_concurrent == 3
+    capsys.readouterr()
+    main(["keys", "list", str(file)])
+    assert "models ('m:a', 'm:b*')" in capsys.readouterr().out

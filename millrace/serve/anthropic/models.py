@@ -13,6 +13,7 @@ from millrace.serve.http.json_answer import json_answer
 from millrace.serve.http.queries import check_query, page_of
 from millrace.serve.served_models import ServedModel
 from millrace.serve.state import STATE, FrontState
+from millrace.serve.tenancy.owner import tenant_of
 
 HEADER = "anthropic-version"
 MAX_PAGE = 1000
@@ -53,7 +54,7 @@ def described(state: FrontState, model: ServedModel[FrontState], name: str) -> A
 def list_models(request: web.Request) -> web.Response:
     check_query(request, ("limit", "after_id", "before_id"))
     state, limit = request.app[STATE], page_of(request, most=MAX_PAGE, usual=20).limit
-    models = [described(state, model, name) for model, name, _ in state.models.listed()]
+    models = [described(state, model, name) for model, name, _ in state.models.listed(tenant_of(request).may_use)]
     if (before := request.query.get("before_id")) is not None:
         earlier = models[: _place(models, before, "before_id")]
         page, has_more = earlier[-limit:], len(earlier) > limit

@@ -13,7 +13,7 @@ from millrace.serve.http.json_answer import json_answer
 from millrace.serve.openai.answers import Model, ModelList, SuggestedModel
 from millrace.serve.served_models import ServedModel
 from millrace.serve.state import STATE, FrontState
-from millrace.serve.tenancy.owner import is_operator
+from millrace.serve.tenancy.owner import is_operator, tenant_of
 from millrace.sources.suggestion import suggest
 
 UNLOAD_WAIT_S = 10.0
@@ -38,7 +38,9 @@ async def list_models(request: web.Request) -> web.Response:
     if anthropic.is_anthropic(request):
         return anthropic.list_models(request)
     state = request.app[STATE]
-    return json_answer(request, ModelList("list", [_model(state, *named) for named in state.models.listed()]))
+    return json_answer(
+        request, ModelList("list", [_model(state, *named) for named in state.models.listed(tenant_of(request).may_use)])
+    )
 
 
 async def get_model(request: web.Request) -> web.Response:

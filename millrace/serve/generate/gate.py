@@ -21,9 +21,9 @@ from millrace.serve.generate.prompts import check_writes
 from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.state import FrontState
 from millrace.serve.tenancy.cache_scope import SALT_HEADER, salted, scope_of
-from millrace.serve.tenancy.keyring import DEFAULT_TENANT, Tenant
+from millrace.serve.tenancy.keyring import DEFAULT_TENANT, Tenant, wrong_model
 from millrace.serve.tenancy.owner import tenant_of
-from millrace.serve.tenancy.quotas import Reservation, reserve
+from millrace.serve.tenancy.quotas import Limited, Reservations, reserve_all
 
 TIMEOUT_HEADER = "X-Request-Timeout"
 """Seconds until the deadline; the smaller of this and the body's `timeout` applies."""
@@ -34,7 +34,7 @@ EXPECTED_OUTPUT_TOKENS = 256
 
 def enter(
     state: FrontState, request: web.Request, generation: Generation, received: float
-) -> tuple[Generation, Reservation]:
+) -> tuple[Generation, Reservations]:
     """The request as it will be submitted, and its reservation of the tenant's quotas until it ends."""
     if not generation.params.pooling:
         check_writes(state)
@@ -48,7 +48,7 @@ def enter(
     try:
         _check_budgets(state, generation.priority)
         state.admission.check(client.stats, client.num_unreported, generation.priority, num_sequences)
-        reservation = reserve(state.quotas, tenant, _tokens_of(generation), time.time())
+        reservation = reserve_all(state.quotas, _limited(state, tenant), _tokens_of(generation), time.time())
     except Exception:
         state.metrics.count_refusal(state.model_name, CLASS_NAMES[generation.priority])
         raise
@@ -70,19 +70,21 @@ def _check_budgets(state: FrontState, priority: int) -> None:
 
 def enter_unattended(
     state: FrontState, owner: str, request_id: str, generation: Generation, received: float
-) -> tuple[Generation, Reservation]:
+) -> tuple[Generation, Reservations]:
     """The same for a line of a batch or a background response. It may wait as long as necessary, so admission control
     does not apply."""
     if not generation.params.pooling:
         check_writes(state)
     tenant = state.keyring.named(owner) if state.keyring is not None else DEFAULT_TENANT
     generation = _for_tenant(state, generation, tenant, request_id, received)
-    return generation, reserve(state.quotas, tenant, _tokens_of(generation), time.time())
+    return generation, reserve_all(state.quotas, _limited(state, tenant), _tokens_of(generation), time.time())
 
 
 def _for_tenant(
     state: FrontState, generation: Generation, tenant: Tenant, request_id: str, received: float
 ) -> Generation:
+    if not tenant.may_use(state.model_name, state.adapter, state.answers_as):
+        raise wrong_model(tenant, state.answers_as)
     names = (request_id, generation.answer_id)
     caller = Caller(tenant=tenant.name, weight=tenant.weight, names=names, received=received)
     salt = scope_of(tenant, generation.cache_salt, share_prefixes=state.config.server.share_prefixes)
@@ -91,6 +93,13 @@ def _for_tenant(
     if retain is not None:
         retain = msgspec.structs.replace(retain, max_bytes=tenant.cache_mib << 20)
     return dataclasses.replace(generation, caller=caller, cache_salt=salt, priority=priority, retain=retain)
+
+
+def _limited(state: FrontState, tenant: Tenant) -> list[Limited]:
+    """The tenant, and the model if it has limits."""
+    model = f"{state.model_name}:{state.adapter}" if state.adapter else state.model_name
+    limits = state.keyring.limits_of(model) if state.keyring is not None else None
+    return [tenant] if limits is None else [tenant, limits]
 
 
 def _class_of(tenant: Tenant, asked: int | None) -> int:

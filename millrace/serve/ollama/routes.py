@@ -51,7 +51,7 @@ from millrace.serve.ollama.write import OllamaWriter, empty_line, error_line, no
 from millrace.serve.served_models import ServedModel
 from millrace.serve.sessions.turns import keeping_turn
 from millrace.serve.state import STATE, FrontState
-from millrace.serve.tenancy.owner import owner_of
+from millrace.serve.tenancy.owner import owner_of, tenant_of
 from millrace.version import __version__
 
 PATHS = "/api/"
@@ -143,7 +143,9 @@ async def _load(
 # ── models ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 async def tags(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    names = [(model, name) for model, name, _ in state.models.listed() if name not in model.aliases]
+    names = [
+        (model, name) for model, name, _ in state.models.listed(tenant_of(request).may_use) if name not in model.aliases
+    ]
     return json_answer(request, OllamaModels([await _model(state, model, name) for model, name in names]))
 
 

@@ -8,7 +8,12 @@ max_concurrent = 64            # requests at once; default 0: no limit
 most_urgent = "standard"       # most urgent priority class it may ask for; default "interactive"
 private_cache = false          # true or false overrides the server's share_prefixes for this tenant
 cache_mib = 512                # KV memory that its handles may keep cached; default 0: what the server allows
+models = ["smollm2:pirate"]    # models and adapters that it may ask for, with * for any text; default: all
 operator = true                # sees and cancels all tenants' requests, manages models; default false
+
+[models."smollm2:pirate"]      # of all tenants together; a model's own name, or MODEL:ADAPTER
+tokens_per_minute = 50000
+max_concurrent = 8
 """
 
 from __future__ import annotations
@@ -20,12 +25,13 @@ import os
 import time
 import tomllib
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
-from millrace.errors import ConfigError, Unauthorized
+from millrace.errors import ConfigError, Forbidden, Unauthorized
 
 log = logging.getLogger("millrace.serve")
 
@@ -45,16 +51,59 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     private_cache: bool | None = None
     """False shares cached prefixes with the other tenants that do; None = as the server's `share_prefixes` says."""
     cache_mib: int = 0
+    models: tuple[str, ...] | None = None
+    """Names of the models and adapters that it may ask for, with `*` for any text; None: all."""
     operator: bool = False
     name: str = ""
+
+    @property
+    def title(self) -> str:
+        return f"Tenant {self.name!r}"
+
+    @property
+    def quota_name(self) -> str:
+        return self.name
+
+    def may_use(self, model: str, adapter: str, *further: str) -> bool:
+        """`further`: other names of the same."""
+        if self.models is None:
+            return True
+        names = (f"{model}:{adapter}", adapter) if adapter else (model,)
+        return any(fnmatchcase(name, allowed) for name in (*names, *further) for allowed in self.models)
+
+
+def wrong_model(tenant: Tenant, asked: str) -> Forbidden:
+    allowed = ", ".join(map(repr, tenant.models or ())) or "none"
+    return Forbidden(
+        f"The keys of tenant {tenant.name!r} may not use the model {asked[:200]!r}; they may use {allowed}.",
+        param="model",
+    )
+
+
+class ModelLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Limits of one model or adapter, for all tenants together."""
+
+    tokens_per_minute: int = 0
+    max_concurrent: int = 0
+    name: str = ""
+
+    @property
+    def title(self) -> str:
+        return f"The model {self.name!r}"
+
+    @property
+    def quota_name(self) -> str:
+        """No tenant's: theirs have no zero bytes."""
+        return f"model\0{self.name}"
 
 
 DEFAULT_TENANT = Tenant()
 """Tenant of every request on a server that requires no keys."""
 
 
-class _KeysFile(msgspec.Struct, forbid_unknown_fields=True):
+class KeysFile(msgspec.Struct, forbid_unknown_fields=True):
     tenants: dict[str, Tenant] = {}
+    models: dict[str, ModelLimits] = {}
 
 
 def digest_of(key: str) -> bytes:
@@ -63,16 +112,27 @@ def digest_of(key: str) -> bytes:
 
 def read_tenants(path: Path) -> dict[str, Tenant]:
     """The file's tenants by name. Raises `ConfigError` with the location of the first mistake."""
+    return read_keys(path).tenants
+
+
+def read_keys(path: Path) -> KeysFile:
     try:
         tree: Any = tomllib.loads(path.read_text(encoding="utf-8"))
-        tenants = msgspec.convert(tree, _KeysFile).tenants
+        found = msgspec.convert(tree, KeysFile)
     except OSError as error:
         raise ConfigError(f"Cannot read the keys file {path}: {error.strerror}.", param="server.keys_file") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
         raise ConfigError(f"The keys file {path} is invalid: {error}", param="server.keys_file") from error
-    for name, tenant in tenants.items():
+    for name, tenant in found.tenants.items():
         _check(path, name, tenant)
-    return {name: msgspec.structs.replace(tenant, name=name) for name, tenant in tenants.items()}
+    for name, limits in found.models.items():
+        if min(limits.tokens_per_minute, limits.max_concurrent) < 0:
+            what = f"the model {name!r} has a limit below 0; it must be 0 (no limit) or more."
+            raise ConfigError(f"The keys file {path} is invalid: {what}", param="server.keys_file")
+    return KeysFile(
+        {name: msgspec.structs.replace(tenant, name=name) for name, tenant in found.tenants.items()},
+        {name: msgspec.structs.replace(limits, name=name) for name, limits in found.models.items()},
+    )
 
 
 def _check(path: Path, name: str, tenant: Tenant) -> None:
@@ -119,8 +179,16 @@ class Keyring:
         self._path = path
         self._seen = self._stamp()
         self._checked_at = time.monotonic()
-        self._tenants = read_tenants(path)
+        self._take(read_keys(path))
+
+    def _take(self, found: KeysFile) -> None:
+        self._tenants, self._models = found.tenants, found.models
         self._index = _Index.of(self._tenants)
+
+    def limits_of(self, model: str) -> ModelLimits | None:
+        """Of a model, or of MODEL:ADAPTER; None: there are none."""
+        self._reload_if_changed()
+        return self._models.get(model)
 
     def tenant_of(self, key: str | None) -> Tenant:
         self._reload_if_changed()
@@ -160,8 +228,7 @@ class Keyring:
             return
         self._seen = stamp
         try:
-            self._tenants = read_tenants(self._path)
-            self._index = _Index.of(self._tenants)
+            self._take(read_keys(self._path))
             log.info("Reloaded the keys file %s.", self._path)
         except ConfigError as error:
             log.error("%s The previous keys stay valid.", error.message)

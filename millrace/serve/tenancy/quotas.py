@@ -10,13 +10,17 @@ import hashlib
 import math
 import mmap
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from millrace.errors import BadRequest, QuotaExceeded
-from millrace.serve.tenancy.keyring import Tenant
+from millrace.errors import BadRequest, MillraceError, QuotaExceeded
+from millrace.serve.tenancy.keyring import ModelLimits, Tenant
+
+Limited = Tenant | ModelLimits
+"""Who has limits."""
 
 WINDOW_S = 60
 _OPEN, _SECONDS, _TOKENS = 0, 1, 1 + WINDOW_S
@@ -113,9 +117,33 @@ class Reservation:
             self._usage.refund(self._tokens - used_tokens, self._second)
 
 
-def reserve(quotas: Quotas, tenant: Tenant, tokens: int, now: float) -> Reservation:
+class Reservations:
+    """Those of one request, for its tenant and its model."""
+
+    __slots__ = ("_held",)
+
+    def __init__(self, held: list[Reservation]) -> None:
+        self._held = held
+
+    def release(self, used_tokens: int) -> None:
+        for one in self._held:
+            one.release(used_tokens)
+
+
+def reserve_all(quotas: Quotas, limited: Iterable[Limited], tokens: int, now: float) -> Reservations:
+    """All of them or none."""
+    held: list[Reservation] = []
+    try:
+        held.extend(reserve(quotas, one, tokens, now) for one in limited)
+    except MillraceError:
+        Reservations(held).release(0)
+        raise
+    return Reservations(held)
+
+
+def reserve(quotas: Quotas, tenant: Limited, tokens: int, now: float) -> Reservation:
     """Reserve one request and `tokens` tokens of the tenant's quotas, or raise with the time to retry."""
-    usage, second = quotas.usage(tenant.name), math.floor(now)
+    usage, second = quotas.usage(tenant.quota_name), math.floor(now)
     if tenant.max_concurrent and usage.num_open >= tenant.max_concurrent:
         raise too_many_open(tenant, usage.num_open)
     check_size(tenant, tokens)
@@ -125,36 +153,35 @@ def reserve(quotas: Quotas, tenant: Tenant, tokens: int, now: float) -> Reservat
     return hold(quotas, tenant, tokens, now)
 
 
-def hold(quotas: Quotas, tenant: Tenant, tokens: int, now: float) -> Reservation:
+def hold(quotas: Quotas, tenant: Limited, tokens: int, now: float) -> Reservation:
     """Count a request that was admitted elsewhere."""
-    usage, second = quotas.usage(tenant.name), math.floor(now)
+    usage, second = quotas.usage(tenant.quota_name), math.floor(now)
     usage.open(1)
     usage.spend(tokens, second)
     return Reservation(usage, tokens, second)
 
 
-def check_size(tenant: Tenant, tokens: int) -> None:
+def check_size(tenant: Limited, tokens: int) -> None:
     """A request above the limit would never fit."""
     limit = tenant.tokens_per_minute
     if limit and tokens > limit:
         raise BadRequest(
-            f"The request may use {tokens} tokens; the limit of tenant {tenant.name!r} is {limit} per minute."
+            f"The request may use {tokens} tokens; the limit is {limit} per minute ({tenant.title})."
             " Send a smaller one.",
             code="quota_exceeded",
         )
 
 
-def too_many_open(tenant: Tenant, num_open: int) -> QuotaExceeded:
+def too_many_open(tenant: Limited, num_open: int) -> QuotaExceeded:
     return QuotaExceeded(
-        f"Tenant {tenant.name!r} has {num_open} open requests; its limit is {tenant.max_concurrent}. Wait for one to"
-        " end.",
+        f"{tenant.title} has {num_open} open requests; its limit is {tenant.max_concurrent}. Wait for one to end.",
         retry_after_s=1.0,
     )
 
 
-def too_many_tokens(tenant: Tenant, spent: int, tokens: int, wait_s: int) -> QuotaExceeded:
+def too_many_tokens(tenant: Limited, spent: int, tokens: int, wait_s: int) -> QuotaExceeded:
     return QuotaExceeded(
-        f"Tenant {tenant.name!r} has used {spent} of its {tenant.tokens_per_minute} tokens per minute, and this request"
+        f"{tenant.title} has used {spent} of its {tenant.tokens_per_minute} tokens per minute, and this request"
         f" may use {tokens}. Retry in {wait_s} s.",
         retry_after_s=wait_s,
     )
