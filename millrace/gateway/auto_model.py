@@ -99,7 +99,7 @@ class AutoModel:
         request_id = f"{sender.request_id}-probe"
         facts = facts_of(path, raw, sender.request.headers, request_id, tenant, self._fleet.settings.long_tokens)
         asked = (sender.client, sender.request, request_id, facts, RequestRecord())
-        probe = Sender(self._fleet, *asked, salt=sender.salt, path=path)
+        probe = Sender(self._fleet, *asked, salt=sender.salt, owner=sender.owner, path=path)
         try:
             opened = await probe.open(lambda replica: Payload(raw), "probe")
             if not isinstance(opened, Opened):

@@ -34,7 +34,7 @@ from millrace.serve.http.body import read_body
 from millrace.serve.http.ids import REQUEST_ID_HEADER
 from millrace.serve.tenancy.cache_scope import SALT_HEADER
 from millrace.serve.tenancy.keyring import wrong_model
-from millrace.serve.tenancy.owner import owner_of, tenant_of
+from millrace.serve.tenancy.owner import OWNER_HEADER, owner_of, tenant_of
 
 _STORED = re.compile(r"^/v1/(?:responses|chat/completions|conversations|files|batches|requests)/(?P<id>[^/]+)(?:/.*)?$")
 _FIXED = frozenset({"input_tokens", "compact"})
@@ -87,7 +87,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
         raise wrong_model(tenant_of(request), facts.asked.model)
     record = state.fleet.decisions.begin(request_id, tenant)
     sender = Sender(state.fleet, state.client, request, request_id, facts, record)
-    sender.salt = state.salt_of(tenant_of(request))
+    sender.salt, sender.owner = state.salt_of(tenant_of(request)), state.owner_of(tenant_of(request))
     sender.only = await _home_of(state, request, facts.stored_id) if facts.stored_id else ""
     state.num_open += 1
     used = Used()
@@ -210,7 +210,7 @@ async def pass_on(request: web.Request) -> web.StreamResponse:
     facts = facts_of(request.path, raw, request.headers, request_id, owner_of(request), state.settings.long_tokens)
     record = state.fleet.decisions.begin(request_id, owner_of(request))
     sender = Sender(state.fleet, state.client, request, request_id, facts, record)
-    sender.salt = state.salt_of(tenant_of(request))
+    sender.salt, sender.owner = state.salt_of(tenant_of(request)), state.owner_of(tenant_of(request))
     stored = _STORED.match(request.path)
     stored_id = stored["id"] if stored and stored["id"] not in _FIXED else facts.stored_id
     if stored_id:
@@ -286,4 +286,6 @@ async def _holds(state: GatewayState, request: web.Request, replica: Replica, st
 def replica_headers(state: GatewayState, request: web.Request) -> dict[str, str]:
     """The credentials for a question of the gateway on behalf of a client."""
     given = {name: request.headers[name] for name in ("Authorization", "X-Api-Key") if name in request.headers}
-    return {**({} if state.settings.replica_key else given), **own_headers(state.settings)}
+    owner = state.owner_of(tenant_of(request))
+    named = {OWNER_HEADER: owner} if owner else {}
+    return {**({} if state.settings.replica_key else given), **named, **own_headers(state.settings)}

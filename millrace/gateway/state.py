@@ -21,6 +21,7 @@ from millrace.gateway.watch import Watch
 from millrace.observe.tracing.exporter import SpanExporter
 from millrace.serve.tenancy.cache_scope import gateway_salt
 from millrace.serve.tenancy.keyring import Keyring, Tenant
+from millrace.serve.tenancy.owner import gateway_owner
 
 MAX_HOMES = 65_536
 
@@ -55,14 +56,20 @@ class GatewayState:
         self.metrics = GatewayMetrics(fleet, self.limits)
         self.homes = Homes()
         self.keyring = Keyring(Path(settings.keys_file)) if settings.keys_file else None
-        secret = settings.gateway_key or settings.replica_key or secrets.token_hex()
-        self._salt_secret = secret.encode()
+        known = settings.gateway_key or settings.replica_key
+        self._salt_secret = (known or secrets.token_hex()).encode()
+        self._owner_secret = known.encode()
+        """What is stored outlives the gateway, so this is not drawn."""
         self.is_draining = False
         self.num_open = 0
 
     def salt_of(self, tenant: Tenant) -> str:
         """What keeps the tenant's cached prefixes apart at replicas. Gateways with the same key send the same."""
         return gateway_salt(tenant, self._salt_secret, share_prefixes=self.settings.share_prefixes)
+
+    def owner_of(self, tenant: Tenant) -> str:
+        """To whom replicas without keys say that things belong."""
+        return gateway_owner(tenant, self._owner_secret)
 
 
 STATE = web.AppKey("gateway", GatewayState)

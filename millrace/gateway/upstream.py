@@ -23,6 +23,7 @@ from millrace.serve.fetching.wire import FETCH_HEADER, FROM_HEADER
 from millrace.serve.http.app_keys import TRACE
 from millrace.serve.http.ids import REQUEST_ID_HEADER
 from millrace.serve.tenancy.cache_scope import SALT_HEADER
+from millrace.serve.tenancy.owner import OWNER_HEADER
 
 RESUME_HEADER = "X-Millrace-Resume"
 RESUME_TOKENS_HEADER = "X-Millrace-Resume-Tokens"
@@ -35,6 +36,7 @@ _NOT_PASSED = frozenset(
     | {
         GATEWAY_KEY_HEADER.lower(),
         SALT_HEADER.lower(),
+        OWNER_HEADER.lower(),
         FROM_HEADER.lower(),
         FETCH_HEADER.lower(),
         "forwarded",
@@ -130,6 +132,8 @@ class Sender:
     """The replica that holds what the request refers to."""
     salt: str = ""
     """Keeps the tenant's prefixes apart at replicas, which do not know tenants of the gateway."""
+    owner: str = ""
+    """The tenant of the gateway, for replicas without keys."""
     path: str = ""
     """Where replicas are asked, if not where the client asked."""
 
@@ -231,6 +235,8 @@ class Sender:
         headers.update(own_headers(self.fleet.settings))
         if self.salt and replica.is_millrace:
             headers[SALT_HEADER] = self.salt
+        if self.owner and replica.is_millrace:
+            headers[OWNER_HEADER] = self.owner
         if attempt.kv_from:
             headers[FROM_HEADER] = attempt.kv_from
         if attempt.span is not None:

@@ -23,6 +23,8 @@ from millrace.serve.stored.background import BACKGROUND, BackgroundRunner, run_b
 from millrace.serve.stored.routes_files import UPLOAD_PATH, check_upload
 from millrace.serve.tenancy.access import authorise, cross_origin, is_preflight, refuse_cross_site
 from millrace.serve.tenancy.auditing import audit
+from millrace.serve.tenancy.owner import owned_by_gateway
+from millrace.serve.tenancy.trust import is_gateway
 from millrace.serve.transfer.prefixes import IMPORT_PATHS
 from millrace.web.pages import add_pages
 
@@ -32,6 +34,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def build_app(state: FrontState) -> web.Application:
+    server = state.config.server
     app = web.Application(
         middlewares=[
             cross_origin(state.cors_origins),
@@ -40,6 +43,7 @@ def build_app(state: FrontState) -> web.Application:
             refuse_cross_site(state.cors_origins),
             audit(lambda: state.audit),
             authorise(lambda: state.keyring),
+            owned_by_gateway(lambda request: is_gateway(request, server.host, server.gateway_key, has_keys=False)),
         ]
     )
     app[STATE] = state

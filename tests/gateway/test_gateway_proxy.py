@@ -17,6 +17,7 @@ from millrace.errors import ConfigError
 from millrace.gateway.settings import ReplicaSettings
 from millrace.serve.tenancy.cache_scope import SALT_HEADER
 from millrace.serve.tenancy.keyring import DIGEST_PREFIX, digest_of
+from millrace.serve.tenancy.owner import OWNER_HEADER
 
 pytestmark = pytest.mark.live
 
@@ -115,9 +116,12 @@ def test_keys_are_checked_here_and_replaced() -> None:
             assert (await gateway.post("/v1/completions", {"prompt": "x"}, headers=key))[0] == 200
             assert replica.headers[-1]["Authorization"] == "Bearer inner"
             sent = replica.headers[-1][SALT_HEADER]
-            given = {**key, SALT_HEADER: "of another tenant"}
+            owner = replica.headers[-1][OWNER_HEADER]
+            assert owner.startswith("acme@")
+            given = {**key, SALT_HEADER: "of another tenant", OWNER_HEADER: "another"}
             assert (await gateway.post("/v1/completions", {"prompt": "x"}, headers=given))[0] == 200
             assert replica.headers[-1][SALT_HEADER] == sent, "not what the client says"
+            assert replica.headers[-1][OWNER_HEADER] == owner
             assert (await gateway.get("/v1/fleet", headers=key))[0] == 403, "it is not an operator's key"
             few = {"Authorization": "Bearer few"}
             for name, status in (("m:pirate", 200), ("m", 403), ("", 403)):

@@ -7,8 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from serve.front_under_test import running_front
 from serve.test_access import bearer, guarded
 from serve.wire import Reply, eventually, get, post, request
+
+from millrace.config import Config, replace
+from millrace.serve.tenancy.cache_scope import SALT_HEADER
+from millrace.serve.tenancy.keyring import Tenant
+from millrace.serve.tenancy.owner import OWNER_HEADER, gateway_owner
 
 pytestmark = pytest.mark.live
 
@@ -45,6 +51,35 @@ def test_stored_objects_have_owners(tmp_path: Path) -> None:
             assert get(front.port, path, headers=theirs).json["data"] == []
         follow = {"model": MODEL, "input": "hi", "previous_response_id": response_id}
         assert post(front.port, "/v1/responses", follow, theirs).status == 404
+
+
+def test_a_gateway_names_the_owner_on_a_server_without_keys() -> None:
+    """Its tenants keep their things and their prefixes apart, also where no client waits."""
+    config = replace(Config(), server__port=0, server__gateway_key="between us")
+    with running_front(lambda request: [104, 105], config=config) as front:
+
+        def as_tenant(name: str, *, operator: bool = False, key: str = "between us") -> dict[str, str]:
+            owner = gateway_owner(Tenant(name=name, operator=operator), b"between us")
+            return {OWNER_HEADER: owner, "X-Millrace-Gateway-Key": key}
+
+        def stored(headers: dict[str, str]) -> str:
+            asked = {"model": MODEL, "input": "hi", "background": True}
+            response_id: str = post(front.port, "/v1/responses", asked, headers).json["id"]
+            path = f"/v1/responses/{response_id}"
+            eventually(lambda: get(front.port, path, headers=headers).json["status"] == "completed")
+            return path
+
+        mine, theirs = as_tenant("Ä;operator"), as_tenant("other")
+        path, other_path = stored(mine), stored(theirs)
+        for headers in (theirs, as_tenant("Ä;operator", key="guess"), {}):
+            assert get(front.port, path, headers=headers).status == 404
+        assert get(front.port, other_path, headers=theirs).status == 200
+        first, second = front.engine.received
+        assert first.cache_salt != second.cache_salt
+        assert (first.tenant, second.tenant) == (mine[OWNER_HEADER], theirs[OWNER_HEADER])
+
+        post(front.port, "/v1/completions", {"model": MODEL, "prompt": "x"}, {**mine, SALT_HEADER: "of the gateway"})
+        assert front.engine.received[-1].cache_salt == "of the gateway\0", "the keys that the gateway computes"
 
 
 def test_a_batch_keeps_to_its_owners_quota(tmp_path: Path) -> None:

@@ -18,8 +18,11 @@ from millrace.errors import BadRequest
 from millrace.gateway.replica import Replica
 from millrace.gateway.rollout.canary import place_of
 from millrace.serve.tenancy.cache_scope import SALT_HEADER
+from millrace.serve.tenancy.owner import OWNER_HEADER
 
 MAX_OPEN = 16
+_OWN = frozenset({SALT_HEADER, OWNER_HEADER})
+"""Headers that only Millrace knows."""
 TIMEOUT_S = 300.0
 _TEXT = re.compile(rb'"(?:text|content|response)": ?"((?:[^"\\]|\\.)*)"')
 
@@ -74,7 +77,7 @@ class Shadow:
         copied = {**body, "stream": False, **({"store": False} if "store" in body or path == "/v1/responses" else {})}
         salt = headers.get(SALT_HEADER, "")
         if not replica.is_millrace:
-            headers = {name: value for name, value in headers.items() if name != SALT_HEADER}
+            headers = {name: value for name, value in headers.items() if name not in _OWN}
         sent = replica.salted_body(path, msgspec.json.encode(copied), salt)
         headers = {**headers, "Content-Type": "application/json"}
         began = time.monotonic()

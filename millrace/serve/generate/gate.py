@@ -75,7 +75,10 @@ def enter_unattended(
     does not apply."""
     if not generation.params.pooling:
         check_writes(state)
-    tenant = state.keyring.named(owner) if state.keyring is not None else DEFAULT_TENANT
+    if state.keyring is not None:
+        tenant = state.keyring.named(owner)
+    else:  # An owner was named by a gateway; its prefixes are its own here, where no salt comes with the request.
+        tenant = Tenant(name=owner) if owner else DEFAULT_TENANT
     generation = _for_tenant(state, generation, tenant, request_id, received)
     return generation, reserve_all(state.quotas, _limited(state, tenant), _tokens_of(generation), time.time())
 
