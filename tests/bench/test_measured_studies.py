@@ -12,6 +12,7 @@ import pytest
 
 from millrace.bench.studies import answers, kv_formats, mechanisms, sessions
 from millrace.bench.studies.constraints import Person, is_valid
+from millrace.bench.studies.documents import overlap
 from millrace.bench.studies.measured import Asked, ratio_of_medians
 from millrace.bench.studies.registry import MEASURED
 from millrace.cli import main
@@ -127,6 +128,11 @@ def test_an_answer_fits_a_schema_or_does_not() -> None:
     assert is_valid(Person, ' {"name": "a", "age": 3, "city": "b"}\n')
     assert not is_valid(Person, '{"name": "a", "age": "3", "city": "b"}')
     assert not is_valid(Person, 'Here it is: {"name": "a", "age": 3, "city": "b"}')
+
+
+def test_overlap_counts_words_that_both_texts_have() -> None:
+    assert overlap("a b b c".split(), "b b b d".split()) == 0.5
+    assert overlap([], []) == 0.0
 
 
 def test_a_slow_phase_of_the_machine_does_not_change_a_ratio() -> None:

@@ -371,3 +371,33 @@ def test_json_is_utf8_not_escapes(nasty: Front) -> None:
     raw = post(nasty.port, CHAT, body()).body
     assert "漢字".encode() in raw
     json.loads(raw)
+
+
+def test_parts_marked_as_documents_are_computed_alone_too_and_announced() -> None:
+    seen: list[NewRequest] = []
+
+    def script(request: NewRequest) -> list[int]:
+        seen.append(request)
+        return [*b"ok", END]
+
+    texts = ["Oak beams, " * 20, "rye bread, " * 20]
+    parts = [{"type": "text", "text": text, "cache": {"type": "document", "recompute": 0.5}} for text in texts]
+    with running_front(script) as front:
+        reply = post(front.port, CHAT, body(messages=[{"role": "user", "content": parts}]))
+        assert reply.json["usage"]["prompt_tokens_details"]["document_tokens"] == 0
+        assert reply.headers["x-millrace-warning"].startswith("approximate: 2 parts")
+        asked = [request for request in seen if request.documents is not None]
+        alone = [bytes(unpack_tokens(request.prompt).tolist()).decode() for request in seen if not request.documents]
+        assert len(asked) == 1
+        assert asked[0].documents is not None
+        prompt = bytes(unpack_tokens(asked[0].prompt).tolist()).decode()
+        spans = asked[0].documents.spans
+        assert [prompt[span.start : span.end] for span in spans] == [text.strip() for text in texts]
+        assert [span.first - span.start for span in spans] == [-(-len(text.strip()) // 2) for text in texts]
+        assert all(text.startswith(own) for text, own in zip(texts, sorted(alone), strict=True))
+        assert {request.params.pooling for request in seen if not request.documents} == {"last"}
+        plain = post(front.port, CHAT, body())
+        assert set(plain.json["usage"]["prompt_tokens_details"]) == {"cached_tokens"}
+        assert "x-millrace-warning" not in plain.headers
+        refused = post(front.port, CHAT, body(messages=[{"role": "user", "content": parts}], prompt_logprobs=0))
+        assert (refused.status, refused.json["error"]["param"]) == (400, "cache")

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from millrace.bench.studies import answers, cold_start, constraints, formats, kv_formats, mechanisms, sessions
+from millrace.bench.studies import (
+    answers,
+    cold_start,
+    constraints,
+    documents,
+    formats,
+    kv_formats,
+    mechanisms,
+    sessions,
+)
 from millrace.bench.studies.measured import MeasuredStudy
 
 MEASURED: dict[str, MeasuredStudy] = {
@@ -12,5 +21,6 @@ MEASURED: dict[str, MeasuredStudy] = {
     **cold_start.STUDIES,
     **constraints.STUDIES,
     **answers.STUDIES,
+    **documents.STUDIES,
     **sessions.STUDIES,
 }

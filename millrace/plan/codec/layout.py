@@ -24,7 +24,7 @@ from millrace.plan.step import (
     Variant,
 )
 
-VERSION = 5
+VERSION = 6
 """Of all formats in this file. A change of one of them, or of the records that they hold, increases it."""
 
 StepMessage = StepPlan | StepInputs | BlockCopies | CapturePlan

@@ -226,6 +226,8 @@ class AnthropicUsage(msgspec.Struct):
     cache_creation_input_tokens: int
     """Prompt tokens that were computed and stay cached as `cache_control` asks."""
     output_tokens: int
+    document_input_tokens: int | UnsetType = UNSET
+    """Where document blocks have `cache`: input tokens that were not computed but reused from another place."""
 
 
 class ClearedToolUses(msgspec.Struct, tag_field="type", tag="clear_tool_uses_20250919"):

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from millrace.serve.generate.fields.documents import DocumentCache
 from millrace.serve.http.schema import Strict, described
 
 CacheControl = Annotated[
@@ -59,6 +60,9 @@ class DocumentBlock(Strict, kw_only=True, tag_field="type", tag="document"):
     title: str | None = None
     context: Annotated[str | None, described("What is to be known about the document.")] = None
     citations: Citations | None = None
+    cache: Annotated[
+        DocumentCache | None, described("Reuse the document wherever it stood before; the answer is then approximate.")
+    ] = None
     cache_control: CacheControl = UNSET
 
 

@@ -26,6 +26,7 @@ from millrace.serve.generate.chat.open_chat import open_chat
 from millrace.serve.generate.chat.reasoning import ReasoningWish, check_wish, effort_effect
 from millrace.serve.generate.chat.tools import ToolUse, function_of, tool_use
 from millrace.serve.generate.checks import check_integers, check_range, name_fields, refuse_unsupported
+from millrace.serve.generate.fields.documents import documents_note
 from millrace.serve.generate.generation import Generation
 from millrace.serve.generate.grammars import Format, only_format, schema_format
 from millrace.serve.generate.messages import Conversation, Message
@@ -62,7 +63,7 @@ async def prepare_message(state: FrontState, data: bytes, received: float, owner
         generation = await _generation(state, body, conversation, received)
         effect = effort_effect(state, _wish(body), generation.params.thinking)
         generation = taking_turn(state, session, owner, conversation, generation)
-        return keeping_turn(Work(state, generation, writer, headers=warnings([effect])))
+        return keeping_turn(Work(state, generation, writer, headers=warnings([effect, documents_note(generation)])))
     except BadRequest as error:
         raise name_fields(error, LIMIT_NAMES) from None
 

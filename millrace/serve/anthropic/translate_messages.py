@@ -47,7 +47,7 @@ def referenced_tools(messages: Sequence[AnthropicMessage]) -> set[str]:
 
 
 def _request(blocks: list[Block], at: str) -> list[Message]:
-    results, texts = [], []
+    results, texts, documents = [], [], []
     for index, block in enumerate(blocks):
         place = f"{at}[{index}]"
         if isinstance(block, ToolResultBlock):
@@ -57,7 +57,9 @@ def _request(blocks: list[Block], at: str) -> list[Message]:
             results.append(Message("tool", text, tool_call_id=block.tool_use_id))
         else:
             texts.append(_text(block, place))
-    return [*results, *([Message("user", texts)] if texts else [])]
+            if isinstance(block, DocumentBlock) and block.cache is not None:
+                documents.append(block.cache.marked(texts[-1]))
+    return [*results, *([Message("user", texts, documents=tuple(documents))] if texts else [])]
 
 
 def _answer(blocks: list[Block], at: str) -> list[Message]:

@@ -180,4 +180,5 @@ def _stop_reason(choice: Choice) -> tuple[StopReason, str | None]:
 def _usage(usage: Usage) -> AnthropicUsage:
     cached = usage.cached_tokens
     created = usage.created_tokens
-    return AnthropicUsage(usage.prompt_tokens - cached - created, cached, created, usage.output_tokens)
+    placed = UNSET if usage.document_tokens is None else usage.document_tokens
+    return AnthropicUsage(usage.prompt_tokens - cached - created, cached, created, usage.output_tokens, placed)

@@ -110,9 +110,3 @@ class Generation:
             or self.writes_details
             or self.resumable is not None
         )
-
-
-def documents_note(generation: Generation) -> str:
-    """What an answer's headers say if parts of its prompt may be reused from other places."""
-    spans = sum(len(prompt.documents.spans) for prompt in generation.prompts if prompt.documents is not None)
-    return f"approximate: {spans} parts of the prompt are marked as documents" if spans else ""

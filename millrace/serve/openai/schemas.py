@@ -14,6 +14,7 @@ from millrace.params import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_
 from millrace.serve.generate.chat.reasoning import Effort
 from millrace.serve.generate.chat.verbosity import Verbosity
 from millrace.serve.generate.choosing.beam_fields import SelfConsistency
+from millrace.serve.generate.fields.documents import DocumentCache
 from millrace.serve.generate.fields.priority import PriorityClass, ServiceTier
 from millrace.serve.http.inputs import input_schema
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
@@ -32,17 +33,6 @@ from millrace.serve.openai.schemas_tools import (
 CacheBreakpoint = Annotated[
     Raw | UnsetType, described("Accepted: equal prompt prefixes are always reused, wherever they end.")
 ]
-
-
-class DocumentCache(Strict, kw_only=True):
-    """The part's keys and values may be those of the same text elsewhere, so that it is not computed again. The answer
-    is then an approximation."""
-
-    type: Literal["document"]
-    recompute: Annotated[
-        float | None,
-        described("Share of the part, from its beginning, that is computed in its place; default 0.15.", minimum=0),
-    ] = None
 
 
 class TextPart(Strict, kw_only=True, tag_field="type", tag="text"):

@@ -13,9 +13,10 @@ from millrace.serve.generate.chat.reasoning import ReasoningWish
 from millrace.serve.generate.chat.verbosity import verbosity_kwargs
 from millrace.serve.generate.checks import check_logprobs, check_num_sequences, name_fields
 from millrace.serve.generate.choosing.beam_fields import beam_params
+from millrace.serve.generate.fields.documents import documents_note
 from millrace.serve.generate.fields.priority import priority_of
 from millrace.serve.generate.fields.retaining import retention_of
-from millrace.serve.generate.generation import Generation, documents_note
+from millrace.serve.generate.generation import Generation
 from millrace.serve.generate.messages import Conversation
 from millrace.serve.generate.prompts import check_truncation, encode_texts
 from millrace.serve.generate.sampling import complete, deadline_of, salt_of, sampling_params

@@ -67,7 +67,7 @@ def _called(function: CalledFunction) -> tuple[str, dict[str, Any] | str]:
 def _documents(content: Content) -> tuple[MarkedText, ...]:
     parts = () if isinstance(content, str) else content
     marked = [(part.text, part.cache) for part in parts if isinstance(part, TextPart)]
-    return tuple(MarkedText(text, cache.recompute) for text, cache in marked if cache is not None)
+    return tuple(cache.marked(text) for text, cache in marked if cache is not None)
 
 
 def _content(content: Content, at: str) -> str | list[str]:
