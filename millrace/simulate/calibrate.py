@@ -6,16 +6,21 @@ machine measures the small cases only, and the range says so. A third of the run
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from millrace.engine.cycle import Confirmed
+from millrace.engine.disk.store import open_store
 from millrace.errors import MillraceError
 from millrace.plan.pacing.step_time import Floats, StepRates, step_parts
 from millrace.simulate.profile import Profile
@@ -35,6 +40,8 @@ HUBER = 1.5
 MIN_STEPS = 32
 LARGE_SHARE = 0.2
 """A case is left out if it is expected to take more than this share of the time."""
+DISK_BYTES = 64 << 20
+"""Written and read to measure the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +261,7 @@ def profile_of(engine: RealEngine, measured: Measured, found: Fit, model: str, n
         kv_token_bytes=plan.block_bytes // settings.block_size,
         copy_bytes_per_s=_copy_rate() if not decided.device.defaults.has_own_memory else 25e9,
         copy_batch_bytes=decided.device.defaults.copy_batch_bytes,
+        disk_bytes_per_s=_disk_rate(plan.block_bytes),
         pads_drafts=decided.device.defaults.pads_drafts,
     )
 
@@ -267,3 +275,22 @@ def _copy_rate() -> float:
         np.copyto(target, source)
         times.append(time.perf_counter() - began)
     return len(source) / min(times)
+
+
+def _disk_rate(block_bytes: int) -> float:
+    """Of the disk with the directory for temporary files, without the system's cache."""
+    count, block = max(1, DISK_BYTES // block_bytes), bytearray(block_bytes)
+    with tempfile.TemporaryDirectory() as folder:
+        store = open_store(Path(folder), num_slots=count, block_bytes=block_bytes, name_bytes=1)
+        if store is None:
+            return 0.0
+        with contextlib.closing(store):
+            for slot in range(count):
+                store.write(slot, b"x", [memoryview(block)])
+            with (Path(folder) / "blocks").open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            began = time.perf_counter()
+            for slot in range(count):
+                store.read(slot, b"x", [memoryview(block)])
+            return count * block_bytes / (time.perf_counter() - began)

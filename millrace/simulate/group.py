@@ -32,6 +32,7 @@ class ReplicaReport:
     preemptions: int
     yields: int
     loaded_tokens: int
+    disk_tokens: int
     drafts: int
     accepted: int
     outside_s: float
@@ -53,6 +54,7 @@ def report_of(replica: Replica, runner: PricedRunner | None = None) -> ReplicaRe
         preemptions=scheduler.num_preemptions,
         yields=scheduler.num_yields,
         loaded_tokens=scheduler.tiers.host.tokens_loaded if scheduler.tiers.host else 0,
+        disk_tokens=scheduler.tiers.disk.tokens_read if scheduler.tiers.disk else 0,
         drafts=runner.num_drafts if runner else 0,
         accepted=runner.num_accepted if runner else 0,
         outside_s=runner.outside_s if runner else 0.0,

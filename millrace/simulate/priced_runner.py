@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from millrace.engine.steps.repeated import OnTurn
 from millrace.plan.pacing.step_time import CONTEXT, Floats, step_parts
 from millrace.plan.shapes.declared import DeclaredShapes, OwnSizes
-from millrace.plan.step import NO_EPOCH, BlockCopies, CapturePlan, HeadShape, Int32s, StepInputs, StepPlan
+from millrace.plan.step import NO_EPOCH, BlockCopies, CapturePlan, HeadShape, Int32s, Location, StepInputs, StepPlan
 from millrace.run.device.device import Pending
 from millrace.run.runner import StepResult
 from millrace.run.sampling.masks import Uint32s
@@ -107,8 +108,11 @@ class PricedRunner:
         """Time of the last plan's step without its context."""
         self._epoch = NO_EPOCH
         """Parts and epoch of the last plan."""
-        self._free_at = self._copier_free_at = 0.0
-        """When the device has completed all steps, or copies, that were launched."""
+        self._free_at = 0.0
+        """When the device has completed all steps that were launched."""
+        self._copied_at: defaultdict[tuple[Location, Location], float] = defaultdict(float)
+        """When the copies of a kind that were launched have ended: one copier to and from the device, one thread that
+        writes to the disk, and those that read it."""
         self.outside_s = 0.0
         """Device time of steps outside the profile's range."""
         self.num_drafts = self.num_accepted = 0
@@ -225,9 +229,12 @@ class PricedRunner:
         return tokens.astype(np.int32)
 
     def copy(self, copies: BlockCopies) -> PricedCopy:
-        seconds = len(copies.blocks) * self._block_bytes / self._profile.copy_bytes_per_s
-        self._copier_free_at = max(self._copier_free_at, self._clock()) + seconds
-        return PricedCopy(seconds, self._copier_free_at, self._clock)
+        is_near, profile = "device" in (copies.source, copies.target), self._profile
+        route: tuple[Location, Location] = ("device", "host") if is_near else (copies.source, copies.target)
+        rate = profile.copy_bytes_per_s if is_near else profile.disk_bytes_per_s
+        seconds = len(copies.blocks) * self._block_bytes / rate
+        self._copied_at[route] = max(self._copied_at[route], self._clock()) + seconds
+        return PricedCopy(seconds, self._copied_at[route], self._clock)
 
     # -- what a simulation has no use for ----------------------------------------------------------------------------
 

@@ -56,6 +56,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     copy_bytes_per_s: float = 10e9
     """Between the KV pool and host memory."""
     copy_batch_bytes: int = 4 << 20
+    disk_bytes_per_s: float = 0.0
+    """Of KV blocks that are read from a disk, checksums included; 0: not measured."""
     pads_drafts: bool = False
 
     def facts(self) -> RunnerFacts:

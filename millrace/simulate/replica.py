@@ -152,7 +152,8 @@ class Replica:
             if self._repeat(until):
                 continue
             if not self._cycle.advance():
-                self._sleep(min(BLOCKED_WAIT_S, until - self._clock()))
+                wait_s = min(BLOCKED_WAIT_S, self._cycle.look_again_s or BLOCKED_WAIT_S)
+                self._sleep(min(wait_s, until - self._clock()))
 
     def warm_next(self) -> bool:
         """Compiles a kernel or captures a graph. False if nothing is left."""

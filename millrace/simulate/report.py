@@ -97,6 +97,8 @@ def notes(profile: Profile, variants: Sequence[Variant]) -> list[str]:
             found.append(f"{variant.name}: {counts.accepted:,} of {counts.drafts:,} drafts accepted.")
         if variant.result.counts.loaded_tokens:
             found.append(f"{variant.name}: {variant.result.counts.loaded_tokens:,} tokens loaded from host memory.")
+        if variant.result.counts.disk_tokens:
+            found.append(f"{variant.name}: {variant.result.counts.disk_tokens:,} tokens read from the disk.")
     return found
 
 

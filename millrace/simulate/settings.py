@@ -12,6 +12,7 @@ from millrace.config.sections import Batching
 from millrace.errors import ConfigError
 from millrace.plan.budget import StepTarget
 from millrace.plan.drafts import DraftSettings
+from millrace.plan.kv.disk_tier import DiskTierSettings
 from millrace.plan.kv.host_tier import HostTierSettings
 from millrace.plan.scheduler import SchedulerSettings
 from millrace.simulate.profile import Profile
@@ -46,6 +47,9 @@ class SimulationSettings:
     block_size: int = 16
     kv_tokens: int = 0
     kv_host_gib: float = 0.0
+    kv_disk_gib: float = 0.0
+    disk_gb_per_s: float = 0.0
+    """Rate of the disk; 0: as in the profile."""
     kv_dtype: KvFormat = "full"
     """Bytes of the KV cache: the pool holds more tokens, and a step reads fewer bytes of context."""
     drafts: int = 0
@@ -89,10 +93,19 @@ class SimulationSettings:
                 block_bytes,
                 max(block_bytes, profile.copy_batch_bytes),
             ),
+            disk_tier=DiskTierSettings(int(self.kv_disk_gib * GIB) // block_bytes),
         )
 
     def priced(self, profile: Profile) -> Profile:
-        """The profile with this KV format. Its price is bytes alone: what unpacking costs was not measured."""
+        """The profile with this KV format and this disk. The price of a format is bytes alone: what unpacking costs was
+        not measured."""
+        if self.disk_gb_per_s:
+            profile = msgspec.structs.replace(profile, disk_bytes_per_s=1e9 * self.disk_gb_per_s)
+        if self.kv_disk_gib and not profile.disk_bytes_per_s:
+            raise ConfigError(
+                "kv_disk_gib is set, but the profile has no rate of a disk. Give it with disk_gb_per_s, or measure this"
+                " machine with `millrace calibrate`."
+            )
         share = KV_SHARES[self.kv_dtype]
         if share == 1:
             return profile
@@ -141,8 +154,10 @@ class SimulationSettings:
             raise ConfigError(f"classes is {self.classes!r}; it must be three shares, such as 0.5:0.3:0.2.")
         if self.fault_at and self.replicas < 2:
             raise ConfigError("fault_at needs replicas above 1: the requests go on at another one.")
-        sizes = ("drafts", "kv_tokens", "kv_host_gib", "max_running", "token_budget", "mixed_budget")
-        for name in ("fault_at", "fault_s", *sizes):
+        if self.kv_disk_gib and not (self.kv_host_gib and self.prefix_cache):
+            raise ConfigError("kv_disk_gib needs kv_host_gib and prefix_cache: blocks go there through host memory.")
+        sizes = ("drafts", "kv_tokens", "kv_host_gib", "kv_disk_gib", "max_running", "token_budget", "mixed_budget")
+        for name in ("fault_at", "fault_s", "disk_gb_per_s", *sizes):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more.")
         if not 0 <= self.acceptance <= 1:

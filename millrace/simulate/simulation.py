@@ -32,6 +32,8 @@ class EngineCounts:
     yields: int
     loaded_tokens: int
     """From host memory."""
+    disk_tokens: int
+    """Of those, from the disk."""
     drafts: int
     accepted: int
     outside_share: float
@@ -153,6 +155,7 @@ def collect(reports: Sequence[ReplicaReport], objectives: tuple[Objective, ...])
         preemptions=sum(one.preemptions for one in reports),
         yields=sum(one.yields for one in reports),
         loaded_tokens=sum(one.loaded_tokens for one in reports),
+        disk_tokens=sum(one.disk_tokens for one in reports),
         drafts=sum(one.drafts for one in reports),
         accepted=sum(one.accepted for one in reports),
         outside_share=sum(one.outside_s for one in reports) / max(1e-9, device_s),

@@ -41,6 +41,8 @@ GENERATED = Generated(
     rate=4.0, seconds=30.0, prompt=Lengths("lognormal", 200, 0.8), output=Lengths("lognormal", 40, 0.7), seed=3
 )
 
+DISK = ",kv_disk_gib=1,disk_gb_per_s="
+
 
 def run(requests: list[SimulatedRequest], text: str = "", profile: Profile = PROFILE) -> Simulated:
     return simulate(requests, profile, SimulationSettings().changed(text))
@@ -179,6 +181,19 @@ def test_the_host_tier_brings_evicted_prefixes_back() -> None:
     assert with_tier.counts.loaded_tokens > 0
     assert with_tier.counts.cached_tokens > without.counts.cached_tokens
     assert with_tier.outcome.values("ttft").mean() < without.outcome.values("ttft").mean()
+
+
+def test_a_disk_brings_back_what_host_memory_evicted() -> None:
+    """Six prefixes that do not fit in the pool and in host memory together, in turns."""
+    requests = [SimulatedRequest(3.0 * at, 3600, 2, tuple(100 * (at % 6) + b for b in range(8))) for at in range(24)]
+    host = "kv_host_gib=0.008"
+    without, slow, fast = (run(requests, host + disk) for disk in ("", DISK + "1e-4", DISK + "1"))
+    assert fast.counts.disk_tokens > 0
+    assert fast.counts.cached_tokens > 2 * without.counts.cached_tokens
+    assert fast.outcome.values("ttft").mean() < without.outcome.values("ttft").mean()
+    assert slow.counts.disk_tokens < fast.counts.disk_tokens, "a slow disk is not read where computing is faster"
+    with pytest.raises(ConfigError, match="disk_gb_per_s"):
+        run(requests, host + ",kv_disk_gib=1")
 
 
 def test_drafts_give_the_tokens_that_acceptance_promises() -> None:

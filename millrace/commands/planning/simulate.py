@@ -23,8 +23,8 @@ Scheduler and cycle are the engine's own; only the device is replaced by step ti
 figures, bit for bit.
 
 settings of --set and --what-if: policy, batching, prefix_cache, aging_s, max_running, token_budget, mixed_budget,
-step_ms, block_size, kv_tokens, kv_host_gib, drafts, adaptive, acceptance, max_tokens, deadline_s, replicas, routing,
-noise
+step_ms, block_size, kv_tokens, kv_host_gib, kv_disk_gib, disk_gb_per_s, drafts, adaptive, acceptance, max_tokens,
+deadline_s, replicas, routing, noise
 
 examples:
   millrace simulate azure-conv.csv --profile h200-8b --speed 4   a trace, four times as fast
