@@ -427,6 +427,10 @@ class DecoderBuilder:
     def summed_experts(self, routed: RoutedExperts) -> RoutedExperts:
         return routed
 
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean over the last dimension, float32 [T, 1], of x [T, own] of all ranks."""
+        return x.mean(-1, keepdim=True)
+
     def _mlp(self, ops: DecoderOps, layout: tuple[Matrix, Matrix] | MoeLayout) -> Mlp:
         if isinstance(layout, MoeLayout):
             return self._moe(ops, layout)
@@ -618,3 +622,8 @@ class ShardBuilder(DecoderBuilder):
             return self.mesh.sum(own.float()).to(self.dtype)
 
         return summed
+
+    def mean(self, x: Tensor) -> Tensor:
+        sums = torch.stack((x.sum(-1), x.new_full((x.shape[0],), x.shape[1])), dim=1)
+        total = self.mesh.sum(sums)
+        return total[:, :1] / total[:, 1:]

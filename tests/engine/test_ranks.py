@@ -16,6 +16,8 @@ import numpy as np
 import pytest
 from helpers.engine_stats import stats_after
 from helpers.served import wait_until
+from helpers.tiny_files import write_tiny
+from helpers.tiny_models import HYBRIDS
 from helpers.tiny_server import tiny_source
 
 from millrace import LLM, SamplingParams
@@ -106,6 +108,35 @@ def test_every_answer_is_that_of_one_rank(monkeypatch: pytest.MonkeyPatch, tmp_p
         stats = found.stats
         met = (stats.accepted_tokens, stats.preemptions, stats.prefix_hit_tokens, stats.host_tokens_loaded)
         assert all(met), met
+
+
+@pytest.mark.parametrize("case", ["deepseek_v3", "granite_hybrid"])
+def test_other_mixers_give_the_tokens_of_one_rank(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Latents, which every rank has, and recurrent states; with prefix hits, preemption, drafts."""
+    monkeypatch.setattr(AdmissionForecast, "admit", lambda *_: True)
+    write_tiny(tmp_path / "m", case)
+    rng = np.random.default_rng(1)
+    shared = rng.integers(1, 97, 24).tolist()
+    prompts = [shared[: 12 + 4 * (index % 3)] + rng.integers(1, 97, 5).tolist() * 3 for index in range(8)]
+    params = [
+        SamplingParams(temperature=index % 2 * 0.8, seed=index, max_tokens=14, ignore_eos=True) for index in range(8)
+    ]
+    found, stats = [], []
+    for num_ranks in (1, 2):
+        settings = SETTINGS | {"block_size": 5, "kv_tokens": 120, "tensor_parallel": num_ranks, "kv_dtype": "full"}
+        with LLM(str(tmp_path / "m"), device="cpu", **settings) as llm:
+            made = [generation.token_ids for generation in llm.generate(prompts, params)]
+            # Answers that are known before are drafts that are right.
+            known = [msgspec.structs.replace(own, prediction=tuple(made[i])) for i, own in enumerate(params)]
+            assert [generation.token_ids for generation in llm.generate(prompts, known)] == made
+            found.append(made)
+            stats.append(stats_after(llm, 2 * len(prompts)))
+    assert found[1] == found[0]
+    own = stats[1]
+    assert own.prefix_hit_tokens
+    assert own.preemptions
+    assert own.accepted_tokens
+    assert bool(own.state_hits) == (case in HYBRIDS)
 
 
 @pytest.fixture

@@ -103,6 +103,10 @@ class MixerSite:
 class MixerBuilder(Protocol):
     """What a mixer is made with: the loader of a decoder."""
 
+    def mean(self, x: Tensor) -> Tensor:
+        """The mean over the last dimension, float32 [T, 1], of x [T, own] of all ranks."""
+        ...
+
     @property
     def spec(self) -> ModelSpec:
         """Of this rank: with its own heads."""

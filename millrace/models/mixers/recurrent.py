@@ -167,6 +167,8 @@ class Mamba2:
     skip: Tensor
     norm: Tensor
     """float32 [heads · value_dim]"""
+    mean: Callable[[Tensor], Tensor]
+    """Over the heads of all ranks."""
 
     def split(self, x: Tensor) -> Projected:
         own = self.spec
@@ -189,7 +191,8 @@ class Mamba2:
         )
 
     def finish(self, out: Tensor, gate: Tensor) -> Tensor:
-        return _normed(out.flatten(1) * functional.silu(gate), self.norm, self.spec.norm_eps)
+        gated = out.flatten(1) * functional.silu(gate)
+        return gated * torch.rsqrt(self.mean(gated.square()) + self.spec.norm_eps) * self.norm
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -209,8 +212,9 @@ def build_gated_delta(builder: MixerBuilder, site: MixerSite) -> RecurrentMixer:
 def build_mamba2(builder: MixerBuilder, site: MixerSite) -> RecurrentMixer:
     spec, layout = _parts(builder, site)
     assert layout.skip is not None
-    vectors = [builder.vector(part) for part in (layout.decay, layout.time_bias, layout.skip, layout.gate_norm)]
-    return _mixer(builder, site, "mamba2", Mamba2(spec, -vectors[0].exp(), *vectors[1:]))
+    wanted = (layout.decay, layout.time_bias, layout.skip, layout.gate_norm)
+    decay, time_bias, skip, norm = (builder.vector(part) for part in wanted)
+    return _mixer(builder, site, "mamba2", Mamba2(spec, -decay.exp(), time_bias, skip, norm, builder.mean))
 
 
 def _parts(builder: MixerBuilder, site: MixerSite) -> tuple[RecurrentSpec, RecurrentLayout]:

@@ -1,7 +1,7 @@
 """The part of a model that one rank has: which heads, inner units and tokens, and which cut of every tensor.
 
-Attention is split by heads, MLPs and experts by their inner size, embedding and LM head by the vocabulary. Norms and
-routers are on every rank.
+Attention and recurrent layers are split by heads, MLPs and experts by their inner size, embedding and LM head by the
+vocabulary. Norms, routers and the projections to latents are on every rank.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from millrace.errors import ConfigError
-from millrace.models.spec.families import family_named
 from millrace.models.spec.layout import (
     EMBEDDING,
     HEAD,
     AttentionLayout,
+    LatentLayout,
     LayerLayout,
     Matrix,
     ModelLayout,
     MoeLayout,
+    RecurrentLayout,
     TensorSpec,
     layout_of,
 )
-from millrace.models.spec.model_spec import ModelSpec
+from millrace.models.spec.model_spec import ModelSpec, RecurrentSpec
 
 MAX_UNIT = 256
 """Inputs of the largest quantised blocks. Ranks have whole blocks where their number allows it."""
@@ -37,9 +38,15 @@ class Cut:
     columns: range | None = None
     is_zero: bool = False
     """A bias that rank 0 adds."""
+    more_rows: tuple[range, ...] = ()
+    """Rows that follow, which the tensor has elsewhere. A source of weights is asked for one range at a time."""
+
+    def ranges(self) -> Iterator[Cut]:
+        for rows in (self.rows, *self.more_rows):
+            yield replace(self, rows=rows, more_rows=())
 
     def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        rows = whole[0] if self.rows is None else len(self.rows)
+        rows = whole[0] if self.rows is None else len(self.rows) + sum(map(len, self.more_rows))
         if len(whole) == 1:
             return (rows,)
         return rows, whole[1] if self.columns is None else len(self.columns), *whole[2:]
@@ -58,6 +65,11 @@ class Shard:
     """Ranks have the same KV head where there are fewer KV heads than ranks."""
     inner: range
     expert_inner: range
+    shared_inner: range
+    """Of the MLP that every token takes beside its experts."""
+    recurrent_heads: range
+    recurrent_groups: range
+    """Ranks have the same group where there are fewer groups than ranks."""
     vocabularies: tuple[range, ...]
     """The tokens of every rank."""
 
@@ -68,13 +80,18 @@ class Shard:
     @property
     def spec(self) -> ModelSpec:
         """With this rank's heads and inner sizes. The vocabulary is whole: every rank gets all logits."""
-        moe = self.whole.moe
+        moe, recurrent = self.whole.moe, self.whole.recurrent
+        if moe is not None:
+            moe = replace(moe, inner_size=len(self.expert_inner), shared_size=len(self.shared_inner))
+        if recurrent is not None:
+            recurrent = replace(recurrent, heads=len(self.recurrent_heads), groups=len(self.recurrent_groups))
         return replace(
             self.whole,
             num_heads=len(self.heads),
             num_kv_heads=len(self.kv_heads),
             inner_size=len(self.inner),
-            moe=None if moe is None else replace(moe, inner_size=len(self.expert_inner)),
+            moe=moe,
+            recurrent=recurrent,
         )
 
     @property
@@ -96,23 +113,86 @@ class Shard:
         return found
 
     def _layer_cuts(self, layer: LayerLayout) -> Iterator[tuple[str, Cut]]:
-        size, mixer = self.whole.head_dim, layer.mixer
-        assert isinstance(mixer, AttentionLayout)
-        queries, keys = (range(own.start * size, own.stop * size) for own in (self.heads, self.kv_heads))
+        mixer = layer.mixer
+        if isinstance(mixer, AttentionLayout):
+            yield from self._attention_cuts(mixer)
+        elif isinstance(mixer, LatentLayout):
+            yield from self._latent_cuts(mixer)
+        else:
+            yield from self._recurrent_cuts(mixer)
+        if isinstance(layer.mlp, MoeLayout):
+            pairs = [(pair, self.expert_inner) for pair in layer.mlp.experts]
+            pairs += [] if layer.mlp.shared is None else [(layer.mlp.shared, self.shared_inner)]
+        else:
+            pairs = [(layer.mlp, self.inner)]
+        for (gate_up, down), inner in pairs:
+            cut = Cut(rows=inner)
+            if len(gate_up.parts) == 1:  # gates, then ups
+                half = gate_up.shape[0] // 2
+                cut = Cut(rows=inner, more_rows=(_shifted(inner, half),))
+            for part in gate_up.all_tensors():
+                yield part.name, cut
+            yield from self._column_cuts(down, inner)
+
+    def _attention_cuts(self, mixer: AttentionLayout) -> Iterator[tuple[str, Cut]]:
+        size = self.whole.head_dim
+        # Of gated attention, a head's query and gate.
+        per_head = mixer.qkv.parts[0].shape[0] // self.whole.num_heads
+        queries, keys = _scaled(self.heads, per_head), _scaled(self.kv_heads, size)
         for parts in (mixer.qkv.parts, mixer.qkv.biases):
             for part, rows in zip(parts, (queries, keys, keys), strict=bool(parts)):
                 yield part.name, Cut(rows=rows)
-        yield from self._column_cuts(mixer.out, queries)
+        yield from self._column_cuts(mixer.out, _scaled(self.heads, size))
         if mixer.sinks is not None:
             yield mixer.sinks.name, Cut(rows=self.heads)
-        if isinstance(layer.mlp, MoeLayout):
-            pairs, inner = layer.mlp.experts, self.expert_inner
-        else:
-            pairs, inner = (layer.mlp,), self.inner
-        for gate_up, down in pairs:
-            for part in gate_up.all_tensors():
-                yield part.name, Cut(rows=inner)
-            yield from self._column_cuts(down, inner)
+
+    def _latent_cuts(self, mixer: LatentLayout) -> Iterator[tuple[str, Cut]]:
+        own = self.whole.latent
+        assert own is not None
+        queries = mixer.inputs if mixer.query_up is None else mixer.query_up
+        yield queries.parts[0].name, Cut(rows=_scaled(self.heads, own.key_dim + own.rope_dim))
+        yield mixer.up.name, Cut(rows=_scaled(self.heads, own.key_dim + own.value_dim))
+        yield from self._column_cuts(mixer.out, _scaled(self.heads, own.value_dim))
+
+    def _recurrent_cuts(self, mixer: RecurrentLayout) -> Iterator[tuple[str, Cut]]:
+        own, heads = self.whole.recurrent, self.recurrent_heads
+        assert own is not None
+        keys, values = _scaled(self.recurrent_groups, own.key_dim), _scaled(heads, own.value_dim)
+        if mixer.skip is None:
+            inputs = self._delta_rows(own)
+            channels = _cut_of(keys, _shifted(keys, own.key_size), _shifted(values, 2 * own.key_size))
+        else:  # Mamba2: gates, values, keys, queries, times
+            mixed = (values, *(_shifted(keys, own.value_size + at) for at in (0, own.key_size)))
+            after = own.value_size + own.conv_channels
+            inputs = [_cut_of(values, *(_shifted(rows, own.value_size) for rows in mixed), _shifted(heads, after))]
+            channels = _cut_of(*mixed)
+            yield mixer.skip.name, Cut(rows=heads)
+            yield mixer.gate_norm.name, Cut(rows=values)
+        for tensors in (mixer.inputs.parts, mixer.inputs.biases):
+            for part, cut in zip(tensors, inputs, strict=bool(tensors)):
+                yield part.name, cut
+        for channel in (mixer.conv, mixer.conv_bias):
+            if channel is not None:
+                yield channel.name, channels
+        yield mixer.decay.name, Cut(rows=heads)
+        yield mixer.time_bias.name, Cut(rows=heads)
+        yield from self._column_cuts(mixer.out, values)
+
+    def _delta_rows(self, own: RecurrentSpec) -> list[Cut]:
+        """Each group has a query, a key, values and gates of its heads; then betas and times of its heads."""
+        wide: list[range] = []
+        narrow: list[range] = []
+        shared = own.heads // own.groups
+        values, both = shared * own.value_dim, 2 * own.key_dim
+        for group in self.recurrent_groups:
+            first = max(self.recurrent_heads.start - group * shared, 0)
+            last = min(self.recurrent_heads.stop - group * shared, shared)
+            heads = range(first, last)
+            rows = _shifted(_scaled(heads, own.value_dim), both)
+            at = group * (both + 2 * values)
+            wide += [_shifted(part, at) for part in (range(both), rows, _shifted(rows, values))]
+            narrow += [_shifted(heads, 2 * shared * group), _shifted(heads, 2 * shared * group + shared)]
+        return [_cut_of(*wide), _cut_of(*narrow)]
 
     def _column_cuts(self, matrix: Matrix, columns: range) -> Iterator[tuple[str, Cut]]:
         for part in matrix.parts:
@@ -131,15 +211,26 @@ def shard_of(spec: ModelSpec, rank: int, size: int) -> Shard:
             f" --tensor-parallel {spec.num_heads} or less.",
             param=_SETTING,
         )
-    narrowest = min(spec.inner_size or size, spec.moe.inner_size if spec.moe is not None else spec.inner_size)
+    sizes = [spec.inner_size, *((spec.moe.inner_size, spec.moe.shared_size) if spec.moe is not None else ())]
+    narrowest = min((own for own in sizes if own), default=size)
     if size > narrowest:
         raise ConfigError(
             f"{_SETTING} is {size}, but an MLP of the model has an inner size of {narrowest}. Set --tensor-parallel"
             f" {narrowest} or less.",
             param=_SETTING,
         )
-    heads, kv_heads = _heads(spec, size)[rank]
-    experts = 0 if spec.moe is None else spec.moe.inner_size
+    if spec.recurrent is not None and size > spec.recurrent.heads:
+        raise ConfigError(
+            f"{_SETTING} is {size}, but recurrent layers of the model have {spec.recurrent.heads} heads. Set"
+            f" --tensor-parallel {spec.recurrent.heads} or less.",
+            param=_SETTING,
+        )
+    out_dim = spec.head_dim if spec.latent is None else spec.latent.value_dim
+    heads, kv_heads = _heads(spec.num_heads, spec.num_kv_heads, out_dim, size)[rank]
+    experts, shared = (0, 0) if spec.moe is None else (spec.moe.inner_size, spec.moe.shared_size)
+    states, groups = range(0), range(0)
+    if spec.recurrent is not None:
+        states, groups = _heads(spec.recurrent.heads, spec.recurrent.groups, spec.recurrent.value_dim, size)[rank]
     return Shard(
         rank=rank,
         whole=spec,
@@ -147,36 +238,45 @@ def shard_of(spec: ModelSpec, rank: int, size: int) -> Shard:
         kv_heads=kv_heads,
         inner=_split(spec.inner_size, size, _unit(spec.inner_size, size))[rank],
         expert_inner=_split(experts, size, _unit(experts, size))[rank],
+        shared_inner=_split(shared, size, _unit(shared, size))[rank],
+        recurrent_heads=states,
+        recurrent_groups=groups,
         vocabularies=tuple(_split(spec.vocab_size, size)),
     )
 
 
 def _why_whole(spec: ModelSpec) -> str:
     """Why the model cannot be split, as a clause; empty if it can."""
-    if spec.recurrent is not None:
-        return "layers with a recurrent state are not split over ranks"
-    if spec.latent is not None:
-        return "layers with latent attention are not split over ranks"
     if spec.qk_norm and spec.qk_norm_span == "projection":
         return "norms over the heads of all ranks are not computed"
-    if len(family_named(spec.family).names.mlp_gate_up) == 1:
-        return "tensors that hold an MLP's gate and up matrices together are not split over ranks"
     return ""
 
 
-def _heads(spec: ModelSpec, size: int) -> list[tuple[range, range]]:
-    """The heads and KV heads of each rank. A rank has whole KV heads with all their queries; if there are more ranks
-    than KV heads, some of the queries of one."""
-    group = spec.num_heads // spec.num_kv_heads
-    if size <= spec.num_kv_heads:
-        return [(range(own.start * group, own.stop * group), own) for own in _split(spec.num_kv_heads, size)]
+def _heads(num_heads: int, num_groups: int, head_dim: int, size: int) -> list[tuple[range, range]]:
+    """The heads and the KV heads, or other groups of heads, of each rank. A rank has whole groups; if there are more
+    ranks than groups, some of the heads of one."""
+    shared = num_heads // num_groups
+    if size <= num_groups:
+        return [(_scaled(own, shared), own) for own in _split(num_groups, size)]
     found = []
-    for kv_head, ranks in enumerate(_split(size, spec.num_kv_heads)):
-        unit = max(1, MAX_UNIT // spec.head_dim)
-        for own in _split(group, len(ranks), unit if group % unit == 0 and group // unit >= len(ranks) else 1):
-            first = kv_head * group
-            found.append((range(first + own.start, first + own.stop), range(kv_head, kv_head + 1)))
+    for group, ranks in enumerate(_split(size, num_groups)):
+        unit = max(1, MAX_UNIT // head_dim)
+        unit = unit if shared % unit == 0 and shared // unit >= len(ranks) else 1
+        own = range(group, group + 1)
+        found += [(_shifted(heads, group * shared), own) for heads in _split(shared, len(ranks), unit)]
     return sorted(found, key=lambda heads: -len(heads[0]))
+
+
+def _scaled(own: range, by: int) -> range:
+    return range(own.start * by, own.stop * by)
+
+
+def _shifted(own: range, by: int) -> range:
+    return range(own.start + by, own.stop + by)
+
+
+def _cut_of(*rows: range) -> Cut:
+    return Cut(rows=rows[0], more_rows=rows[1:])
 
 
 def _unit(total: int, size: int) -> int:

@@ -48,9 +48,10 @@ class ShardWeights:
         cut, source = self._cut(name), self._source
         if cut.is_zero:
             return torch.zeros(self.shape(name), device=device, dtype=dtype)
-        if isinstance(source, PartSource):
-            return source.part(name, cut, device=device, dtype=dtype)
-        return cut_of(source.get(name, device=device, dtype=dtype), cut)
+        if not isinstance(source, PartSource):
+            whole = source.get(name, device=device, dtype=dtype)
+            return _joined([cut_of(whole, own) for own in cut.ranges()])
+        return _joined([source.part(name, own, device=device, dtype=dtype) for own in cut.ranges()])
 
     def stored_format(self, name: str) -> str | None:
         kind = self._source.stored_format(name) if isinstance(self._source, _StoredSource) else None
@@ -63,11 +64,12 @@ class ShardWeights:
     def stored_rows(self, name: str) -> npt.NDArray[np.uint8]:
         cut, source = self._cut(name), self._source
         if isinstance(source, _StoredPartSource):
-            return source.stored_part(name, cut)
+            return np.concatenate([source.stored_part(name, own) for own in cut.ranges()])
         assert isinstance(source, _StoredSource)
         kind = source.stored_format(name)
         assert kind is not None
-        rows = source.stored_rows(name)[cut.slices(1)]
+        stored = source.stored_rows(name)
+        rows = np.concatenate([stored[own.slices(1)] for own in cut.ranges()])
         if cut.columns is None:
             return np.ascontiguousarray(rows)
         items, size = _block_of(kind)
@@ -75,6 +77,10 @@ class ShardWeights:
 
     def _cut(self, name: str) -> Cut:
         return self._cuts.get(name, Cut())
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _block_of(kind: str) -> tuple[int, int]:
