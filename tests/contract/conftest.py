@@ -19,7 +19,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    options = ("--dtype", "float32", "--kv-tokens", "32768", "--max-context", "4096")
+    options = ("--quantization", "int8", "--kv-tokens", "32768", "--max-context", "4096")
     with real_server(*options, "--data-dir", str(tmp_path_factory.mktemp("data"))) as running:
         yield running
         # After all tests no request runs and no block is in use.

@@ -13,7 +13,7 @@ from serve.wire import CHAT, eventually, post
 pytestmark = pytest.mark.live
 
 MODEL = "smollm2-135m-instruct"
-QUESTION = "What is the capital of France?"
+QUESTION = "Name the capital of France."
 TURN: list[Any] = [{"role": "user", "content": QUESTION}]
 TOKENS = 16
 
