@@ -137,7 +137,7 @@ class PlacedDocuments:
         those rows compute all their tokens."""
         for row, own in self._of.items():
             if own.step >= first_lost:
-                own.spans = []
+                own.spans = own.placed = []
             else:
                 own.spans = list(own.placed)
                 self._leap(row)
