@@ -2,7 +2,8 @@
 
     python examples/rag.py                       # starts Millrace with three real models (about 260 MB of downloads)
     python examples/rag.py --url http://127.0.0.1:8000 "Who built the mill?"
-    python examples/rag.py --compare             # each question twice: with a cold prefix cache and with a warm one
+    python examples/rag.py --compare             # each question four times: with a cold prefix cache, with a warm one,
+                                                 # and with its passages marked as documents, in two orders
 
 Every answer ends with its sources. The passages stand before the question in the prompt, best last, so questions about
 the same passages share a prefix and the second one skips most of its prefill.
@@ -115,14 +116,18 @@ class Index:
         return [data["embedding"] for data in self._server.post("/v1/embeddings", model=MODELS[1], input=texts)["data"]]
 
 
-def ask(server: Server, question: str, passages: list[Passage], salt: str) -> dict[str, Any]:
-    """`salt`: prompts share their prefixes only with those of the same salt."""
-    context = "\n\n".join(f"[{passage.name}] {passage.text}" for passage in reversed(passages))
+def ask(server: Server, question: str, passages: list[Passage], salt: str, marks: bool = False) -> dict[str, Any]:
+    """`salt`: prompts share their prefixes only with those of the same salt. `marks`: a passage is reused wherever it
+    stood before, and the answer is an approximation."""
+    texts = [f"[{passage.name}] {passage.text}" for passage in reversed(passages)]
+    order = "Answer in one sentence from these passages."
+    mark = {"cache": {"type": "document"}}
+    parts = [{"type": "text", "text": order}, *({"type": "text", "text": text, **mark} for text in texts)]
     return server.post(
         "/v1/chat/completions",
         model=MODELS[0],
         messages=[
-            {"role": "system", "content": f"Answer in one sentence from these passages.\n\n{context}"},
+            {"role": "system", "content": parts if marks else "\n\n".join([order, *texts])},
             {"role": "user", "content": question},
         ],
         max_tokens=48,
@@ -141,7 +146,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("questions", nargs="*", default=QUESTIONS)
     parser.add_argument("--url", default="", help="a running server; by default one is started")
-    parser.add_argument("--compare", action="store_true", help="ask twice: without and with reuse of the prefix")
+    parser.add_argument(
+        "--compare", action="store_true", help="ask without and with reuse of the prefix, and of passages"
+    )
     args = parser.parse_args()
     with served(args.url) as server:
         index = Index(server, DOCUMENTS)
@@ -150,16 +157,18 @@ def main() -> None:
             print(f"\n{question}", flush=True)
             # A salt that nobody used before shares nothing; the second question with it shares the whole prefix.
             salt = f"rag-{time.time_ns()}-{number}"
-            for label in ("cold", "warm") if args.compare else ("",):
+            for label in ("cold prefix", "warm prefix", "documents", "reordered documents") if args.compare else ("",):
+                shown = passages[::-1] if label.startswith("reordered") else passages
                 began = time.perf_counter()
-                answer = ask(server, question, passages, salt)
+                answer = ask(server, question, shown, salt, marks=label.endswith("documents"))
                 elapsed = time.perf_counter() - began
-                if label != "warm":
-                    show(answer, passages)
+                if label != "warm prefix":
+                    show(answer, shown)
                 if label:
                     usage = answer["usage"]
-                    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-                    print(f"  {label} prefix: {cached} of {usage['prompt_tokens']} tokens reused, {elapsed:.2f} s")
+                    details = usage.get("prompt_tokens_details") or {}
+                    reused = details.get("cached_tokens", 0) + details.get("document_tokens", 0)
+                    print(f"  {label}: {reused} of {usage['prompt_tokens']} tokens reused, {elapsed:.2f} s")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,3 +56,4 @@ def test_the_example_answers_with_its_sources() -> None:
     assert "source: mill.txt" in done.stdout
     assert "cold prefix: 0 of" in done.stdout
     assert "warm prefix: 0 of" not in done.stdout
+    assert re.search(r"reordered documents: [1-9]\d* of", done.stdout)
