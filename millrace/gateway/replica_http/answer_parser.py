@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 from multidict import CIMultiDict
 
@@ -119,6 +120,11 @@ class AnswerParser:
     def _chunks(self, new: bytes) -> bytes:
         """The bodies of the whole chunks so far."""
         rest = self._rest
+        if not (rest or self._in_trailer):  # Most often a chunk comes by itself.
+            start = new.find(b"\r\n") + 2
+            end = len(new) - 2
+            if 2 < start < end == start + _chunk_size(new[: start - 2]) and new.endswith(b"\r\n"):
+                return new[start:end]
         if rest:
             rest += new
             if len(rest) < self._needed:
@@ -161,6 +167,7 @@ class AnswerParser:
             raise BrokenAnswer("the end of the answer is too long")
 
 
+@lru_cache(maxsize=1024)
 def _chunk_size(line: bytes) -> int:
     number = line.partition(b";")[0].strip() if b";" in line or b" " in line else line
     size = int(number, 16) if _SIZE.fullmatch(number) else -1
