@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 from helpers.gateways import gateway_over
@@ -15,7 +16,8 @@ from helpers.served import Served, serving
 from helpers.tiny_server import NAME, tiny_options
 
 from millrace.gateway.settings import ReplicaSettings
-from millrace.serve.fetching.wire import BLOCKS_PATH, FETCH_HEADER, FROM_HEADER, opened, sealed
+from millrace.serve.fetching.shared_part import write_shared
+from millrace.serve.fetching.wire import BLOCKS_PATH, FETCH_HEADER, FROM_HEADER, BlocksWanted, opened, sealed
 
 pytestmark = pytest.mark.live
 
@@ -86,11 +88,15 @@ async def between(source: str, fault: str) -> AsyncIterator[str]:
             session.post(source + request.raw_path, data=asked, headers=TRUSTED) as answer,
         ):
             data = await answer.read()
-        if len(data) > 1000 and fault == "corrupt":
-            data = data[:500] + bytes([data[500] ^ 1]) + data[501:]
-        elif len(data) > 1000 and fault == "slow":
+        wanted = msgspec.msgpack.decode(asked, type=BlocksWanted)
+        if wanted.count and fault == "corrupt":
+            middle = len(data) // 2
+            data = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+        elif wanted.count and fault == "scribbled":
+            assert write_shared(wanted.shared, b"not what the source wrote")
+        elif wanted.count and fault == "slow":
             await asyncio.sleep(3600)
-        elif len(data) > 1000 and fault == "lost":
+        elif wanted.count and fault == "lost":
             assert request.transport is not None
             request.transport.abort()
         elif fault == "another key":
@@ -116,6 +122,7 @@ async def between(source: str, fault: str) -> AsyncIterator[str]:
     [
         ("none", "fetched: 688 tokens"),
         ("corrupt", "corrupt: nothing"),
+        ("scribbled", "corrupt: nothing"),
         ("another key", "corrupt: nothing"),
         ("slow", "failed: nothing"),
         ("lost", "failed: nothing"),
@@ -133,7 +140,7 @@ def test_a_fetch_that_fails_is_computed(pair: tuple[Served, Served], fault: str,
             found = await answered(session, second, prompt, {**TRUSTED, FROM_HEADER: source})
             assert found[0] == expected[0]
             assert found[2].startswith(said), found[2]
-            assert (found[1] >= 688) == (fault == "none")
+            assert (found[1] >= 688) == ("through shared memory" in found[2]) == (fault == "none")
 
     asyncio.run(check())
 

@@ -22,6 +22,7 @@ import msgspec
 from millrace.errors import MillraceError
 from millrace.link.block_parts import PartOfPrefix, PrefixFacts
 from millrace.link.client import EngineClient
+from millrace.serve.fetching.shared_part import SharedPart, is_on_this_machine
 from millrace.serve.fetching.source import facts_of, leading_columns
 from millrace.serve.fetching.wire import BLOCKS_PATH, OVERHEAD_BYTES, BlocksGiven, BlocksWanted, opened
 from millrace.serve.tenancy.trust import GATEWAY_KEY_HEADER
@@ -47,10 +48,13 @@ class Fetched:
     num_tokens: int = 0
     num_bytes: int = 0
     seconds: float = 0.0
+    is_shared: bool = False
+    """Its blocks came through memory that both replicas share."""
 
     def __str__(self) -> str:
         """One line, for the gateway's `explain`."""
-        did = f"{self.num_tokens} tokens in {self.seconds:.3f} s" if self.num_tokens else "nothing"
+        way = " through shared memory" if self.is_shared else ""
+        did = f"{self.num_tokens} tokens in {self.seconds:.3f} s{way}" if self.num_tokens else "nothing"
         return f"{self.outcome}: {did}" + (f"; {self.why}" if self.why else "")
 
 
@@ -138,6 +142,8 @@ class _Transfer:
         self._began = fetcher.now()
         self._loading_at: float | None = None
         self._num_tokens = self._num_bytes = 0
+        self._memory: SharedPart | None = None
+        self._is_shared = False
 
     def ended(self, outcome: Outcome, why: str) -> Fetched:
         seconds = self._fetcher.now() - self._began
@@ -146,7 +152,7 @@ class _Transfer:
             self._fetcher.measured(self._source, self._num_bytes / max(loading_s, 1e-6))
         if self._num_tokens and outcome != "fetched":
             outcome = "partly"
-        return Fetched(outcome, why, self._num_tokens, self._num_bytes, seconds)
+        return Fetched(outcome, why, self._num_tokens, self._num_bytes, seconds, self._is_shared)
 
     async def run(self) -> None:
         rate = self._fetcher.rate(self._source)
@@ -169,8 +175,13 @@ class _Transfer:
             )
         limit_s = self._limit_s(facts, num_missing, rate)
         self._loading_at = self._fetcher.now()
-        async with asyncio.timeout(limit_s):
-            await self._load(facts, tokens[: there.columns * width], own, there.columns)
+        self._memory = _shared_with(self._source, facts)
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._load(facts, tokens[: there.columns * width], own, there.columns)
+        finally:
+            if self._memory is not None:
+                self._memory.close()
 
     def _limit_s(self, facts: PrefixFacts, num_missing: int, rate: float | None) -> float:
         """Raises if computing is predicted to be faster. Without a prediction the fetch is tried."""
@@ -188,7 +199,8 @@ class _Transfer:
         """The next part travels while one is written."""
 
         def begin(at: int) -> asyncio.Task[BlocksGiven]:
-            wanted = BlocksWanted(self._prefix.salt, tokens, at, min(facts.part_blocks, end - at))
+            shared = self._memory.name if self._memory is not None else ""
+            wanted = BlocksWanted(self._prefix.salt, tokens, at, min(facts.part_blocks, end - at), shared)
             return asyncio.create_task(self._ask(facts, wanted))
 
         coming = begin(first)
@@ -210,6 +222,7 @@ class _Transfer:
                 self._num_bytes += len(given.blocks)
         finally:
             coming.cancel()
+            await asyncio.gather(coming, return_exceptions=True)  # It reads from the shared memory.
 
     async def _ask(self, facts: PrefixFacts, wanted: BlocksWanted) -> BlocksGiven:
         asked = msgspec.msgpack.encode(wanted)
@@ -226,4 +239,19 @@ class _Transfer:
         given = msgspec.msgpack.decode(data, type=BlocksGiven)
         if (given.identity, given.layout, given.block_tokens) != (facts.identity, facts.layout, facts.block_tokens):
             raise _Ended("failed", f"{self._source} serves another model, or keeps its KV in another format")
-        return given
+        return self._from_memory(given) if given.shared else given
+
+    def _from_memory(self, given: BlocksGiven) -> BlocksGiven:
+        data = self._memory.read(given.shared_bytes, given.shared) if self._memory is not None else None
+        if data is None:
+            raise _Ended("corrupt", "the checksum of a part in shared memory is wrong")
+        self._is_shared = True
+        return msgspec.structs.replace(given, blocks=data)
+
+
+def _shared_with(source: str, facts: PrefixFacts) -> SharedPart | None:
+    """None for a source elsewhere, and where no memory can be shared: then parts come in the answers."""
+    try:
+        return SharedPart(facts.part_bytes) if is_on_this_machine(source) else None
+    except OSError:
+        return None

@@ -9,6 +9,7 @@ import msgspec
 from millrace.errors import BadRequest, Conflict, Overloaded
 from millrace.link.block_parts import PartAnswer, PartOfPrefix, PrefixFacts
 from millrace.link.client import EngineClient
+from millrace.serve.fetching.shared_part import write_shared
 from millrace.serve.fetching.wire import BlocksGiven, BlocksWanted, sealed
 
 MAX_AT_ONCE = 8
@@ -58,6 +59,10 @@ async def _given(client: EngineClient, wanted: BlocksWanted) -> BlocksGiven:
         raise Conflict(facts.refused if facts is not None else "The model has no KV cache.", code="export_impossible")
     if wanted.count > facts.part_blocks:
         raise BadRequest(f"Ask for at most {facts.part_blocks} blocks at once.")
-    return BlocksGiven(
+    given = BlocksGiven(
         facts.identity, facts.layout, facts.block_tokens, answer.columns, answer.has, answer.blocks, answer.failure
     )
+    checksum = write_shared(wanted.shared, given.blocks) if wanted.shared and given.blocks else None
+    if checksum is None:
+        return given
+    return msgspec.structs.replace(given, blocks=b"", shared=checksum, shared_bytes=len(given.blocks))

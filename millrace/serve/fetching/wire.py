@@ -25,6 +25,8 @@ class BlocksWanted(msgspec.Struct, frozen=True):
     """Column."""
     count: int = 0
     """0: only how many leading columns there are."""
+    shared: str = ""
+    """Name of memory that the asker shares with a source on its machine."""
 
 
 class BlocksGiven(msgspec.Struct, frozen=True):
@@ -37,6 +39,9 @@ class BlocksGiven(msgspec.Struct, frozen=True):
     has: tuple[tuple[bool, ...], ...] = ()
     blocks: bytes = b""
     failure: str = ""
+    shared: bytes = b""
+    """If the blocks are in the shared memory: their checksum."""
+    shared_bytes: int = 0
 
 
 def sealed(wanted: bytes, given: bytes, key: str) -> bytes:
