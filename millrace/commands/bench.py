@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BENCHMARKS = (
     "local, peers, formats, plan, counting, step, encode, front, gateway, serve, observe, speculate, smooth, policies,"
-    " eviction, kv-tiers, replay, gpu"
+    " eviction, kv-tiers, adapters, replay, gpu"
 )
 USAGE = "millrace bench [WHAT] [options]"
 EXIT_TERMINATED = 143
@@ -48,6 +48,8 @@ examples:
   millrace bench counting                                what counting figures costs per step
   millrace bench plan                                    host time of the scheduler: decode steps, first tokens,
                                                          and of a step's bytes
+  millrace bench adapters                                steps with 1, 4 and 16 adapters beside steps without
+  millrace bench adapters --models llama-3.1-8b          the same on a GPU, with random weights of that shape
   millrace bench step                                    time of a CPU step by kind of work
   millrace bench encode --model DIR --reference PYTHON   an encoder, in turns with sentence-transformers of that Python
   millrace bench front --streams 64,512,2048             fronts over a null engine: tokens/s, µs of CPU per token
@@ -61,7 +63,12 @@ examples:
   millrace bench eviction --trace trace.jsonl            policies of eviction on a trace with prefixes (Mooncake)
   millrace bench kv-tiers --svg tiers.svg                a working set of four pools: no tier, host memory, a disk too
   millrace bench kv-tiers --trace trace.jsonl            what a disk keeps of a trace with prefixes, by policy"""
-_ALLOWED = {"peers": ("quick",), "formats": ("models", "batches"), "speculate": ("models", "shapes", "batches")}
+_ALLOWED = {
+    "adapters": ("models", "shapes"),
+    "peers": ("quick",),
+    "formats": ("models", "batches"),
+    "speculate": ("models", "shapes", "batches"),
+}
 """Options of `bench gpu` that other benchmarks take too."""
 _TOKEN_MS = (0.0, 40.0)
 """Null replicas that answer at once, and with the pace of an engine: then each token is read and written by itself."""
@@ -148,6 +155,7 @@ def run(args: argparse.Namespace) -> int:
         "policies": _bench_policies,
         "eviction": _bench_eviction,
         "kv-tiers": _bench_kv_tiers,
+        "adapters": _bench_adapters,
         "replay": _bench_replay,
     }
     if args.what not in actions:
@@ -198,6 +206,15 @@ def _bench_step(args: argparse.Namespace) -> int:
 
     title = "One CPU step by kind of work, fastest of many"
     return _print_figures(step_figures(load_settings(args).config), title, "step", as_json=args.json)
+
+
+def _bench_adapters(args: argparse.Namespace) -> int:
+    from millrace.bench.micro.adapters import adapter_figures
+
+    configs = [model.config for model in bench_gpu.chosen_models(args)] if args.models else [load_settings(args).config]
+    title = "One step with adapters of rank 16 and without, in alternating rounds"
+    figures = (figure for config in configs for figure in adapter_figures(config))
+    return _print_figures(figures, title, "adapters", as_json=args.json)
 
 
 def _bench_encode(args: argparse.Namespace) -> int:

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if not (math.isfinite(args.time_limit) and args.time_limit > 0):
         raise UsageError(f"--time-limit is {args.time_limit:g}; it must be greater than 0.")
     options, reporter = _options(args), Reporter()
-    models = _models(args)
+    models = chosen_models(args)
     try:
         _measure(args, models, options, reporter)
     finally:
@@ -113,7 +113,7 @@ def _profile(model: GpuModel, batches: tuple[int, ...], options: GpuOptions, rep
             print(f"\n{profile_table(record)}\n", file=sys.stderr, flush=True)
 
 
-def _models(args: argparse.Namespace) -> list[GpuModel]:
+def chosen_models(args: argparse.Namespace) -> list[GpuModel]:
     from millrace.bench.gpu.models import DEFAULT_MODELS, known_shapes, make_model
 
     loaded, shapes = load_settings(args), known_shapes(args.shapes)
