@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import millrace
-from millrace.serve.describe.openapi import openapi_document
+from millrace.serve.describe.openapi.document import openapi_document
 from millrace.serve.generate.choosing.sampler_fields import SamplerFields
 
 DOCS = Path(__file__).parents[1] / "docs"

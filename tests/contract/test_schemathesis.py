@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from serve.front_under_test import MODEL, VOCAB, Front, running_front, saying
 from serve.wire import post
 
-from millrace.serve.describe.openapi import openapi_document
+from millrace.serve.describe.openapi.document import openapi_document
 
 pytestmark = pytest.mark.live
 

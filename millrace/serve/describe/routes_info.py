@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 from millrace.errors import BadRequest
 from millrace.observe.merge import merge
 from millrace.observe.metrics import CONTENT_TYPE
-from millrace.serve.describe.openapi import openapi_document
+from millrace.serve.describe.openapi.document import openapi_document
 from millrace.serve.generate.prompts import encode_chat, encode_texts
 from millrace.serve.http.body import BodyDecoder, read_body
 from millrace.serve.http.error_bodies import RETRY_AFTER_S

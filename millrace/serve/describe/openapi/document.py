@@ -1,6 +1,6 @@
 """The OpenAPI document, generated from the structs that decode requests and encode answers.
 
-The document must not allow what the server refuses; `openapi_limits` adds the rules that the structs do not state.
+The document must not allow what the server refuses; `limits` adds the rules that the structs do not state.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from millrace.serve.anthropic import models as anthropic_models
 from millrace.serve.anthropic import schemas as schemas_anthropic
 from millrace.serve.describe import routes_adapters as adapters
 from millrace.serve.describe import routes_kv, routes_load, routes_requests
-from millrace.serve.describe.openapi_limits import tighten
-from millrace.serve.describe.openapi_paths import paths
+from millrace.serve.describe.openapi.limits import tighten
+from millrace.serve.describe.openapi.paths import paths
 from millrace.serve.encode import classify, cohere_embed, multi_vector, rerank, score, sparse_vector
 from millrace.serve.generate.messages import RESERVED
 from millrace.serve.http.error_bodies import ErrorAnswer
