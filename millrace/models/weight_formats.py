@@ -10,7 +10,7 @@ import torch
 
 from millrace.config import Quantization
 from millrace.models.grouped import GroupedSource, expert_parts
-from millrace.models.load import grouped_matrices, stored_matrices
+from millrace.models.kept_weights import grouped_matrices, stored_matrices
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.layout import TensorSpec, layout_of
 from millrace.models.stored import multiplied_parts

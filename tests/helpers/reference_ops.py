@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from millrace.models import load
+from millrace.models import builder
 from millrace.ops import registry
 from millrace.ops.base.version import Choice
 
@@ -17,4 +17,4 @@ def use_reference_ops(monkeypatch: pytest.MonkeyPatch) -> None:
             return Choice(registry.OPS[op][-1], ())
         return registry.choose(op, *args, **shape)
 
-    monkeypatch.setattr(load, "choose", chosen)
+    monkeypatch.setattr(builder, "choose", chosen)

@@ -13,7 +13,7 @@ from helpers.paged import PagedDriver, make_batch
 from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
 from torch import Tensor
 
-from millrace.models import load
+from millrace.models import builder, load
 from millrace.models.batch import DrawnStates, LastTokens
 from millrace.models.decoder import Decoder
 from millrace.models.spec.families import spec_from_config
@@ -45,7 +45,7 @@ def added_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return Choice(tuned, ()) if op == "linear" else registry.choose(op, *args, **shape)
 
     monkeypatch.setattr(linear, "MIN_ROWS_TO_ADD", MIN_ROWS_TO_ADD)
-    monkeypatch.setattr(load, "choose", choose)
+    monkeypatch.setattr(builder, "choose", choose)
     return calls
 
 

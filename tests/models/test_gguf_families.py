@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as T
 from helpers.paged import PagedDriver
 from helpers.tiny_models import CASES, VOCAB, StateDictSource, config_of, make_reference
 
+from millrace.models import kept_weights
 from millrace.models import load as load_module
 from millrace.models.formats.gguf import weight_of_blocks
 from millrace.models.load import load_decoder
@@ -167,7 +168,7 @@ def test_a_file_gives_its_models_spec_and_logits(case: str, split_latents: bool,
 
 
 def test_mxfp4_experts_stay_as_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_module, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(kept_weights, "cache_dir", lambda: tmp_path / "cache")
     path = tmp_path / "model.gguf"
     model = write(path, "gpt_oss", mxfp4=True)
     weights = open_weights(resolve_model(str(path)))

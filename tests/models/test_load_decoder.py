@@ -14,8 +14,9 @@ from helpers.tiny_models import CASES, VOCAB, StateDictSource, config_of, make_r
 
 from millrace.errors import ConfigError, ModelError
 from millrace.models.decoder import Decoder
-from millrace.models.load import build_decoder, load_decoder, spec_weight_bytes, weight_bytes
+from millrace.models.load import build_decoder, load_decoder, weight_bytes
 from millrace.models.spec.families import spec_from_config
+from millrace.models.weight_sizes import spec_weight_bytes
 from millrace.sources.resolve import resolve_model
 
 CPU = torch.device("cpu")

@@ -13,8 +13,9 @@ from helpers.tiny_models import CASES, VOCAB, StateDictSource, config_of, make_r
 from millrace.config import load_config
 from millrace.errors import ConfigError
 from millrace.models.decoder import Decoder
-from millrace.models.load import build_decoder, check_quantization, load_decoder, spec_weight_bytes
+from millrace.models.load import build_decoder, check_quantization, load_decoder
 from millrace.models.spec.families import spec_from_config
+from millrace.models.weight_sizes import spec_weight_bytes
 from millrace.sources.resolve import resolve_model
 
 CPU = torch.device("cpu")

@@ -15,12 +15,13 @@ from helpers.stored_blocks import StoredSource, dequantised
 from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
 
 from millrace.errors import ConfigError
-from millrace.models import load as load_module
-from millrace.models.load import build_decoder, layout_bytes, spec_weight_bytes
+from millrace.models import kept_weights
+from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.layout import all_tensors, layout_of
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.models.spec.shard import Shard, shard_of
+from millrace.models.weight_sizes import layout_bytes, spec_weight_bytes
 from millrace.models.weights.shard_weights import ShardWeights
 from millrace.ops.base.mesh import Mesh
 from millrace.ops.cpp import native as native_module
@@ -139,7 +140,7 @@ STORED = {
 def test_quantised_weights_stay_quantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank has whole blocks of every matrix, and a packed file of its own on the next start."""
     native_module.native()
-    monkeypatch.setattr(load_module, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(kept_weights, "cache_dir", lambda: tmp_path / "cache")
     sizes = {"hidden_size": 512, "intermediate_size": 768, "head_dim": 64, "num_attention_heads": 8, "vocab_size": 101}
     spec = spec_from_config(CODER | sizes | {"tie_word_embeddings": False})
     file = tmp_path / "model.gguf"

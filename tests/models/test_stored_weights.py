@@ -13,13 +13,15 @@ import torch
 from helpers.paged import PagedDriver
 from helpers.stored_blocks import StoredSource
 
+from millrace.models import kept_weights
 from millrace.models import load as load_module
 from millrace.models import stored as stored_module
 from millrace.models.decoder import Decoder
-from millrace.models.load import build_decoder, load_decoder, spec_weight_bytes
+from millrace.models.load import build_decoder, load_decoder
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.layout import layout_of
 from millrace.models.stored import StoredMatrices
+from millrace.models.weight_sizes import spec_weight_bytes
 from millrace.ops.cpp import native as native_module
 from millrace.sources.resolve import resolve_model
 
@@ -65,7 +67,7 @@ TOKENS = random.Random(7).choices(range(100), k=40)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder of this test, except for the compiled kernels."""
     native_module.native()
-    monkeypatch.setattr(load_module, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(kept_weights, "cache_dir", lambda: tmp_path / "cache")
     return tmp_path / "cache" / "packed"
 
 

@@ -17,7 +17,7 @@ from helpers.grouped_plans import for_groups
 from helpers.stored_blocks import StoredSource
 
 from millrace.config import RunConfig
-from millrace.models import load as load_module
+from millrace.models import kept_weights
 from millrace.models.decode_spans import spans_of
 from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
@@ -87,7 +87,7 @@ FORMATS = {
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     native.native()
-    monkeypatch.setattr(load_module, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(kept_weights, "cache_dir", lambda: tmp_path / "cache")
 
 
 def make_runner(tmp_path: Path, config: dict[str, Any] = LLAMA, deterministic: bool = False) -> Runner:

@@ -18,7 +18,7 @@ from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_referenc
 from torch import Tensor
 
 from millrace.config import RunConfig
-from millrace.models import load as load_module
+from millrace.models import kept_weights
 from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
 from millrace.ops.cpp import native
@@ -113,7 +113,7 @@ def runner_of(case: str, dtype: torch.dtype, kv_dtype: KvFormat, folder: Path, h
 )
 def make_runner(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeRunner:
     native.native()
-    monkeypatch.setattr(load_module, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(kept_weights, "cache_dir", lambda: tmp_path / "cache")
     return lambda: runner_of(*request.param, tmp_path)
 
 

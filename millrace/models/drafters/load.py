@@ -15,6 +15,7 @@ from torch import Tensor
 from millrace.config import Quantization
 from millrace.errors import ModelError
 from millrace.models.angles import Angles
+from millrace.models.builder import DecoderBuilder
 from millrace.models.decoder import Decoder
 from millrace.models.drafters.checkpoint import DrafterTensors
 from millrace.models.drafters.formats import FIRST_LAYER, find_kind, read_spec
@@ -22,7 +23,6 @@ from millrace.models.drafters.int8 import Int8Matrices, fits_int8, int8_bytes
 from millrace.models.drafters.native import native_drafter
 from millrace.models.drafters.program import Drafter, EagleDrafter, EagleWeights, MedusaDrafter, TokenMap
 from millrace.models.drafters.spec import DrafterKind, DrafterSpec
-from millrace.models.load import DecoderBuilder
 from millrace.models.spec.layout import AttentionLayout, Matrix, ModelLayout, TensorSpec, all_tensors, layout_of
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.models.spec.rope import inverse_frequencies

@@ -26,11 +26,13 @@ from helpers.tiny_models import VOCAB, StateDictSource
 
 from millrace.errors import ConfigError, ModelError
 from millrace.models import grouped as grouped_module
+from millrace.models import kept_weights
 from millrace.models import load as load_module
 from millrace.models.decoder import Decoder
 from millrace.models.grouped import GroupedMatrices
-from millrace.models.load import build_decoder, has_quantised_weights, load_decoder, spec_weight_bytes, weight_bytes
+from millrace.models.load import build_decoder, has_quantised_weights, load_decoder, weight_bytes
 from millrace.models.spec.families import spec_from_config
+from millrace.models.weight_sizes import spec_weight_bytes
 from millrace.models.weights import open_weights
 from millrace.ops.cpp.native import native
 from millrace.sources.resolve import resolve_model
@@ -79,7 +81,7 @@ CASES: dict[str, tuple[dict[str, Any], Pack, float]] = {
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     native()  # compiled kernels stay in the cache folder of all tests
-    monkeypatch.setattr(load_module, "cache_dir", lambda: tmp_path / "cache")
+    monkeypatch.setattr(kept_weights, "cache_dir", lambda: tmp_path / "cache")
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Decoder:
