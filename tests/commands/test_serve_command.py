@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from safetensors.numpy import save_file
 from serve.wire import chat_text, stream
 
 from millrace.bench.local_server import descendants
+from millrace.cli import main
 
 pytestmark = pytest.mark.live
 
@@ -69,6 +71,15 @@ def serving(*options: str) -> Iterator[Served]:
         process.wait()
         process.stdout.close()
         process.stderr.close()
+
+
+@pytest.fixture
+def own_collector() -> Iterator[None]:
+    """A server sets the garbage collector of its process, which is here the tests'."""
+    thresholds = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
 
 
 def end(served: Served, number: int = signal.SIGTERM) -> int:
@@ -167,17 +178,18 @@ def test_taken_port_is_refused_before_anything_is_loaded() -> None:
     [
         (("/no/such/model",), "/no/such/model"),
         (("smollm2-135m-instrukt",), "smollm2-135m-instruct"),
-        (("--kv-gib", "100000"), "--kv-gib"),
-        (("--chat-template", "/no/such/file"), "/no/such/file"),
+        (("--kv-gib", "100000", "--in-process"), "--kv-gib"),
+        (("--chat-template", "/no/such/file", "--in-process"), "/no/such/file"),
     ],
 )
-def test_start_errors_are_one_sentence(options: tuple[str, ...], says: str) -> None:
-    done = run("--port", "0", *options)
-    assert done.returncode in (1, 2)
-    errors = [line for line in done.stderr.splitlines() if line.startswith("millrace: ")]
+@pytest.mark.usefixtures("own_collector")
+def test_start_errors_are_one_sentence(options: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "0", *options]) in (1, 2)
+    shown = capsys.readouterr().err
+    errors = [line for line in shown.splitlines() if line.startswith("millrace: ")]
     assert len(errors) == 1
     assert says in errors[0]
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in shown
 
 
 def text_file(folder: Path) -> str:
@@ -226,6 +238,16 @@ SMALL = {
 }
 
 
+def test_a_model_that_cannot_be_loaded_ends_in_a_sentence(tmp_path: Path) -> None:
+    """Reads standard error until the last process that has it is gone, so an engine left behind is heard too."""
+    done = run(too_large(tmp_path), "--port", "0", "--device", "cpu")
+    assert done.returncode == 1
+    status, message = done.stderr.splitlines()
+    assert status == "starting the engine …"
+    assert message.startswith("millrace: ")
+    assert "does not fit" in message
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -234,16 +256,15 @@ SMALL = {
         (damaged_gguf, "not a valid GGUF file"),
         (no_tokenizer, "tokenizer.json"),
         (wrong_architecture, "WatermillForCausalLM"),
-        (too_large, "does not fit"),
     ],
 )
-def test_a_model_that_cannot_be_loaded_ends_in_a_sentence(
-    make: Callable[[Path], str], says: str, tmp_path: Path
+@pytest.mark.usefixtures("own_collector")
+def test_files_that_are_no_model_are_named_in_a_sentence(
+    make: Callable[[Path], str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Reads standard error until the last process that has it is gone, so an engine left behind is heard too."""
-    done = run(make(tmp_path), "--port", "0", "--device", "cpu")
-    assert done.returncode == 1
-    status, message = done.stderr.splitlines()
+    """With the engine in this process: the sentence goes the same way through the channel."""
+    assert main(["serve", make(tmp_path), "--port", "0", "--device", "cpu", "--in-process"]) == 1
+    status, message = capsys.readouterr().err.splitlines()
     assert status == "starting the engine …"
     assert message.startswith("millrace: ")
     assert says in message
