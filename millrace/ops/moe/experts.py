@@ -62,9 +62,17 @@ MakeLinear = Callable[[Any, Tensor | None], Linear]
 def gate(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
     left, right = gate_up.chunk(2, dim=-1)
     if isinstance(activation, ClampedSwiglu):
-        left, limit = left.clamp(max=activation.limit), activation.limit
-        return left * torch.sigmoid(left * activation.slope) * (right.clamp(-limit, limit) + 1)
+        return _clamped(left, right, activation)
     return activate(left, activation).mul_(right)
+
+
+def _clamped(left: Tensor, right: Tensor, own: ClampedSwiglu) -> Tensor:
+    """The sigmoids are computed in rows with a gap between them. Torch takes rows without one as one long row, and
+    computes the last numbers of a row with other instructions: a token's result would depend on the batch."""
+    kept, shares = left.new_empty((*left.shape[:-1], 2 * left.shape[-1])).chunk(2, dim=-1)
+    torch.clamp(left, max=own.limit, out=kept)
+    torch.mul(kept, own.slope, out=shares)
+    return kept * shares.sigmoid_() * (right.clamp(-own.limit, own.limit) + 1)
 
 
 def combine(outputs: Tensor, order: Tensor, weights: Tensor) -> Tensor:
