@@ -223,6 +223,11 @@ def _check_disk(config: Config) -> None:
             param=f"memory.{missing}",
         )
     if not memory.kv_disk:
+        if memory.kv_disk_key:
+            raise ConfigError(
+                "--kv-disk-key encrypts the blocks of --kv-disk, which is not set: set both, or leave the key out.",
+                param="memory.kv_disk_key",
+            )
         return
     if not memory.kv_host_gib:
         raise ConfigError(

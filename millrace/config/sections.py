@@ -215,6 +215,10 @@ class MemoryConfig:
         "", "directory on a local disk for KV blocks: they are written from host memory, return, and outlive a restart"
     )
     kv_disk_gib: float = setting(0.0, "size in GiB of the KV blocks in the directory kv_disk, per model", minimum=0.0)
+    kv_disk_key: str = setting(
+        "",
+        "file with a key of at least 32 bytes that encrypts the KV blocks on the disk (AES-256-GCM); empty: none",
+    )
     kv_dtype: KvDtype = setting(
         "auto",
         "KV cache format; full: the model's dtype; packed: bfloat16 in 12 bits (GPU); float16: float32 models on a CPU;"

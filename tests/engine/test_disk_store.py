@@ -13,7 +13,8 @@ import torch
 
 from millrace.config import Config, replace
 from millrace.engine.disk.copier import DiskCopier
-from millrace.engine.disk.store import BlockStore, UnreadableBlock, entry_bytes, open_store
+from millrace.engine.disk.forms import BlockForm, EncryptedForm
+from millrace.engine.disk.store import PLAIN, BlockStore, UnreadableBlock, entry_bytes, open_store
 from millrace.errors import ConfigError
 from millrace.plan.step import BlockCopies
 from millrace.run.device.host_blocks import HostBlocks
@@ -21,8 +22,8 @@ from millrace.run.device.host_blocks import HostBlocks
 SLOTS, BYTES, NAME = 4, 96, 10
 
 
-def opened(folder: Path, num_slots: int = SLOTS) -> BlockStore:
-    store = open_store(folder, num_slots=num_slots, block_bytes=BYTES, name_bytes=NAME)
+def opened(folder: Path, num_slots: int = SLOTS, form: BlockForm = PLAIN) -> BlockStore:
+    store = open_store(folder, num_slots=num_slots, block_bytes=BYTES, name_bytes=NAME, form=form)
     assert store is not None
     return store
 
@@ -40,6 +41,29 @@ def read(store: BlockStore, slot: int, wanted: bytes) -> list[bytes]:
     parts = content(0)
     store.read(slot, wanted, parts)
     return [bytes(part) for part in parts]
+
+
+def test_with_a_key_nothing_is_readable_without_it(tmp_path: Path) -> None:
+    store = opened(tmp_path, form=EncryptedForm(bytes(32)))
+    for slot, number in ((2, 65), (1, 70)):
+        store.write(slot, name(number), content(number))
+    store.close()
+    stored = b"".join(file.read_bytes() for file in tmp_path.iterdir())
+    assert not any(bytes([byte] * 6) in stored for byte in (65, 66, 70, 71))
+    store = opened(tmp_path, form=EncryptedForm(bytes(32)))
+    assert store.stored() == [(2, name(65)), (1, name(70))]
+    assert read(store, 2, name(65)) == [bytes(part) for part in content(65)]
+    with pytest.raises(UnreadableBlock):
+        read(store, 2, name(70))
+    with (tmp_path / "blocks").open("r+b") as file:
+        file.seek(2 * (BYTES + EncryptedForm.extra_bytes) + 40)
+        file.write(b"?")
+    with pytest.raises(UnreadableBlock):
+        read(store, 2, name(65))
+    store.close()
+    store = opened(tmp_path, form=EncryptedForm(bytes([1] * 32)))
+    assert store.stored() == []
+    store.close()
 
 
 def test_what_was_written_is_found_again_the_oldest_first(tmp_path: Path) -> None:
@@ -175,6 +199,7 @@ def test_blocks_go_through_host_memory_in_all_its_parts(tmp_path: Path) -> None:
     ("given", "remedy"),
     [
         ({"memory__kv_disk": "/d"}, "set both or none"),
+        ({"memory__kv_disk_key": "/k"}, "--kv-disk, which is not set"),
         ({"memory__kv_disk_gib": 1}, "set both or none"),
         ({"memory__kv_disk": "/d", "memory__kv_disk_gib": 1}, "set --kv-host-gib too"),
         ({"memory__kv_disk": "/d", "memory__kv_disk_gib": 1, "memory__kv_host_gib": 1, "plan__mirror": True}, "mirror"),

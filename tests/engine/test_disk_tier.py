@@ -122,6 +122,20 @@ def test_a_directory_that_cannot_be_used_costs_no_answer(folder: Path, tmp_path:
     assert sum(cached) > 0, "host memory is used"
 
 
+def test_encrypted_blocks_return_after_a_restart_with_their_key_only(folder: Path, tmp_path: Path) -> None:
+    source, tokens, cached = model(folder, "llama"), [], []
+    for secret in ("a" * 32, "a" * 32, "b" * 32):
+        (tmp_path / "key").write_text(secret)
+        found, own, _ = answers(source, tmp_path / "kv", kv_disk_key=str(tmp_path / "key"))
+        tokens.append(found)
+        cached.append(sum(own[:NUM_PROMPTS]))
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert cached == [0, NUM_PROMPTS * (PROMPT - BLOCK), 0]
+    (tmp_path / "key").write_text("short")
+    with pytest.raises(EngineUnavailable, match="5 bytes; write at least 32"):
+        engine(source, tmp_path / "kv", kv_disk_key=str(tmp_path / "key"))
+
+
 def test_what_may_be_kept_on_request_counts_the_disk(folder: Path, tmp_path: Path) -> None:
     disk = {"memory.kv_disk": str(tmp_path), "memory.kv_disk_gib": 0.05}
     limits = []

@@ -6,7 +6,8 @@ import hashlib
 from pathlib import Path
 
 from millrace.config import Config
-from millrace.engine.disk.store import BlockStore, entry_bytes, open_store
+from millrace.engine.disk.forms import BlockForm, EncryptedForm, read_disk_key
+from millrace.engine.disk.store import PLAIN, BlockStore, entry_bytes, open_store
 from millrace.plan.kv.disk_tier import DiskTierSettings, name_bytes
 
 GIB = 1 << 30
@@ -19,12 +20,15 @@ def open_disk(config: Config, identity: str, block_bytes: int) -> BlockStore | N
     used. Raises ConfigError."""
     if not config.memory.kv_disk:
         return None
-    size = name_bytes(config.plan.block_size)
-    num_slots = int(config.memory.kv_disk_gib * GIB) // (block_bytes + entry_bytes(size))
+    key = read_disk_key(config.memory.kv_disk_key) if config.memory.kv_disk_key else b""
+    form: BlockForm = EncryptedForm(key) if key else PLAIN
+    size, extra = name_bytes(config.plan.block_size), form.extra_bytes
+    num_slots = int(config.memory.kv_disk_gib * GIB) // (block_bytes + extra + entry_bytes(size + extra))
     parts = (identity, LAYOUT, block_bytes, config.plan.block_size, config.plan.drafter, config.run.deterministic)
+    parts += (hashlib.sha256(key).hexdigest(),) if key else ()
     name = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:24]
     folder = Path(config.memory.kv_disk).expanduser() / name
-    return open_store(folder, num_slots=num_slots, block_bytes=block_bytes, name_bytes=size)
+    return open_store(folder, num_slots=num_slots, block_bytes=block_bytes, name_bytes=size, form=form)
 
 
 def disk_settings(store: BlockStore | None) -> DiskTierSettings:

@@ -7,7 +7,6 @@ a power failure tears is unreadable too.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import shutil
 import struct
@@ -18,11 +17,12 @@ from pathlib import Path
 import numpy as np
 
 from millrace.engine.disk.files import BlockFile, FolderLock, OpenFile
+from millrace.engine.disk.forms import CHECKSUM_BYTES, BlockForm, PlainForm
 from millrace.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-CHECKSUM_BYTES = 16
+PLAIN = PlainForm()
 _ENTRY = struct.Struct(f"<Q{CHECKSUM_BYTES}s")
 """Number of the write, checksum of the block. The name and a checksum of the entry follow."""
 _CHECK = struct.Struct("<I")
@@ -48,8 +48,10 @@ class BlockStore:
         block_bytes: int,
         name_bytes: int,
         lock: FolderLock | None = None,
+        form: BlockForm = PLAIN,
     ) -> None:
-        self.num_slots, self.block_bytes = num_slots, block_bytes
+        self.num_slots, self._form = num_slots, form
+        self._slot_bytes, name_bytes = block_bytes + form.extra_bytes, name_bytes + form.extra_bytes
         self._blocks, self._entries, self._lock = blocks, entries, lock
         self._name_bytes, self._entry_bytes = name_bytes, entry_bytes(name_bytes)
         self._checksums = np.zeros((num_slots, CHECKSUM_BYTES), np.uint8)
@@ -73,13 +75,15 @@ class BlockStore:
             content, check = entry[: -_CHECK.size], _CHECK.unpack_from(entry, len(entry) - _CHECK.size)[0]
             number, checksum = _ENTRY.unpack_from(content)
             if number and zlib.crc32(content) == check:
-                yield number, slot, checksum, bytes(content[_ENTRY.size :])
+                name = self._form.name_of(bytes(content[_ENTRY.size :]))
+                if name is not None:
+                    yield number, slot, checksum, name
 
     def write(self, slot: int, name: bytes, parts: Sequence[memoryview]) -> None:
         """Raises OSError."""
-        checksum = _checksum(name, parts)
-        self._blocks.write(slot * self.block_bytes, parts)
-        content = _ENTRY.pack(self._next_write, checksum) + name
+        stored_name, stored_parts, checksum = self._form.store(name, parts)
+        self._blocks.write(slot * self._slot_bytes, stored_parts)
+        content = _ENTRY.pack(self._next_write, checksum) + stored_name
         self._next_write += 1
         entry = content + _CHECK.pack(zlib.crc32(content))
         self._entries.write(slot * self._entry_bytes, [memoryview(entry)])
@@ -87,8 +91,11 @@ class BlockStore:
 
     def read(self, slot: int, name: bytes, parts: Sequence[memoryview]) -> None:
         """Raises OSError; then the parts have any content."""
-        self._blocks.read(slot * self.block_bytes, parts)
-        if _checksum(name, parts) != self._checksums[slot].tobytes():
+
+        def read_slot(into: Sequence[memoryview]) -> None:
+            self._blocks.read(slot * self._slot_bytes, into)
+
+        if not self._form.load(name, parts, self._checksums[slot].tobytes(), read_slot):
             raise UnreadableBlock(f"the KV block in slot {slot} of the disk is damaged")
 
     def close(self) -> None:
@@ -98,14 +105,9 @@ class BlockStore:
             self._lock.close()
 
 
-def _checksum(name: bytes, parts: Sequence[memoryview]) -> bytes:
-    state = hashlib.blake2b(name, digest_size=CHECKSUM_BYTES)
-    for part in parts:
-        state.update(part)
-    return state.digest()
-
-
-def open_store(folder: Path, *, num_slots: int, block_bytes: int, name_bytes: int) -> BlockStore | None:
+def open_store(
+    folder: Path, *, num_slots: int, block_bytes: int, name_bytes: int, form: BlockForm = PLAIN
+) -> BlockStore | None:
     """The blocks of one model and format. None if the folder cannot be used, which costs time only. Raises ConfigError
     if another server uses it."""
     lock = None
@@ -113,11 +115,12 @@ def open_store(folder: Path, *, num_slots: int, block_bytes: int, name_bytes: in
         lock = FolderLock(folder)
         if not lock.is_writable:
             log.warning("%s is read-only: KV blocks are read from it, but none is stored", folder)
-        sizes = {"blocks": block_bytes, "entries": entry_bytes(name_bytes)}
+        slot_bytes = block_bytes + form.extra_bytes
+        sizes = {"blocks": slot_bytes, "entries": entry_bytes(name_bytes + form.extra_bytes)}
         files = [
             OpenFile(folder / name, num_slots * size, is_writable=lock.is_writable) for name, size in sizes.items()
         ]
-        _warn_if_short(folder, num_slots * block_bytes)
+        _warn_if_short(folder, num_slots * slot_bytes)
     except BlockingIOError as error:
         raise ConfigError(
             f"Another server keeps KV blocks of this model in {folder}. Give each server a directory of its own with"
@@ -129,7 +132,8 @@ def open_store(folder: Path, *, num_slots: int, block_bytes: int, name_bytes: in
             lock.close()
         log.warning("no KV blocks are kept on a disk: %s. Check the directory of --kv-disk and its permissions.", error)
         return None
-    return BlockStore(*files, num_slots=num_slots, block_bytes=block_bytes, name_bytes=name_bytes, lock=lock)
+    sizes_of = {"num_slots": num_slots, "block_bytes": block_bytes, "name_bytes": name_bytes}
+    return BlockStore(*files, **sizes_of, lock=lock, form=form)
 
 
 def _warn_if_short(folder: Path, wanted: int) -> None:
