@@ -34,11 +34,10 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class KvTiersBench:
-    """`settings`: further options of the servers."""
+    """`settings`: options of all servers, the model among them."""
 
-    model: str
+    settings: tuple[str, ...]
     num_requests: int
-    settings: tuple[str, ...] = ()
     pool_tokens: int = POOL_TOKENS
     host_gib: float = HOST_GIB
     disk_gib: float = DISK_GIB
@@ -49,7 +48,7 @@ class KvTiersBench:
         with TemporaryDirectory() as directory, ExitStack() as stack:
             host = ("--kv-host-gib", str(self.host_gib))
             disk = ("--kv-disk", directory, "--kv-disk-gib", str(self.disk_gib))
-            modes = {"off": (), "host": host, "host and disk": (*host, *disk)}
+            modes = {"off": ("--kv-host-gib", "0"), "host": host, "host and disk": (*host, *disk)}
             served = [self._start(stack, name, options) for name, options in modes.items()]
             self._ask_all(served, on_progress)
         for one in served:
@@ -60,8 +59,8 @@ class KvTiersBench:
             svg.write_text(svg_file(drawn), encoding="utf-8")
 
     def _start(self, stack: ExitStack, name: str, options: Sequence[str]) -> _Served:
-        common = (self.model, *self.settings, "--kv-tokens", str(self.pool_tokens), "--max-running", "4")
-        started = stack.enter_context(LocalServer([*(one for one in common if one), *options]))
+        sizes = ("--kv-tokens", str(self.pool_tokens), "--max-running", "4")
+        started = stack.enter_context(LocalServer([*self.settings, *sizes, *options]))
         asyncio.run(started.wait_ready())
         return _Served(name, started.url)
 

@@ -72,7 +72,7 @@ _ALLOWED = {
 """Options of `bench gpu` that other benchmarks take too."""
 _TOKEN_MS = (0.0, 40.0)
 """Null replicas that answer at once, and with the pace of an engine: then each token is read and written by itself."""
-_POLICY_REPLICAS, _TIER_REQUESTS = 4, 64
+_POLICY_REPLICAS, _TRACE_REQUESTS, _TIER_REQUESTS = 4, 3000, 64
 _ROUNDS = ("observe", "speculate", "smooth")
 """Benchmarks that take `--rounds`, beside `peers`."""
 _MODULES = (bench_peers, formats, bench_serve, bench_observe, bench_speculate, bench_gpu)
@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="CSV with TIMESTAMP, ContextTokens, GeneratedTokens; gateway, eviction, kv-tiers: Mooncake",
     )
-    trace.add_argument("--requests", type=int, default=3000, metavar="N", help="number of requests (default: 3000)")
+    trace.add_argument("--requests", type=int, metavar="N", help="number of requests (default: 3000; kv-tiers: 64)")
     trace.add_argument("--speed", type=float, default=4.0, metavar="X", help="speed-up of the trace (default: 4)")
     trace.add_argument("--svg", type=Path, metavar="FILE", help="write the plot to this file")
     encode = parser.add_argument_group("bench encode")
@@ -269,7 +269,7 @@ def _bench_gateway(args: argparse.Namespace) -> int:
         traffic = read_trace(args.trace, _POLICY_REPLICAS)
         figures += policy_figures(traffic, TRACE_CACHED_TOKENS, TRACE_PROMPT_TOKENS_PER_S)
     else:
-        traffic = conversations(_POLICY_REPLICAS, args.requests)
+        traffic = conversations(_POLICY_REPLICAS, args.requests or _TRACE_REQUESTS)
         figures += policy_figures(traffic, CACHED_TOKENS, PROMPT_TOKENS_PER_S)
     if args.svg is not None:
         name = args.trace.name if args.trace is not None else "made-up conversations"
@@ -330,7 +330,8 @@ def _bench_policies(args: argparse.Namespace) -> int:
 
     if args.trace is None:
         raise UsageError("bench policies needs --trace FILE: a CSV with TIMESTAMP, ContextTokens and GeneratedTokens.")
-    arrivals = read_trace(args.trace, args.requests, args.speed)
+    num_requests = args.requests or _TRACE_REQUESTS
+    arrivals = read_trace(args.trace, num_requests, args.speed)
     results: list[ReplayResult] = []
 
     def figures() -> Iterable[Figure]:
@@ -338,7 +339,7 @@ def _bench_policies(args: argparse.Namespace) -> int:
             results.append(done)
             yield from policy_figures(done).figures()
 
-    title = f"Policies on {args.requests} requests of {args.trace.name}, {args.speed:g} times as fast"
+    title = f"Policies on {num_requests} requests of {args.trace.name}, {args.speed:g} times as fast"
     code = _print_figures(figures(), title, "policies", as_json=args.json)
     if args.svg is not None:
         args.svg.write_text(plot_svg(results), encoding="utf-8")
@@ -356,17 +357,26 @@ def _bench_eviction(args: argparse.Namespace) -> int:
 
 
 def _bench_kv_tiers(args: argparse.Namespace) -> int:
-    from millrace.bench.kv_tiers import KvTiersBench
+    from millrace.bench.kv_tiers import HOST_GIB, POOL_TOKENS, KvTiersBench
     from millrace.bench.micro.tiers import tier_figures
 
     if args.trace is not None:
         title = f"Write policies of the disk on {args.trace.name}: share of the prompt tokens found"
         return _print_figures(tier_figures(args.trace, args.svg), title, "kv-tiers", as_json=args.json)
-    if args.requests < 1:
-        raise UsageError(f"--requests is {args.requests}; it must be 1 or more.")
-    line, count = StatusLine(), min(args.requests, _TIER_REQUESTS)
-    bench = KvTiersBench(load_settings(args).config.model.source, count)
-    figures = list(bench.run(line.show, args.svg))
+    count = _TIER_REQUESTS if args.requests is None else args.requests
+    if count < 1:
+        raise UsageError(f"--requests is {count}; it must be 1 or more.")
+    loaded = load_settings(args)
+    memory = loaded.config.memory
+    if memory.kv_disk or memory.kv_gib:
+        raise UsageError("bench kv-tiers has a directory of its own, and sizes by --kv-tokens and --kv-host-gib only.")
+    line = StatusLine()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "settings.toml"
+        file.write_text("\n".join(toml_lines(loaded)), encoding="utf-8")
+        sizes = memory.kv_tokens or POOL_TOKENS, memory.kv_host_gib or HOST_GIB
+        bench = KvTiersBench(("--config", str(file)), count, *sizes)
+        figures = list(bench.run(line.show, args.svg))
     line.clear()
     title = f"A working set of four times the KV pool, {count} requests"
     return _print_figures(figures, title, "kv-tiers", as_json=args.json)

@@ -16,10 +16,8 @@ pytestmark = pytest.mark.live
 def test_tiers_find_more_than_the_device(tmp_path: Path) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({**config_of(make_reference("llama")), "vocab_size": 1024}))
-    settings = ("--device", "cpu", "--dtype", "float32")
-    bench = KvTiersBench(
-        *(f"random:{config}", 24, settings), pool_tokens=256, prompt_tokens=32, host_gib=0.001, disk_gib=0.05
-    )
+    settings = (f"random:{config}", "--device", "cpu", "--dtype", "float32")
+    bench = KvTiersBench(settings, 24, pool_tokens=256, prompt_tokens=32, host_gib=0.001, disk_gib=0.05)
     figures = {(one.workload, one.metric): one.value for one in bench.run(lambda *_: None, tmp_path / "plot.svg")}
     modes = ("off", "host", "host and disk")
     found = {mode: sum(figures[mode, f"found: {place}"] for place in LOCATIONS) for mode in modes}

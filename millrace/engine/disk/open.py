@@ -25,8 +25,8 @@ def open_disk(config: Config, identity: str, block_bytes: int) -> BlockStore | N
     size, extra = name_bytes(config.plan.block_size), form.extra_bytes
     num_slots = int(config.memory.kv_disk_gib * GIB) // (block_bytes + extra + entry_bytes(size + extra))
     parts = (identity, LAYOUT, block_bytes, config.plan.block_size, config.plan.drafter, config.run.deterministic)
-    parts += (hashlib.sha256(key).hexdigest(),) if key else ()
-    name = hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:24]
+    own = (hashlib.sha256(key).hexdigest(),) if key else ()
+    name = hashlib.sha256("\n".join(map(str, (*parts, *own))).encode()).hexdigest()[:24]
     folder = Path(config.memory.kv_disk).expanduser() / name
     return open_store(folder, num_slots=num_slots, block_bytes=block_bytes, name_bytes=size, form=form)
 

@@ -132,8 +132,7 @@ def open_store(
             lock.close()
         log.warning("no KV blocks are kept on a disk: %s. Check the directory of --kv-disk and its permissions.", error)
         return None
-    sizes_of = {"num_slots": num_slots, "block_bytes": block_bytes, "name_bytes": name_bytes}
-    return BlockStore(*files, **sizes_of, lock=lock, form=form)
+    return BlockStore(*files, num_slots=num_slots, block_bytes=block_bytes, name_bytes=name_bytes, lock=lock, form=form)
 
 
 def _warn_if_short(folder: Path, wanted: int) -> None:
