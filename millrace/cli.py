@@ -86,7 +86,10 @@ _LIBRARY = ("models", "pull", "ls", "show", "kv", "cache", "sessions", "rm", "al
 _FLEET = ("gateway", "up", "status", "restart", "down", "router", "postmortem")
 """Commands whose modules are in `millrace/commands/fleet`."""
 
-_ADAPTERS = ("train-adapter", "merge", "create")
+_TRAINING = ("train-adapter", "train-drafter")
+"""Commands whose modules are in `millrace/commands/training`."""
+
+_ADAPTERS = ("merge", "create")
 """Commands whose modules are in `millrace/commands/adapters`."""
 
 _SETUP = ("doctor", "completion")
@@ -176,6 +179,7 @@ def module_of(name: str) -> str:
         "planning.": _PLANNING,
         "fleet.": _FLEET,
         "adapters.": _ADAPTERS,
+        "training.": _TRAINING,
     }
     room = next((room for room, names in rooms.items() if name in names), "")
     return f"millrace.commands.{room}{name.replace('-', '_')}"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BENCHMARKS = (
     "local, peers, formats, plan, counting, step, encode, front, gateway, serve, observe, speculate, smooth, policies,"
-    " eviction, kv-tiers, adapters, replay, gpu"
+    " eviction, kv-tiers, adapters, adapter-load, replay, gpu"
 )
 USAGE = "millrace bench [WHAT] [options]"
 EXIT_TERMINATED = 143
@@ -51,6 +51,7 @@ examples:
   millrace bench adapters                                steps with 1, 4 and 16 adapters beside steps without
   millrace bench adapters --models llama-3.1-8b          the same on a GPU, with random weights of that shape
   millrace bench step                                    time of a CPU step by kind of work
+  millrace bench adapter-load                            1,000 adapters with room for 64; a stream beside loading
   millrace bench encode --model DIR --reference PYTHON   an encoder, in turns with sentence-transformers of that Python
   millrace bench front --streams 64,512,2048             fronts over a null engine: tokens/s, µs of CPU per token
   millrace bench front --fronts 1,2 --streams 512        the same with one front and with two
@@ -146,6 +147,7 @@ def run(args: argparse.Namespace) -> int:
         "plan": _bench_plan,
         "counting": _bench_counting,
         "step": _bench_step,
+        "adapter-load": _bench_adapter_load,
         "encode": _bench_encode,
         "front": _bench_front,
         "gateway": _bench_gateway,
@@ -215,6 +217,15 @@ def _bench_adapters(args: argparse.Namespace) -> int:
     title = "One step with adapters of rank 16 and without, in alternating rounds"
     figures = (figure for config in configs for figure in adapter_figures(config))
     return _print_figures(figures, title, "adapters", as_json=args.json)
+
+
+def _bench_adapter_load(args: argparse.Namespace) -> int:
+    from millrace.bench.micro.adapter_load import adapter_figures
+    from millrace.terminal.local_backend import llm_settings
+
+    config = load_settings(args).config
+    figures = adapter_figures(config.model.source, llm_settings(config))
+    return _print_figures(figures, "Many adapters, room for few", "adapter-load", as_json=args.json)
 
 
 def _bench_encode(args: argparse.Namespace) -> int:

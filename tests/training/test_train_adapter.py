@@ -49,7 +49,7 @@ def base(model: Path) -> Any:
 def train(model: Path, output: Path, report: Silent | None = None, **changes: Any) -> AdapterReport:
     values = {"model.source": f"random:{model}", "run.device": "cpu"}
     fields = {"rank": 4, "epochs": 30.0, "batch_tokens": 256, "learning_rate": 1e-2, "save_every": 1000, **changes}
-    options = AdapterOptions(output, model / "data.jsonl", **fields)
+    options = AdapterOptions(output=output, data=model / "data.jsonl", **fields)
     return train_adapter(options, load_config(None, values).config, "millrace train-adapter", report or Silent())
 
 

@@ -58,7 +58,9 @@ def answered(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompts = folder / "prompts-in.jsonl"
     rows = [{"text": f"{word} {index}", "workload": word} for word in ("chat", "code") for index in range(16)]
     prompts.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    options = TrainOptions("medusa", folder / "out", prompts, max_tokens=24, epochs=0.1, answers_per_prompt=2)
+    options = TrainOptions(
+        kind="medusa", output=folder / "out", data=prompts, max_tokens=24, epochs=0.1, answers_per_prompt=2
+    )
     train(options, model)
     return folder / "out"
 
@@ -98,7 +100,7 @@ def options_for(kind: TrainedKind, folder: Path, **changes: object) -> TrainOpti
         "learning_rate": 3e-3,
         "save_every": 1000,
     }
-    return TrainOptions(kind, folder, resume=True, **{**fields, **changes})  # type: ignore[arg-type]
+    return TrainOptions(kind=kind, output=folder, resume=True, **{**fields, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa", "draft"])
@@ -146,13 +148,13 @@ def test_a_resumed_training_ends_with_the_same_weights(model: str, answered: Pat
 
 def test_refusals(model: str, answered: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--resume"):
-        train(TrainOptions("eagle", answered), model)
+        train(TrainOptions(kind="eagle", output=answered), model)
     with pytest.raises(ConfigError, match="draft model has the target's whole vocabulary"):
-        train(TrainOptions("draft", tmp_path, draft_vocabulary=10, num_layers=1), model)
+        train(TrainOptions(kind="draft", output=tmp_path, draft_vocabulary=10, num_layers=1), model)
     with pytest.raises(ConfigError, match="300 tokens"):
-        train(TrainOptions("eagle", tmp_path, draft_vocabulary=300), model)
+        train(TrainOptions(kind="eagle", output=tmp_path, draft_vocabulary=300), model)
     with pytest.raises(ModelError, match="not smaller"):
-        train(TrainOptions("draft", tmp_path, num_layers=3), model)
+        train(TrainOptions(kind="draft", output=tmp_path, num_layers=3), model)
     with pytest.raises(ConfigError, match="kind medusa"):
         train(options_for("eagle", answered), model)
 

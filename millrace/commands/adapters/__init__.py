@@ -1,1 +1,1 @@
-"""Commands that make and use LoRA adapters: train-adapter, merge."""
+"""Commands that use LoRA adapters: merge, create."""

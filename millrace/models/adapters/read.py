@@ -82,9 +82,14 @@ def read_adapter(
         raise AdapterError(f"{path} cannot be read as safetensors: {error}") from error
     digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
     digest.update(data)
-    linears = _Reading(path, tensors, config, targets, dtype, max_rank).linears()
+    reading = _Reading(path, tensors, config, targets, dtype, max_rank)
+    linears = reading.linears()
     rank = max(max(linear.ranks) for linear in linears.values())
-    return Adapter(*join(linears, is_pinned=is_pinned), rank, digest.hexdigest(), config.base_model, folder)
+    joined, placed = join(linears, is_pinned=is_pinned)
+    # At once: a call for each tensor keeps the engine's threads waiting for as long as reading takes.
+    if not bool(torch.isfinite(joined).all()):
+        raise reading.not_finite()
+    return Adapter(joined, placed, rank, digest.hexdigest(), config.base_model, folder)
 
 
 class _Reading:
@@ -163,7 +168,9 @@ class _Reading:
         if found.dtype not in _FLOATS:
             kind = str(found.dtype).removeprefix("torch.")
             raise AdapterError(f"{self._path}: {key} has the type {kind}; it must be float16, bfloat16 or wider.")
-        converted = found.to(self._dtype)
-        if not bool(torch.isfinite(converted).all()):
-            raise AdapterError(f"{self._path}: {key} has values that are NaN or infinite. The file is damaged.")
-        return converted
+        return found.to(self._dtype)
+
+    def not_finite(self) -> AdapterError:
+        """Names the first tensor that is not."""
+        wrong = (name for name, one in self._tensors.items() if not bool(torch.isfinite(one.to(self._dtype)).all()))
+        return AdapterError(f"{self._path}: {next(wrong)} has values that are NaN or infinite. The file is damaged.")

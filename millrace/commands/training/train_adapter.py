@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from millrace.terminal.parser import UsageError
 from millrace.terminal.settings_options import LOCAL_MODEL_SETTINGS, add_model, add_settings, load_settings
+from millrace.training.arguments import add_output, add_training, check_training, training_values
 
 if TYPE_CHECKING:
     from millrace.training.lora.options import AdapterOptions
@@ -33,8 +34,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--data", metavar="FILE", type=Path, required=True, help="examples, one per line; see below")
-    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="directory to write")
-    parser.add_argument("--resume", action="store_true", help="continue the training in DIR, with the same options")
+    add_output(parser)
     lora = parser.add_argument_group("adapter")
     lora.add_argument("--rank", metavar="N", type=int, default=16, help="rank of the matrices (default: 16)")
     lora.add_argument("--alpha", metavar="X", type=float, default=32.0, help="scale times rank (default: 32)")
@@ -42,23 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lora.add_argument("--rslora", action="store_true", help="scale by alpha / sqrt(rank)")
     lora.add_argument("--targets", metavar="NAMES", help="linears to adapt, with commas (default: all of a layer)")
     training = parser.add_argument_group("training")
-    training.add_argument("--epochs", metavar="X", type=float, default=3.0, help="passes over the data (default: 3)")
-    training.add_argument(
-        "--minutes", metavar="X", type=float, default=0.0, help="train for at most X minutes (default: 0 = no limit)"
-    )
     training.add_argument(
         "--max-tokens", metavar="N", type=int, default=1024, help="leave out longer examples (default: 1024)"
     )
-    training.add_argument(
-        "--batch-tokens",
-        metavar="N",
-        type=int,
-        default=0,
-        help="tokens per optimiser step; bounds memory (default: 2048 on a CPU, 16384 on a GPU)",
-    )
-    training.add_argument("--learning-rate", metavar="X", type=float, default=2e-4, help="highest (default: 0.0002)")
-    training.add_argument("--save-every", metavar="N", type=int, default=100, help="steps between checkpoints")
-    training.add_argument("--seed", metavar="N", type=int, default=0, help="seed of order and matrices (default: 0)")
+    add_training(training, passes_over="data", epochs=3.0, rate=2e-4, rate_help="0.0002", save_every=100)
     add_settings(parser, sections=("model", "run"), taken=("seed",), shown=LOCAL_MODEL_SETTINGS)
 
 
@@ -83,15 +70,7 @@ def run(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> AdapterOptions:
     from millrace.training.lora.options import TARGETS, AdapterOptions
 
-    for name in ("max_tokens", "save_every"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1.")
-    for name in ("minutes", "batch_tokens"):
-        if getattr(args, name) < 0:
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must not be negative.")
-    for name in ("epochs", "learning_rate", "alpha"):
-        if getattr(args, name) <= 0:
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be above 0.")
+    check_training(args, counts=("max_tokens",), positive=("learning_rate", "alpha"))
     if not 1 <= args.rank <= 256:
         raise UsageError(f"--rank is {args.rank}; it must be from 1 to 256.")
     if not 0 <= args.dropout < 1:
@@ -99,24 +78,13 @@ def _options(args: argparse.Namespace) -> AdapterOptions:
     targets = tuple(args.targets.split(",")) if args.targets else TARGETS
     if unknown := set(targets) - set(TARGETS):
         raise UsageError(f"--targets has {sorted(unknown)[0]!r}; it may have {', '.join(TARGETS)}.")
-    if args.output.is_file():
-        raise UsageError(f"--output {args.output} is a file; give a directory.")
-    if not args.data.is_file():
-        raise UsageError(f"There is no file {args.data}. Check --data.")
     return AdapterOptions(
-        output=args.output,
+        **training_values(args),
         data=args.data,
-        resume=args.resume,
         rank=args.rank,
         alpha=args.alpha,
         dropout=args.dropout,
         targets=targets,
         uses_rslora=args.rslora,
         max_tokens=args.max_tokens,
-        epochs=args.epochs,
-        minutes=args.minutes,
-        batch_tokens=args.batch_tokens,
-        learning_rate=args.learning_rate,
-        save_every=args.save_every,
-        seed=args.seed,
     )

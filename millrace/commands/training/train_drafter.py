@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.terminal.parser import UsageError
 from millrace.terminal.settings_options import LOCAL_MODEL_SETTINGS, add_model, add_settings, load_settings
+from millrace.training.arguments import add_output, add_training, check_training, training_values
 
 if TYPE_CHECKING:
     from millrace.training.options import TrainOptions
@@ -40,8 +40,7 @@ examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     parser.add_argument("--kind", choices=("eagle", "medusa", "draft"), required=True, help="what to train; see below")
-    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="directory to write")
-    parser.add_argument("--resume", action="store_true", help="continue the training in DIR, with the same options")
+    add_output(parser)
     data = parser.add_argument_group("data")
     data.add_argument("--data", metavar="FILE", type=Path, help="prompts, one per line (default: a built-in set)")
     data.add_argument("--prompts", metavar="N", type=int, default=0, help="use at most N prompts (default: all)")
@@ -79,28 +78,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--depth", metavar="N", type=int, default=4, help="drafts per step to train for; Medusa heads (default: 4)"
     )
     training.add_argument("--layers", metavar="N", type=int, default=4, help="layers of a draft model (default: 4)")
-    training.add_argument("--epochs", metavar="X", type=float, default=4.0, help="passes over the answers (default: 4)")
-    training.add_argument(
-        "--minutes", metavar="X", type=float, default=0.0, help="train for at most X minutes (default: 0 = no limit)"
-    )
-    training.add_argument(
-        "--batch-tokens",
-        metavar="N",
-        type=int,
-        default=0,
-        help="tokens per optimiser step; bounds memory (default: 2048 on a CPU, 16384 on a GPU)",
-    )
-    training.add_argument(
-        "--learning-rate",
-        metavar="X",
-        type=float,
-        default=0.0,
-        help="highest learning rate (default: 0.001; draft 0.0003)",
-    )
-    training.add_argument(
-        "--save-every", metavar="N", type=int, default=200, help="steps between checkpoints (default: 200)"
-    )
-    training.add_argument("--seed", metavar="N", type=int, default=0, help="seed of order and weights (default: 0)")
+    rate_help = "0.001; draft 0.0003"
+    add_training(training, passes_over="answers", epochs=4.0, rate=0.0, rate_help=rate_help, save_every=200)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -128,23 +107,15 @@ def run(args: argparse.Namespace) -> int:
 def _options(args: argparse.Namespace) -> TrainOptions:
     from millrace.training.options import TrainOptions
 
-    for name in ("answers_per_prompt", "max_tokens", "depth", "layers", "save_every"):
-        if getattr(args, name) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1.")
-    for name in ("prompts", "self_prompts", "draft_vocabulary", "minutes", "batch_tokens", "learning_rate"):
-        if getattr(args, name) < 0:
-            raise UsageError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must not be negative.")
-    if args.epochs <= 0:
-        raise UsageError(f"--epochs is {args.epochs}; it must be above 0.")
-    if args.output.is_file():
-        raise UsageError(f"--output {args.output} is a file; give a directory.")
-    if args.data is not None and not args.data.is_file():
-        raise UsageError(f"There is no file {args.data}. Check --data.")
+    check_training(
+        args,
+        counts=("answers_per_prompt", "max_tokens", "depth", "layers"),
+        not_negative=("prompts", "self_prompts", "draft_vocabulary", "learning_rate"),
+    )
     return TrainOptions(
+        **training_values(args),
         kind=args.kind,
-        output=args.output,
         data=args.data,
-        resume=args.resume,
         num_prompts=args.prompts,
         self_prompts=args.self_prompts,
         answers_per_prompt=args.answers_per_prompt,
@@ -152,12 +123,6 @@ def _options(args: argparse.Namespace) -> TrainOptions:
         draft_vocabulary=args.draft_vocabulary,
         depth=args.depth,
         num_layers=args.layers,
-        epochs=args.epochs,
-        minutes=args.minutes,
-        batch_tokens=args.batch_tokens,
-        learning_rate=args.learning_rate,
-        save_every=args.save_every,
-        seed=args.seed,
     )
 
 
