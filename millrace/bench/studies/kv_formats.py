@@ -17,10 +17,10 @@ from millrace.load.svg import Line, plot
 from millrace.simulate.studies.findings import Findings
 
 FORMATS: tuple[KvDtype, ...] = ("full", "packed", "float16", "fp8", "int8", "int4")
-CONTEXT, ROWS, SHORT, LONG = 2048, 4, 4, 20
+CONTEXT, ROWS, SHORT, LONG = 1024, 4, 4, 20
 """Of the timed steps: tokens before each row, rows, and tokens of both answers."""
-KV_TOKENS = 16384
-WINDOW, WINDOWS, NEEDLE_LENGTHS = 1024, 2, (512, 1024)
+KV_TOKENS = 8192
+WINDOW, WINDOWS, NEEDLE_LENGTHS = 512, 4, (512,)
 GIB = 1 << 30
 
 
@@ -95,7 +95,7 @@ STUDIES = {
         f" {WINDOW:,} tokens. Needles: numbers found in texts of {' and '.join(map(str, NEEDLE_LENGTHS))} tokens, at"
         " three depths, `--samples` of each.",
         "smollm2-135m-instruct",
-        3,
+        2,
         kv_formats,
     )
 }
