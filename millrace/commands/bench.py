@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 BENCHMARKS = (
     "local, peers, formats, plan, counting, step, encode, front, gateway, serve, observe, speculate, smooth, policies,"
-    " eviction, kv-tiers, adapters, adapter-load, replay, gpu"
+    " eviction, kv-tiers, fetch, adapters, adapter-load, replay, gpu"
 )
 USAGE = "millrace bench [WHAT] [options]"
 EXIT_TERMINATED = 143
@@ -63,7 +63,8 @@ examples:
   millrace bench policies --trace trace.csv --svg p.svg  scheduling policies on a recorded trace, simulated device
   millrace bench eviction --trace trace.jsonl            policies of eviction on a trace with prefixes (Mooncake)
   millrace bench kv-tiers --svg tiers.svg                a working set of four pools: no tier, host memory, a disk too
-  millrace bench kv-tiers --trace trace.jsonl            what a disk keeps of a trace with prefixes, by policy"""
+  millrace bench kv-tiers --trace trace.jsonl            what a disk keeps of a trace with prefixes, by policy
+  millrace bench fetch --tokens 1300                     a prompt's KV from another replica against computing it"""
 _ALLOWED = {
     "adapters": ("models", "shapes"),
     "peers": ("quick",),
@@ -74,7 +75,7 @@ _ALLOWED = {
 _TOKEN_MS = (0.0, 40.0)
 """Null replicas that answer at once, and with the pace of an engine: then each token is read and written by itself."""
 _POLICY_REPLICAS, _TRACE_REQUESTS, _TIER_REQUESTS = 4, 3000, 64
-_ROUNDS = ("observe", "speculate", "smooth")
+_ROUNDS = ("observe", "speculate", "smooth", "fetch")
 """Benchmarks that take `--rounds`, beside `peers`."""
 _MODULES = (bench_peers, formats, bench_serve, bench_observe, bench_speculate, bench_gpu)
 EXAMPLES = "\n\n".join([_EXAMPLES, *(module.EXAMPLES for module in _MODULES)])
@@ -158,6 +159,7 @@ def run(args: argparse.Namespace) -> int:
         "eviction": _bench_eviction,
         "kv-tiers": _bench_kv_tiers,
         "adapters": _bench_adapters,
+        "fetch": _bench_fetch,
         "replay": _bench_replay,
     }
     if args.what not in actions:
@@ -391,6 +393,13 @@ def _bench_kv_tiers(args: argparse.Namespace) -> int:
     line.clear()
     title = f"A working set of four times the KV pool, {count} requests"
     return _print_figures(figures, title, "kv-tiers", as_json=args.json)
+
+
+def _bench_fetch(args: argparse.Namespace) -> int:
+    from millrace.bench.gateway.fetch import run
+
+    figures = run((load_settings(args).config.model.source, "--threads", "1"), args.tokens, args.rounds or 4)
+    return _print_figures(figures, "A prompt that another replica has", "fetch", as_json=args.json)
 
 
 def _bench_server(args: argparse.Namespace) -> int:

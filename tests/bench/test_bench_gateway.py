@@ -6,8 +6,10 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from helpers.tiny_server import tiny_source
 
 from millrace.bench.errors import BenchError
+from millrace.bench.gateway.fetch import fetch_figures
 from millrace.bench.gateway.policies import (
     BALANCE,
     CACHED_TOKENS,
@@ -59,3 +61,13 @@ def test_trace_of_mooncake_is_read(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(BenchError, match="trace.jsonl"):
         read_trace(path, 3)
+
+
+@pytest.mark.live
+@pytest.mark.alone
+def test_a_prompt_is_fetched_and_computed(tmp_path: Path) -> None:
+    options = (tiny_source(tmp_path), "--dtype", "float32", "--kv-tokens", "8192")
+    figures = asyncio.run(fetch_figures(options, 700, 1))
+    assert [one.unit for one in figures] == ["ms", "ms", "×"]
+    assert figures[0].value > 0
+    assert figures[0].note.startswith(("1 × fetched", "1 × slower")), figures[0].note
