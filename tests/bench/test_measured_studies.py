@@ -117,8 +117,8 @@ def test_formats_that_the_machine_lacks_are_named_and_the_others_compared(monkey
     monkeypatch.setattr(kv_formats, "found_needles", lambda *_: ([], [1, 2, 0]))
     found = kv_formats.kv_formats(Asked("a model", 3))
     assert found.rows == [
-        ("full", 100.0, (1 << 30) / 100, 4.0, 1.0, 5.0, 6),
-        ("int4", 25.0, (1 << 30) / 25, 8.0, 2.0, 2.5, 6),
+        ("full", 100.0, (1 << 30) / 100, 4.0, 1.0, 5.0, 3),
+        ("int4", 25.0, (1 << 30) / 25, 8.0, 2.0, 2.5, 3),
     ]
     assert "4.0 times fewer bytes" in found.conclusion
     assert "Not on this machine: packed, float16, fp8, int8." in found.conclusion
