@@ -46,41 +46,64 @@ struct Call {
     int64_t parts, k;
 };
 
-// low[i][r] = scale * A[r] · x[i], for `count` tokens.
-template <typename T>
-void shrink(const T* const* x, int64_t count, const T* a, int64_t rank, int64_t k, float scale, float* low,
-            int64_t low_stride) {
+// Rows of A, or vectors of outputs, that are summed at once: with fewer, each sum waits for its last product.
+constexpr int64_t JOINT = 4;
+
+// low[i][r + j] = scale * A[r + j] · x[i], for COUNT tokens and ROWS rows of A.
+template <typename T, int COUNT, int ROWS>
+void shrink_rows(const T* const* x, const T* a, int64_t k, float scale, float* low, int64_t low_stride) {
     int64_t whole = k / LANES * LANES;
-    for (int64_t r = 0; r < rank; r++) {
-        const T* row = a + r * k;
-        vf sums[RUN] = {};
-        for (int64_t at = 0; at < whole; at += LANES) {
-            vf weight = load(row + at);
-            for (int64_t i = 0; i < count; i++) sums[i] = fma(load(x[i] + at), weight, sums[i]);
+    vf sums[ROWS][COUNT] = {};
+    for (int64_t at = 0; at < whole; at += LANES) {
+        vf inputs[COUNT];
+        for (int i = 0; i < COUNT; i++) inputs[i] = load(x[i] + at);
+        for (int j = 0; j < ROWS; j++) {
+            vf weight = load(a + j * k + at);
+            for (int i = 0; i < COUNT; i++) sums[j][i] = fma(inputs[i], weight, sums[j][i]);
         }
-        for (int64_t i = 0; i < count; i++) {
-            float sum = sum_of(sums[i]);
-            for (int64_t at = whole; at < k; at++) sum += to_float(x[i][at]) * to_float(row[at]);
-            low[i * low_stride + r] = sum * scale;
+    }
+    for (int j = 0; j < ROWS; j++) {
+        for (int i = 0; i < COUNT; i++) {
+            float sum = sum_of(sums[j][i]);
+            for (int64_t at = whole; at < k; at++) sum += to_float(x[i][at]) * to_float(a[j * k + at]);
+            low[i * low_stride + j] = sum * scale;
         }
     }
 }
 
-// out[i] += low[i] B
-template <typename T>
-void expand(T* const* out, int64_t count, const T* b, int64_t rank, int64_t size, const float* low,
-            int64_t low_stride) {
-    int64_t whole = size / LANES * LANES;
-    for (int64_t at = 0; at < whole; at += LANES) {
-        vf sums[RUN] = {};
-        for (int64_t r = 0; r < rank; r++) {
-            vf weight = load(b + r * size + at);
-            for (int64_t i = 0; i < count; i++) sums[i] = fma(weight, low[i * low_stride + r], sums[i]);
+template <typename T, int COUNT>
+void shrink(const T* const* x, const T* a, int64_t rank, int64_t k, float scale, float* low, int64_t low_stride) {
+    int64_t r = 0;
+    for (; r + JOINT <= rank; r += JOINT) shrink_rows<T, COUNT, JOINT>(x, a + r * k, k, scale, low + r, low_stride);
+    for (; r < rank; r++) shrink_rows<T, COUNT, 1>(x, a + r * k, k, scale, low + r, low_stride);
+}
+
+// out[i] += low[i] B, for COUNT tokens and VECTORS vectors of outputs from `at` on.
+template <typename T, int COUNT, int VECTORS>
+void expand_vectors(T* const* out, const T* b, int64_t rank, int64_t size, const float* low, int64_t low_stride,
+                    int64_t at) {
+    vf sums[VECTORS][COUNT] = {};
+    for (int64_t r = 0; r < rank; r++) {
+        for (int j = 0; j < VECTORS; j++) {
+            vf weight = load(b + r * size + at + j * LANES);
+            for (int i = 0; i < COUNT; i++) sums[j][i] = fma(weight, splat(low[i * low_stride + r]), sums[j][i]);
         }
-        for (int64_t i = 0; i < count; i++) store(out[i] + at, load(out[i] + at) + sums[i]);
     }
-    for (int64_t at = whole; at < size; at++) {
-        for (int64_t i = 0; i < count; i++) {
+    for (int j = 0; j < VECTORS; j++)
+        for (int i = 0; i < COUNT; i++) {
+            T* place = out[i] + at + j * LANES;
+            store(place, load(place) + sums[j][i]);
+        }
+}
+
+template <typename T, int COUNT>
+void expand(T* const* out, const T* b, int64_t rank, int64_t size, const float* low, int64_t low_stride) {
+    int64_t at = 0;
+    for (; at + JOINT * LANES <= size; at += JOINT * LANES)
+        expand_vectors<T, COUNT, JOINT>(out, b, rank, size, low, low_stride, at);
+    for (; at + LANES <= size; at += LANES) expand_vectors<T, COUNT, 1>(out, b, rank, size, low, low_stride, at);
+    for (; at < size; at++) {
+        for (int64_t i = 0; i < COUNT; i++) {
             float sum = 0;
             for (int64_t r = 0; r < rank; r++) sum += to_float(b[r * size + at]) * low[i * low_stride + r];
             put(out[i] + at, to_float(out[i][at]) + sum);
@@ -88,8 +111,8 @@ void expand(T* const* out, int64_t count, const T* b, int64_t rank, int64_t size
     }
 }
 
-template <typename T>
-void add_run(const Call& call, const T* x, T* out, int64_t first, int64_t count) {
+template <typename T, int COUNT>
+void add_run(const Call& call, const T* x, T* out, int64_t first) {
     int64_t slot = call.slots[first];
     const int32_t* ranks = call.ranks + slot * call.parts;
     const T* a = (const T*)call.a[slot];
@@ -97,10 +120,10 @@ void add_run(const Call& call, const T* x, T* out, int64_t first, int64_t count)
     int64_t most = 0;
     for (int64_t part = 0; part < call.parts; part++) most = std::max(most, (int64_t)ranks[part]);
     if (!most) return;
-    std::vector<float> low(RUN * most);
-    const T* inputs[RUN];
-    T* outputs[RUN];
-    for (int64_t i = 0; i < count; i++) {
+    std::vector<float> low(COUNT * most);
+    const T* inputs[COUNT];
+    T* outputs[COUNT];
+    for (int64_t i = 0; i < COUNT; i++) {
         inputs[i] = x + (first + i) * call.x_stride;
         outputs[i] = out + (first + i) * call.out_stride;
     }
@@ -108,12 +131,12 @@ void add_run(const Call& call, const T* x, T* out, int64_t first, int64_t count)
         int64_t rank = ranks[part], size = call.sizes[part];
         if (rank) {
             float scale = call.scales[slot * call.parts + part];
-            shrink(inputs, count, a, rank, call.k, scale, low.data(), most);
-            expand(outputs, count, b, rank, size, low.data(), most);
+            shrink<T, COUNT>(inputs, a, rank, call.k, scale, low.data(), most);
+            expand<T, COUNT>(outputs, b, rank, size, low.data(), most);
             a += rank * call.k;
             b += rank * size;
         }
-        for (int64_t i = 0; i < count; i++) outputs[i] += size;
+        for (int64_t i = 0; i < COUNT; i++) outputs[i] += size;
     }
 }
 
@@ -131,7 +154,12 @@ void add_all(const Call& call, const T* x, T* out, int64_t tokens) {
     pool::for_each((int64_t)firsts.size(), work >= WORK_TO_SHARE, [&](int64_t index) {
         int64_t first = firsts[index], last = first + 1;
         while (last < tokens && last - first < RUN && call.slots[last] == call.slots[first]) last++;
-        add_run(call, x, out, first, last - first);
+        switch (last - first) {
+            case 1: return add_run<T, 1>(call, x, out, first);
+            case 2: return add_run<T, 2>(call, x, out, first);
+            case 3: return add_run<T, 3>(call, x, out, first);
+            default: return add_run<T, RUN>(call, x, out, first);
+        }
     });
 }
 
