@@ -118,7 +118,11 @@ def test_every_setting_is_an_option_by_short_and_dotted_name(key: str, capsys: p
         value = str(max(setting.kind(value), setting.kind(setting.minimum)))
     value = {"plan.token_budget": "300", "plan.mixed_budget": "300"}.get(key, value)
     host = ["--kv-host-gib", "1"]
-    with_others = {"memory.kv_disk": [*host, "--kv-disk-gib", "1"], "memory.kv_disk_gib": [*host, "--kv-disk", "kv"]}
+    with_others = {
+        "memory.kv_disk": [*host, "--kv-disk-gib", "1"],
+        "memory.kv_disk_gib": [*host, "--kv-disk", "kv"],
+        "memory.kv_disk_key": [*host, "--kv-disk", "kv", "--kv-disk-gib", "1"],
+    }
     for flag in (setting.flag, f"--{key}"):
         arguments = ["config", "--toml", *with_others.get(key, []), flag] + ([value] if value is not None else [])
         assert main(arguments) == 0
