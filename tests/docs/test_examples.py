@@ -98,7 +98,6 @@ NEVER_ASKED = {
     **{f"POST {path}": ENCODERS for path in ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score")},
     **{f"POST {path}": ENCODERS for path in ("/v1/classify", "/classify", "/v1/sparse-vector", "/v1/multi-vector")},
     **{f"POST /api/{path}": "tests/contract/test_created_models.py" for path in ("copy", "blobs/{digest}")},
-    "DELETE /api/delete": "tests/serve/test_manage_models.py deletes a model of its own",
     **{f"{method} /v1/adapters": ADAPTERS for method in ("GET", "POST")},
     **{f"{method} /v1/adapters/{{name}}": ADAPTERS for method in ("GET", "DELETE")},
     **{f"POST /v1/{what}_lora_adapter": ADAPTERS for what in ("load", "unload")},
