@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from helpers.suite import FUZZ, SEED, LiveGuard, Outcomes, can_have, seed_generators
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 # Set before torch is imported: OpenMP threads of two test workers must not spin on the same cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,6 +30,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("millrace")
+if not FUZZ:
+    # Hypothesis also tries constants of the modules that are loaded, and those depend on what else a process has run.
+    providers.is_local_module_file = lambda path: False
 
 
 LONG_FILES = (

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from helpers.suite import can_have
+from helpers.suite import FUZZ, can_have
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest_plugins = ["pytester"]
 pytestmark = pytest.mark.live
@@ -94,3 +98,23 @@ def test_files_without_selected_tests_are_not_imported() -> None:
     assert chosen("live and not alone and not real_models") == [file_of_live, one_live, alone]
     assert chosen("alone and not real_models") == [alone]
     assert chosen("live or gpu") == [plain, file_of_live, one_live, alone], "what is no plain list is not judged"
+
+
+@pytest.mark.skipif(FUZZ, reason="a fuzz run draws new cases")
+def test_generated_cases_do_not_depend_on_what_a_process_has_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[int] = []
+
+    @given(st.integers())
+    def draw(value: int) -> None:
+        drawn.append(value)
+
+    draw()
+    before = drawn.copy()
+    drawn.clear()
+    (tmp_path / "of_millrace.py").write_text(f"VALUES = {list(range(70_000, 70_100))}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    __import__("of_millrace")
+    draw()
+    assert drawn == before

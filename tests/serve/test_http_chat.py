@@ -401,3 +401,6 @@ def test_parts_marked_as_documents_are_computed_alone_too_and_announced() -> Non
         assert "x-millrace-warning" not in plain.headers
         refused = post(front.port, CHAT, body(messages=[{"role": "user", "content": parts}], prompt_logprobs=0))
         assert (refused.status, refused.json["error"]["param"]) == (400, "cache")
+        wrong = [{"type": "text", "text": texts[0], "cache": {"type": "documents"}}]
+        refused = post(front.port, CHAT, body(messages=[{"role": "user", "content": wrong}]))
+        assert refused.json["error"]["message"].endswith('is "documents"; it must be document.')

@@ -230,7 +230,9 @@ def _explain(problem: str, parsed: Any, struct: type[msgspec.Struct]) -> BadRequ
             f"{name}{shown}; send {_spoken(expected[1])} instead.", param=param or None, code="invalid_type"
         )
     choices = _choices_at(path, struct)
-    remedy = f"it must be one of {', '.join(choices)}." if choices else f"{what[0].lower()}{what[1:]}."
+    remedy = f"{what[0].lower()}{what[1:]}."
+    if choices:
+        remedy = f"it must be {'one of ' if len(choices) > 1 else ''}{', '.join(choices)}."
     return BadRequest(f"{name}{shown}; {remedy}", param=param or None, code="invalid_value")
 
 
@@ -316,4 +318,4 @@ def _choices_at(path: str, struct: type[msgspec.Struct]) -> list[str]:
         for kind in _structs_at(parent, struct)
         if kind.__struct_config__.tag_field == field
     ]
-    return literals or tags
+    return list(dict.fromkeys(literals or tags))  # Members of a union may share a field.
