@@ -182,7 +182,7 @@ class Sender:
             await asyncio.wait((first,), timeout=hedge_s)
             return await first if first.done() else await self._race(first, payload)
         except asyncio.CancelledError:
-            first.cancel()
+            _give_up(first)
             raise
 
     async def _race(self, first: asyncio.Future[Opened | str], payload: PayloadFor) -> Opened | str:
@@ -256,10 +256,15 @@ class Sender:
         try:
             response = await task
         except asyncio.CancelledError:
+            if task.done() and not task.cancelled() and task.exception() is None:
+                task.result().close()  # It came in the turn in which the client left.
             current = asyncio.current_task()
             if attempt.aborted and not (current is not None and current.cancelling()):
                 raise ReplicaLost(attempt.aborted) from None
             raise
+        if attempt.aborted:
+            response.close()
+            raise ReplicaLost(attempt.aborted)
         attempt.abort = response.close
         if (fetched := response.headers.get(FETCH_HEADER)) is not None:
             self.record.notes.append(f"{replica.name}: KV of the prompt {fetched}")

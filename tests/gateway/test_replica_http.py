@@ -38,6 +38,26 @@ def test_bodies_are_cut_however_the_bytes_come(size: int) -> None:
     assert parser.head.headers["x-a"] == "b"
 
 
+def test_a_short_chunk_after_a_long_one_in_parts_is_given_at_once() -> None:
+    parser = AnswerParser("POST")
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert not parser.feed(head + b"3e8\r\n" + b"x" * 400)
+    assert parser.feed(b"x" * 600 + b"\r\n5\r\nhe") == b"x" * 1000
+    assert parser.feed(b"llo\r\n0\r") == b"hello"
+    parser.feed(b"\n\r\n")
+    assert parser.can_reuse
+
+
+@pytest.mark.parametrize("at", range(1, 5))
+def test_the_end_after_a_long_chunk_comes_in_two_parts(at: int) -> None:
+    parser = AnswerParser("POST")
+    parser.feed(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n64\r\nx")
+    end = b"0\r\n\r\n"
+    assert parser.feed(b"x" * 99 + b"\r\n" + end[:at]) == b"x" * 100
+    parser.feed(end[at:])
+    assert parser.can_reuse
+
+
 def test_where_a_body_ends() -> None:
     parser, pieces = parsed(b"HTTP/1.0 200 OK\r\n\r\nto the end", 4)
     assert not parser.has_ended
@@ -59,6 +79,7 @@ def test_where_a_body_ends() -> None:
         b"HTTP/1.1 101 Switching Protocols\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nX y: 1\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: +1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length:\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, chunked\r\n\r\n",
@@ -67,6 +88,7 @@ def test_where_a_body_ends() -> None:
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nfffffff\r\n",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1" * 300,
         b"HTTP/1.1 200 OK\r\nX: " + b"y" * 70_000,
+        b"HTTP/1.1 102 Processing\r\n\r\n" * 4000 + SIZED,
     ],
 )
 def test_what_is_not_clear_is_broken(data: bytes) -> None:
@@ -81,13 +103,15 @@ class FakeTransport:
         self.connection = connection
         self.written: list[bytes] = []
         self.is_reading, self.is_closed = True, False
+        self.is_aborted = False
+        self.num_unsent = 0
         connection.connection_made(cast(Any, self))
 
     def write(self, data: bytes) -> None:
         self.written.append(data)
 
     def get_write_buffer_size(self) -> int:
-        return 0
+        return self.num_unsent
 
     def is_closing(self) -> bool:
         return self.is_closed
@@ -103,7 +127,9 @@ class FakeTransport:
             self.is_closed = True
             self.connection.connection_lost(None)
 
-    abort = close
+    def abort(self) -> None:
+        self.is_aborted = True
+        self.close()
 
 
 def opened(freed: list[Connection]) -> tuple[Connection, FakeTransport]:
@@ -177,6 +203,34 @@ def test_an_answer_that_nobody_reads_is_not_read_on() -> None:
         assert transport.is_reading
         connection.data_received(body)
         assert [one async for one in pieces] == [body]
+
+    asyncio.run(check())
+
+
+def test_following_an_answer_reads_on_after_much_came_with_the_head() -> None:
+    async def check() -> None:
+        connection, transport = opened([])
+        task = await asked(connection)
+        body = b"x" * (READ_BUFFER_BYTES + 1)
+        connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (2 * len(body)) + body)
+        answer, taken = await task, []
+        answer.follow(taken.append)
+        assert (taken, transport.is_reading) == ([body], True)
+
+    asyncio.run(check())
+
+
+def test_an_answer_before_the_whole_request_was_sent_aborts_the_connection() -> None:
+    """To close it gently would wait for a replica that reads nothing more."""
+
+    async def check() -> None:
+        freed: list[Connection] = []
+        connection, transport = opened(freed)
+        task = await asked(connection)
+        transport.num_unsent = 1
+        connection.data_received(SIZED)
+        assert await (await task).read() == b"hello world"
+        assert (freed, transport.is_aborted) == ([], True)
 
     asyncio.run(check())
 

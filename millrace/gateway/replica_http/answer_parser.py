@@ -36,6 +36,8 @@ class AnswerParser:
         self._rest = bytearray()
         self._needed = 0
         """Bytes that `_rest` must have before it can be cut further."""
+        self._head_bytes = 0
+        """Of heads before the last one."""
         self._left: int | None = None
         """Bytes of the body still to come; None if chunks or the end of the connection say where it ends."""
         self._is_chunked = False
@@ -79,12 +81,13 @@ class AnswerParser:
     def _read_head(self) -> bool:
         while True:
             end = self._rest.find(b"\r\n\r\n")
-            if max(end, len(self._rest) if end < 0 else 0) > MAX_HEAD_BYTES:
+            if self._head_bytes + (len(self._rest) if end < 0 else end) > MAX_HEAD_BYTES:
                 raise BrokenAnswer("the head of the answer is too long")
             if end < 0:
                 return False
             lines = bytes(self._rest[:end]).split(b"\r\n")
             del self._rest[: end + 4]
+            self._head_bytes += end + 4
             found = _STATUS.match(lines[0])
             if found is None:
                 raise BrokenAnswer("the answer is not HTTP/1.1")
@@ -105,14 +108,14 @@ class AnswerParser:
         coding = ",".join(headers.getall("Transfer-Encoding", [])).strip().lower()
         if len(lengths) > 1 or (lengths and coding) or coding not in ("", "chunked"):
             raise BrokenAnswer("the answer does not say clearly where it ends")
-        length = lengths.pop() if lengths else ""
-        if length and not (length.isascii() and length.isdigit() and len(length) < 16):
+        length = lengths.pop() if lengths else None
+        if length is not None and not (length.isascii() and length.isdigit() and len(length) < 16):
             raise BrokenAnswer("the length of the answer is not a number")
         if self._method == "HEAD" or status in _NO_BODY:
             self.has_ended = True
         elif coding:
             self._is_chunked = True
-        elif length:
+        elif length is not None:
             self._left = int(length)
             self.has_ended = not self._left
 
@@ -131,6 +134,7 @@ class AnswerParser:
                 return b""
             new = bytes(rest)
             rest.clear()
+            self._needed = 0
         at, bodies = 0, []
         while not self._in_trailer:
             line_end = new.find(b"\r\n", at)
@@ -157,7 +161,6 @@ class AnswerParser:
         return bodies[0] if len(bodies) == 1 else b"".join(bodies)
 
     def _skip_trailer(self) -> None:
-        self._needed = 0
         while (end := self._rest.find(b"\r\n")) >= 0:
             del self._rest[: end + 2]
             if not end:

@@ -61,7 +61,7 @@ class Answer:
     def follow(self, take: Callable[[bytes], None]) -> None:
         """From now on `take` gets what arrives, when it arrives; what it raises ends the answer with that error."""
         self._take = take
-        self._give_held()
+        self.resume()
 
     def pause(self) -> None:
         """Called in `take`: read nothing more until `resume`."""
@@ -229,7 +229,7 @@ class Connection(asyncio.Protocol):
         if is_free:
             self._on_free(self)
         else:
-            self._transport.close()
+            self._transport.abort()
 
     def _finish(self, error: Exception | None) -> None:
         self._parser = None
