@@ -14,7 +14,7 @@ from millrace.gateway import membership
 from millrace.gateway.replica import Replica
 from millrace.gateway.routes_api import pass_on, replica_headers
 from millrace.gateway.routing.decisions import RequestRecord
-from millrace.gateway.settings import checked, replica_name
+from millrace.gateway.settings import checked, replica_name, without_credentials
 from millrace.gateway.state import STATE, GatewayState
 from millrace.gateway.upstream import LOST
 from millrace.model_router.router import AUTO
@@ -188,7 +188,7 @@ def describe(state: GatewayState, replica: Replica) -> dict[str, Any]:
     share = replica.health.share(state.fleet.clock())
     return {
         "name": replica.name,
-        "url": replica.settings.url,
+        "url": without_credentials(replica.settings.url),
         "group": replica.settings.group,
         "kind": replica.settings.kind,
         "state": "draining" if replica.is_draining or replica.load.draining else replica.health.state,

@@ -82,7 +82,13 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def replica_name(settings: ReplicaSettings) -> str:
-    return settings.name or urlsplit(settings.url).netloc
+    return settings.name or urlsplit(settings.url).netloc.rpartition("@")[2]
+
+
+def without_credentials(url: str) -> str:
+    """The URL of a replica as operators may see it."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
 def parse_replicas(text: str) -> tuple[ReplicaSettings, ...]:
@@ -100,12 +106,20 @@ def checked(tree: Any, where: str) -> ReplicaSettings:
         settings = msgspec.convert(tree, ReplicaSettings)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{where}: {error}", param="replicas") from error
-    parts = urlsplit(settings.url)
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise ConfigError(f"{where} has {settings.url!r}; a replica is http://HOST:PORT.", param="replicas")
+    if not _names_a_host(settings.url):
+        shown = settings.url.rpartition("@")[2]  # Without a password.
+        raise ConfigError(f"{where} has {shown!r}; a replica is http://HOST:PORT.", param="replicas")
     if settings.weight <= 0:
         raise ConfigError(f"{where} has weight {settings.weight:g}; it must be above 0.", param="replicas")
     return msgspec.structs.replace(settings, url=settings.url.rstrip("/"))
+
+
+def _names_a_host(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # Its port or its address is none.
+        return False
 
 
 def read_fleet(path: Path) -> tuple[dict[str, Any], tuple[ReplicaSettings, ...]]:

@@ -174,8 +174,10 @@ def test_replicas_come_and_go() -> None:
     async def check() -> None:
         other = NullReplica()
         async with gateway_over(NullReplica()) as gateway, other.running() as url:
-            status, _ = await gateway.post("/v1/fleet/replicas", {"url": url, "name": "new"})
-            assert status == 201
+            with_password = url.replace("://", "://user:secret@")
+            status, shown = await gateway.post("/v1/fleet/replicas", {"url": with_password, "name": "new"})
+            assert (status, shown["url"]) == (201, url)
+            assert "secret" not in str(await gateway.get("/v1/fleet"))
             await until(lambda: len(gateway.state.fleet.open_replicas()) == 2)
             async with gateway.session.delete(gateway.url + "/v1/fleet/replicas/r0") as answer:
                 assert answer.status == 200

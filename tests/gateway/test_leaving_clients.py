@@ -51,9 +51,7 @@ def sender_of(**settings: Any) -> tuple[Sender, FakeClient]:
         replica = fleet.add(ReplicaSettings(f"http://{name}:1"))
         replica.health.succeeded(fleet.clock())
     facts = RequestFacts(Asked("id", "", 1, 1), False, 1, False, 0, "", {})
-    request = SimpleNamespace(
-        headers={}, method="POST", raw_path="/v1/completions", path="/v1/completions", get=dict().get
-    )
+    request = SimpleNamespace(headers={}, method="POST", raw_path="/v1/completions", path="/v1/completions", get={}.get)
     return Sender(fleet, cast(Any, client), cast(Any, request), "id", facts, RequestRecord()), client
 
 

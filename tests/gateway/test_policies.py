@@ -17,7 +17,14 @@ from millrace.gateway.routing.policies import POLICIES, policy_named
 from millrace.gateway.routing.prefix_map import PrefixMap, chain_of
 from millrace.gateway.routing.replay import replay_log
 from millrace.gateway.routing.request_facts import facts_of
-from millrace.gateway.settings import GatewaySettings, ReplicaSettings, gateway_settings, parse_replicas, read_fleet
+from millrace.gateway.settings import (
+    GatewaySettings,
+    ReplicaSettings,
+    gateway_settings,
+    parse_replicas,
+    read_fleet,
+    replica_name,
+)
 from millrace.plan.kv.block_hash import block_hash, root_hash
 
 ASKED = Asked("id", "m", prompt_tokens=1000, output_tokens=100)
@@ -265,6 +272,15 @@ def test_replicas_by_kind() -> None:
     for wrong in ("ftp://a", "a:1", "sglang=http://a:1"):
         with pytest.raises(ConfigError):
             parse_replicas(wrong)
+
+
+def test_passwords_in_urls_are_not_shown() -> None:
+    (one,) = parse_replicas("http://user:secret@a:1")
+    assert (one.url, replica_name(one)) == ("http://user:secret@a:1", "a:1")
+    for wrong in ("ftp://user:secret@a", "user:secret@a", "http://user:se/secret@a", "http://user:secret@[a"):
+        with pytest.raises(ConfigError) as raised:
+            parse_replicas(wrong)
+        assert "secret" not in raised.value.message
 
 
 def test_fleet_file(tmp_path: Path) -> None:
