@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 import math
 import secrets
@@ -266,9 +267,10 @@ class EngineClient:
         check_allowed_ends(params, end_token_ids)
         if documents is not None and documents.spans:
             check_documents(documents, params, ready, has_handle=retain is not None)
+            unnamed = dataclasses.replace(caller, names=())  # What a client asks about its request is not about these.
             for text in texts_alone(documents, token_ids.tolist(), ready.block_size):
                 alone = SamplingParams(temperature=0.0, max_tokens=0, pooling="last", adapter=params.adapter)
-                self.submit(text, alone, UNREAD, priority=priority, cache_salt=cache_salt, caller=caller)
+                self.submit(text, alone, UNREAD, priority=priority, cache_salt=cache_salt, caller=unnamed)
         request_id = self._new_id()
         if not self.requests.by_id:
             self._last_progress = time.monotonic()  # An idle engine sends nothing, so its silence counts from now.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import os
 import tempfile
@@ -27,6 +28,8 @@ from millrace.simulate.profile import Profile
 from millrace.simulate.real_engine import RealEngine
 from millrace.simulate.requests import SimulatedRequest
 from millrace.version import __version__
+
+log = logging.getLogger(__name__)
 
 HOLD_OUT_EVERY = 3
 """One run in so many is held out of the fit."""
@@ -278,19 +281,33 @@ def _copy_rate() -> float:
 
 
 def _disk_rate(block_bytes: int) -> float:
-    """Of the disk with the directory for temporary files, without the system's cache."""
+    """Of the disk with the directory for temporary files, without the system's cache; 0 if it cannot be measured."""
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return _rate_in(Path(folder), block_bytes)
+    except OSError as error:
+        log.warning(
+            "The disk was not measured: %s. The profile has no rate of a disk: give disk_gb_per_s to simulations with"
+            " one, or set TMPDIR to a directory with %d MiB free and calibrate again.",
+            error,
+            DISK_BYTES >> 20,
+        )
+        return 0.0
+
+
+def _rate_in(folder: Path, block_bytes: int) -> float:
+    """Raises OSError."""
     count, block = max(1, DISK_BYTES // block_bytes), bytearray(block_bytes)
-    with tempfile.TemporaryDirectory() as folder:
-        store = open_store(Path(folder), num_slots=count, block_bytes=block_bytes, name_bytes=1)
-        if store is None:
-            return 0.0
-        with contextlib.closing(store):
-            for slot in range(count):
-                store.write(slot, b"x", [memoryview(block)])
-            with (Path(folder) / "blocks").open("rb") as file:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            began = time.perf_counter()
-            for slot in range(count):
-                store.read(slot, b"x", [memoryview(block)])
-            return count * block_bytes / (time.perf_counter() - began)
+    store = open_store(folder, num_slots=count, block_bytes=block_bytes, name_bytes=1)
+    if store is None:
+        return 0.0
+    with contextlib.closing(store):
+        for slot in range(count):
+            store.write(slot, b"x", [memoryview(block)])
+        with (folder / "blocks").open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        began = time.perf_counter()
+        for slot in range(count):
+            store.read(slot, b"x", [memoryview(block)])
+        return count * block_bytes / (time.perf_counter() - began)

@@ -13,7 +13,7 @@ import torch
 
 from millrace.config import Config, replace
 from millrace.engine.disk.copier import DiskCopier
-from millrace.engine.disk.forms import BlockForm, EncryptedForm
+from millrace.engine.disk.forms import BlockForm, EncryptedForm, read_disk_key
 from millrace.engine.disk.store import PLAIN, BlockStore, UnreadableBlock, entry_bytes, open_store
 from millrace.errors import ConfigError
 from millrace.plan.step import BlockCopies
@@ -64,6 +64,17 @@ def test_with_a_key_nothing_is_readable_without_it(tmp_path: Path) -> None:
     store = opened(tmp_path, form=EncryptedForm(bytes([1] * 32)))
     assert store.stored() == []
     store.close()
+
+
+def test_every_byte_of_the_key_file_counts(tmp_path: Path) -> None:
+    keys = []
+    for secret in (b"\n" + b"a" * 31, b" " + b"a" * 31, b"a" * 31 + b"\n", b"a" * 32 + b"\n", b"a" * 32):
+        (tmp_path / "key").write_bytes(secret)
+        keys.append(read_disk_key(str(tmp_path / "key")))
+    assert len(set(keys)) == len(keys)
+    (tmp_path / "key").write_bytes(b"a" * 31)
+    with pytest.raises(ConfigError, match="31 bytes; write at least 32"):
+        read_disk_key(str(tmp_path / "key"))
 
 
 def test_what_was_written_is_found_again_the_oldest_first(tmp_path: Path) -> None:

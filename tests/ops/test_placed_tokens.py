@@ -18,6 +18,7 @@ FREQUENCIES = 1.0 / 100 ** (torch.arange(0, 12, 2) / 12)  # Of 12 of the 16 dime
     [
         (DIM, torch.float32, 1e-5),
         (DIM, torch.float16, 4e-3),
+        (DIM, torch.bfloat16, 0.06),
         (DIM + SCALE_BYTES, torch.int8, 0.06),
         (DIM // 8 + SCALE_INT32, torch.int32, 0.6),
     ],

@@ -396,6 +396,7 @@ def test_parts_marked_as_documents_are_computed_alone_too_and_announced() -> Non
         assert [span.first - span.start for span in spans] == [-(-len(text.strip()) // 2) for text in texts]
         assert all(text.startswith(own) for text, own in zip(texts, sorted(alone), strict=True))
         assert {request.params.pooling for request in seen if not request.documents} == {"last"}
+        assert [bool(request.names) for request in seen] == [False, False, True], "explain shows what the client sent"
         plain = post(front.port, CHAT, body())
         assert set(plain.json["usage"]["prompt_tokens_details"]) == {"cached_tokens"}
         assert "x-millrace-warning" not in plain.headers
@@ -404,3 +405,40 @@ def test_parts_marked_as_documents_are_computed_alone_too_and_announced() -> Non
         wrong = [{"type": "text", "text": texts[0], "cache": {"type": "documents"}}]
         refused = post(front.port, CHAT, body(messages=[{"role": "user", "content": wrong}]))
         assert refused.json["error"]["message"].endswith('is "documents"; it must be document.')
+
+
+def test_documents_stand_in_messages_of_all_roles() -> None:
+    seen: list[NewRequest] = []
+
+    def script(request: NewRequest) -> list[int]:
+        seen.append(request)
+        return [*b"ok", END]
+
+    text, call = "Oak beams, " * 20, {"id": "a1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    content = [{"type": "text", "text": text, "cache": {"type": "document"}}]
+    asked = {"role": "user", "content": "And?"}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    block = {
+        "type": "document",
+        "source": {"type": "text", "media_type": "text/plain", "data": text},
+        "cache": {"type": "document"},
+    }
+    result = {"type": "tool_result", "tool_use_id": "a1", "is_error": True, "content": [block]}
+    use = {"type": "tool_use", "id": "a1", "name": "f", "input": {}}
+    cases: list[tuple[str, list[Any]]] = [
+        (CHAT, [asked, {"role": "assistant", "content": content}, asked]),
+        (CHAT, [asked, called, {"role": "tool", "tool_call_id": "a1", "content": content}]),
+        (CHAT, [{"role": "system", "content": content}, asked]),
+        ("/v1/messages", [asked, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]),
+        ("/v1/messages", [asked, {"role": "assistant", "content": [block]}, asked]),
+    ]
+    with running_front(script) as front:
+        for path, messages in cases:
+            seen.clear()
+            reply = post(front.port, path, body(messages=messages, max_tokens=5))
+            assert reply.status == 200, reply.json
+            documents = seen[-1].documents
+            assert documents is not None, messages
+            prompt = bytes(unpack_tokens(seen[-1].prompt).tolist()).decode()
+            assert [prompt[span.start : span.end] for span in documents.spans] == [text.strip()]
+            assert reply.headers["x-millrace-warning"] == "approximate: 1 part of the prompt is marked as a document"

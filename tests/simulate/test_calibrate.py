@@ -22,7 +22,7 @@ from millrace.plan.step import CapturePlan
 from millrace.run.facts import RunnerFacts
 from millrace.run.shapes.padded import PaddedShapes
 from millrace.run.shapes.table import ShapeFacts
-from millrace.simulate.calibrate import Case, Measured, cases_of, fit, fit_rates, measure
+from millrace.simulate.calibrate import Case, Measured, _disk_rate, cases_of, fit, fit_rates, measure
 from millrace.simulate.check import Compared, compare
 from millrace.simulate.clock import VirtualClock
 from millrace.simulate.priced_runner import PricedRunner
@@ -113,6 +113,18 @@ def test_disturbed_steps_hardly_change_the_fit() -> None:
     seconds = parts @ [0.004, 2e-5, 5e-5]
     seconds[::10] *= 4
     assert fit_rates(parts, seconds) == pytest.approx([0.004, 2e-5, 5e-5], rel=0.05)
+
+
+def test_a_full_disk_is_not_measured_and_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("millrace.engine.disk.files.OpenFile.write", fail)
+    assert _disk_rate(4096) == 0.0
+    assert "No space left on device" in caplog.text
+    assert "disk_gb_per_s" in caplog.text
 
 
 def test_no_rate_is_negative() -> None:

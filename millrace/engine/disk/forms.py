@@ -97,7 +97,7 @@ class EncryptedForm:
 def read_disk_key(path: str) -> bytes:
     """Raises ConfigError."""
     try:
-        secret = Path(path).expanduser().read_bytes().strip()
+        secret = Path(path).expanduser().read_bytes()
     except OSError as error:
         raise ConfigError(
             f"--kv-disk-key {path} cannot be read: {error.strerror}.", param="memory.kv_disk_key"

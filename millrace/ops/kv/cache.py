@@ -61,7 +61,7 @@ def write_kv(keys_values: Tensor, kv: Tensor, block_ids: Tensor, offsets: Tensor
     if not is_eight_bit(kv):
         if kv.dtype == torch.float16:
             keys_values = keys_values.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(torch.float16)
-        kv[:, block_ids, :, offsets] = keys_values
+        kv[:, block_ids, :, offsets] = keys_values.to(kv.dtype)
         return
     max_number = FP8_MAX if is_fp8(kv) else INT8_MAX
     wide = keys_values.float()

@@ -22,6 +22,7 @@ from millrace.serve.anthropic.schemas_blocks import (
     ToolUseBlock,
 )
 from millrace.serve.generate.messages import Message, PastCall
+from millrace.text.document_spans import MarkedText
 
 _ERROR = "Error: "
 
@@ -34,7 +35,7 @@ def messages_of(message: AnthropicMessage, at: str) -> list[Message]:
     if not content:
         raise BadRequest(f"'{at}' is an empty list; send a text.", param=at)
     if message.role == "system":
-        return [Message("system", text_content(content, at))]
+        return [Message("system", text_content(content, at), documents=_documents(content, at))]
     return _answer(content, at) if message.role == "assistant" else _request(content, at)
 
 
@@ -47,19 +48,28 @@ def referenced_tools(messages: Sequence[AnthropicMessage]) -> set[str]:
 
 
 def _request(blocks: list[Block], at: str) -> list[Message]:
-    results, texts, documents = [], [], []
+    results, texts = [], []
     for index, block in enumerate(blocks):
         place = f"{at}[{index}]"
         if isinstance(block, ToolResultBlock):
             text = "" if not block.content else text_content(block.content, f"{place}.content")
             if block.is_error:
                 text = _ERROR + (text if isinstance(text, str) else "\n".join(text))
-            results.append(Message("tool", text, tool_call_id=block.tool_use_id))
+            inner = block.content if isinstance(block.content, list) else []
+            marked = _documents(inner, f"{place}.content")
+            results.append(Message("tool", text, tool_call_id=block.tool_use_id, documents=marked))
         else:
             texts.append(_text(block, place))
-            if isinstance(block, DocumentBlock) and block.cache is not None:
-                documents.append(block.cache.marked(texts[-1]))
-    return [*results, *([Message("user", texts, documents=tuple(documents))] if texts else [])]
+    return [*results, *([Message("user", texts, documents=_documents(blocks, at))] if texts else [])]
+
+
+def _documents(blocks: Sequence[Block | ToolReferenceBlock], at: str) -> tuple[MarkedText, ...]:
+    """The texts of the blocks that may be reused wherever they stand."""
+    return tuple(
+        block.cache.marked(_text(block, f"{at}[{index}]"))
+        for index, block in enumerate(blocks)
+        if isinstance(block, DocumentBlock) and block.cache is not None
+    )
 
 
 def _answer(blocks: list[Block], at: str) -> list[Message]:
@@ -72,7 +82,9 @@ def _answer(blocks: list[Block], at: str) -> list[Message]:
         elif not isinstance(block, RedactedThinkingBlock):
             texts.append(_text(block, f"{at}[{index}]"))
     thought = "\n".join(reasoning) or None
-    return [Message("assistant", texts or "", tool_calls=tuple(calls), reasoning=thought)]
+    return [
+        Message("assistant", texts or "", tool_calls=tuple(calls), reasoning=thought, documents=_documents(blocks, at))
+    ]
 
 
 def text_content(content: str | Sequence[Block | ToolReferenceBlock], at: str) -> str | list[str]:

@@ -56,7 +56,8 @@ def _assistant(message: AssistantMessage, at: str) -> internal.Message:
         raise BadRequest(f"'{at}.content' is null; send a text.", param=f"{at}.content")
     content = "" if said is None else _content(said, at)
     reasoning = message.reasoning_content if message.reasoning_content is not None else message.reasoning
-    return internal.Message("assistant", content, message.name, calls, reasoning=reasoning)
+    documents = () if said is None else _documents(said)
+    return internal.Message("assistant", content, message.name, calls, reasoning=reasoning, documents=documents)
 
 
 def _called(function: CalledFunction) -> tuple[str, dict[str, Any] | str]:

@@ -26,4 +26,9 @@ class DocumentCache(Strict, kw_only=True):
 def documents_note(generation: Generation) -> str:
     """What an answer's headers say if parts of its prompt may be reused from other places."""
     spans = sum(len(prompt.documents.spans) for prompt in generation.prompts if prompt.documents is not None)
-    return f"approximate: {spans} parts of the prompt are marked as documents" if spans else ""
+    marked = (
+        "1 part of the prompt is marked as a document"
+        if spans == 1
+        else f"{spans} parts of the prompt are marked as documents"
+    )
+    return f"approximate: {marked}" if spans else ""
