@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from millrace.engine.adapters.requests import AdaptedRequests
+from millrace.engine.adapters.service import EngineAdapters
 from millrace.engine.adapters.store import AdapterStore
+from millrace.engine.figures.shares import Shares
 from millrace.errors import AdapterError
+from millrace.link.messages import Query
 from millrace.models.adapters.read import Adapter
 from millrace.params import SamplingParams
 from millrace.plan.request import Request
@@ -154,3 +157,15 @@ def test_a_failed_request_can_be_ended_by_its_id_and_is_not_tried_again() -> Non
         assert ended is not None
         assert ended.id == number
         assert requests.drop(number) is None
+
+
+def test_a_removal_is_answered_after_fronts_can_be_told(world: Any) -> None:
+    own = world()
+    own.ask(10)
+    adapters = EngineAdapters(own.requests, Shares)
+    assert adapters.names() == ("10",)
+    assert adapters.answer(Query(1, 7, "drop_adapter", "10")) is None, "its loop tells the names before `advance`'s"
+    assert adapters.changed_names() == ()
+    ((front, reply),) = adapters.advance(0.0)
+    assert (front, reply.query_id) == (1, 7)
+    assert not adapters.advance(0.0)

@@ -53,6 +53,7 @@ class EngineAdapters:
         self._requests, self._store, self._shares, self._folder = requests, requests.store, shares, folder
         self._allows_adding = allows_adding
         self._adding: list[_Adding] = []
+        self._dropped: list[tuple[int, Reply]] = []
         self._scanned: dict[str, Signature] = {}
         self._skipped: set[str] = set()
         self._scan: Future[Found] | None = None
@@ -106,7 +107,8 @@ class EngineAdapters:
         """Take over what the thread has read. Returns answers that are due, with their fronts."""
         self._watch(now)
         loaded = self._store.take_done()
-        replies = [self._added(adding) for adding in self._adding if adding.known in loaded]
+        replies, self._dropped = self._dropped, []
+        replies += [self._added(adding) for adding in self._adding if adding.known in loaded]
         self._adding = [adding for adding in self._adding if adding.known not in loaded]
         if loaded:
             self._requests.note_loaded(loaded)
@@ -142,11 +144,12 @@ class EngineAdapters:
     # -- questions -------------------------------------------------------------------------------------------------
 
     def answer(self, query: Query) -> Reply | None:
-        """None: the answer comes from `advance`."""
+        """None: the answer comes from `advance`, after the fronts were told of the names that changed."""
         if query.kind == "add_adapter":
             return self._add(query)
         if query.kind == "drop_adapter":
-            return _reply(query, self._drop(query.name))
+            self._dropped.append((query.front, _reply(query, self._drop(query.name))))
+            return None
         return _reply(query, AdapterAnswer(self.figures()))
 
     def _add(self, query: Query) -> Reply | None:
