@@ -65,7 +65,7 @@ class AutoModel:
         return msgspec.structs.replace(decision, model=large, reason=why, is_cascade=False)
 
     def _models(self) -> set[str]:
-        return {name for one in self._fleet.open_replicas() for name in one.models}
+        return {name for one in self._fleet.open_replicas() for name in one.models.ids}
 
     async def spent(self, tenant: str, model: str, num_tokens: int) -> None:
         """A request has ended."""

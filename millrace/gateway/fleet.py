@@ -70,7 +70,7 @@ class Fleet:
                 matched_tokens=(
                     matched := min(asked.prompt_tokens, self.prefixes.matched_tokens(one.name, asked.chain))
                 ),
-                has_model=one.models.get(asked.model, True),
+                has_model=one.models.is_loaded(asked.model),
                 region=one.settings.region,
                 tokens_per_s=one.load.tokens_per_s,
                 fetch_tokens=self._worth_fetching(one, held, matched),

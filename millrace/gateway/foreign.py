@@ -35,12 +35,6 @@ def read_report(replica: Replica, body: bytes) -> LoadReport:
     )
 
 
-def parse_models(body: bytes) -> tuple[list[dict[str, object]], dict[str, bool]]:
-    """The entries of a list of models, and their names with whether each is loaded."""
-    entries = [one for one in msgspec.json.decode(body).get("data", []) if isinstance(one, dict) and "id" in one]
-    return entries, {str(one["id"]): one.get("status", "loaded") == "loaded" for one in entries}
-
-
 # ── resume by text ────────────────────────────────────────────────────────────────────────────────────────────────────
 def text_in(frames: bytes) -> str:
     """The text that frames of chat completions or completions add."""

@@ -15,6 +15,7 @@ import msgspec
 from millrace.errors import BadRequest
 from millrace.gateway.routing.candidates import Asked
 from millrace.gateway.routing.health import Health, HealthLimits
+from millrace.gateway.routing.model_list import ModelList
 from millrace.gateway.settings import ReplicaSettings, replica_name
 from millrace.observe.tracing.otlp import Span
 
@@ -79,10 +80,7 @@ class Replica:
     settings: ReplicaSettings
     limits: HealthLimits
     health: Health = field(init=False)
-    models: dict[str, bool] = field(default_factory=dict)
-    """Names of its models, and whether each is loaded."""
-    model_entries: list[dict[str, object]] = field(default_factory=list)
-    """Its part of /v1/models."""
+    models: ModelList = field(default_factory=ModelList)
     load: LoadReport = field(default_factory=LoadReport)
     is_draining: bool = False
     """Asked of this gateway; `load.draining` is the replica's own word."""
@@ -138,7 +136,7 @@ class Replica:
 
     def takes(self, model: str) -> bool:
         """An unknown model goes anywhere: the replica's own error says what there is."""
-        return not model or not self.models or model in self.models
+        return not model or not self.models.entries or self.models.find(model) is not None
 
     def is_open(self, now: float, max_open: int) -> bool:
         draining = self.is_draining or self.load.draining

@@ -16,7 +16,7 @@ from millrace.gateway.relay import ClientGone, StreamRelay, outcome_of, refusal_
 from millrace.gateway.replica import Replica
 from millrace.gateway.replica_http.connection import Answer
 from millrace.gateway.routing.candidates import Asked
-from millrace.gateway.routing.request_facts import EMBEDDING, GENERATING, RequestFacts, facts_of
+from millrace.gateway.routing.request_facts import EMBEDDING, GENERATING, RequestFacts, facts_of, named_model
 from millrace.gateway.state import STATE, GatewayState
 from millrace.gateway.upstream import (
     LOST,
@@ -33,7 +33,6 @@ from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.http.body import read_body
 from millrace.serve.http.ids import REQUEST_ID_HEADER
 from millrace.serve.tenancy.cache_scope import SALT_HEADER
-from millrace.serve.tenancy.keyring import wrong_model
 from millrace.serve.tenancy.owner import OWNER_HEADER, owner_of, tenant_of
 
 _STORED = re.compile(r"^/v1/(?:responses|chat/completions|conversations|files|batches|requests)/(?P<id>[^/]+)(?:/.*)?$")
@@ -83,8 +82,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     raw = await read_body(request, state.settings.body_limit_mb << 20)
     tenant = owner_of(request)
     facts = facts_of(request.path, raw, request.headers, request_id, tenant, state.settings.long_tokens)
-    if not tenant_of(request).may_use(facts.asked.model, ""):  # By the name as it was sent.
-        raise wrong_model(tenant_of(request), facts.asked.model)
+    state.check_model(tenant_of(request), facts.asked.model)
     record = state.fleet.decisions.begin(request_id, tenant)
     sender = Sender(state.fleet, state.client, request, request_id, facts, record)
     sender.salt, sender.owner = state.salt_of(tenant_of(request)), state.owner_of(tenant_of(request))
@@ -208,6 +206,8 @@ async def pass_on(request: web.Request) -> web.StreamResponse:
     state, request_id = request.app[STATE], request[REQUEST_ID]
     raw = await read_any_body(request, state.settings.body_limit_mb << 20)
     facts = facts_of(request.path, raw, request.headers, request_id, owner_of(request), state.settings.long_tokens)
+    if (model := named_model(request.path, facts)) is not None:
+        state.check_model(tenant_of(request), model)
     record = state.fleet.decisions.begin(request_id, owner_of(request))
     sender = Sender(state.fleet, state.client, request, request_id, facts, record)
     sender.salt, sender.owner = state.salt_of(tenant_of(request)), state.owner_of(tenant_of(request))

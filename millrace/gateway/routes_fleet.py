@@ -22,7 +22,7 @@ from millrace.observe.metrics import CONTENT_TYPE
 from millrace.serve.http.body import read_body
 from millrace.serve.http.error_bodies import RETRY_AFTER_S
 from millrace.serve.http.json_answer import json_answer
-from millrace.serve.tenancy.owner import is_operator, owner_of
+from millrace.serve.tenancy.owner import is_operator, owner_of, tenant_of
 
 _LIST_TIMEOUT_S = 10.0
 _SHOWN_ROUTES = 50
@@ -53,14 +53,16 @@ async def metrics(request: web.Request) -> web.Response:
 async def list_models(request: web.Request) -> web.StreamResponse:
     """The models of all replicas that can be reached, each once. Replicas that show them to clients only are asked with
     the client's key."""
-    state = request.app[STATE]
-    merged: dict[str, object] = {}
-    for replica in request.app[STATE].fleet.open_replicas():
-        for entry in replica.model_entries:
-            merged.setdefault(str(entry["id"]), entry)
-    if not merged and request.app[STATE].fleet.open_replicas():
+    state, tenant = request.app[STATE], tenant_of(request)
+    replicas = state.fleet.open_replicas()
+    if replicas and not any(one.models.entries for one in replicas):
         return await pass_on(request)
-    if state.auto is not None:
+    merged: dict[str, object] = {}
+    for replica in replicas:
+        for entry in replica.models.entries:
+            if state.may_use(tenant, str(entry["id"])):
+                merged.setdefault(str(entry["id"]), entry)
+    if state.auto is not None and state.may_use(tenant, AUTO):
         merged.setdefault(AUTO, _AUTO_ENTRY)
     return json_answer(request, {"object": "list", "data": list(merged.values())})
 
@@ -194,7 +196,7 @@ def describe(state: GatewayState, replica: Replica) -> dict[str, Any]:
         "state": "draining" if replica.is_draining or replica.load.draining else replica.health.state,
         "reason": replica.health.reason,
         "share": round(share, 3),
-        "models": list(replica.models),
+        "models": list(replica.models.ids),
         "open_requests": len(replica.attempts),
         "outstanding_tokens": replica.outstanding_tokens,
         "token_ms": round(replica.token_ms, 2),

@@ -16,11 +16,12 @@ from millrace.gateway.limits.limits import Limits, store_named
 from millrace.gateway.metrics import GatewayMetrics
 from millrace.gateway.replica_http.client import ReplicaClient
 from millrace.gateway.rollout.shadow import Shadow
+from millrace.gateway.routing.model_list import may_use
 from millrace.gateway.settings import GatewaySettings
 from millrace.gateway.watch import Watch
 from millrace.observe.tracing.exporter import SpanExporter
 from millrace.serve.tenancy.cache_scope import gateway_salt
-from millrace.serve.tenancy.keyring import Keyring, Tenant
+from millrace.serve.tenancy.keyring import Keyring, Tenant, wrong_model
 from millrace.serve.tenancy.owner import gateway_owner
 
 MAX_HOMES = 65_536
@@ -66,6 +67,13 @@ class GatewayState:
     def salt_of(self, tenant: Tenant) -> str:
         """What keeps the tenant's cached prefixes apart at replicas. Gateways with the same key send the same."""
         return gateway_salt(tenant, self._salt_secret, share_prefixes=self.settings.share_prefixes)
+
+    def may_use(self, tenant: Tenant, model: str) -> bool:
+        return may_use(tenant, [one.models for one in self.fleet.replicas.values()], model)
+
+    def check_model(self, tenant: Tenant, model: str) -> None:
+        if not self.may_use(tenant, model):
+            raise wrong_model(tenant, model)
 
     def owner_of(self, tenant: Tenant) -> str:
         """To whom replicas without keys say that things belong."""

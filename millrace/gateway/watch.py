@@ -10,8 +10,9 @@ import aiohttp
 import msgspec
 
 from millrace.gateway.fleet import Fleet
-from millrace.gateway.foreign import parse_models, probe_path, read_report
+from millrace.gateway.foreign import probe_path, read_report
 from millrace.gateway.replica import Replica
+from millrace.gateway.routing.model_list import ModelList
 from millrace.gateway.upstream import own_headers
 
 log = logging.getLogger("millrace.gateway")
@@ -101,7 +102,7 @@ class Watch:
         async with self.session.get(url, headers=own_headers(self.fleet.settings)) as answer:
             body = await answer.read()
             if answer.status == 200:
-                replica.model_entries, replica.models = parse_models(body)
+                replica.models = ModelList.parse(body)
             elif answer.status not in _NOT_FOR_US:
                 raise ValueError(f"/v1/models answered {answer.status}")
 

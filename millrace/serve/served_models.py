@@ -33,7 +33,7 @@ def as_asked(message: str, name: str, asked: str | None) -> str:
     return message.replace(repr(name), repr(asked)) if asked else message
 
 
-def _anything(*names: str) -> bool:
+def _anything(names: tuple[str, ...]) -> bool:
     return True
 
 
@@ -131,7 +131,17 @@ class ServedModels(Generic[State]):
         for name in (model.name, *model.aliases):
             self._named.setdefault(name, model)
 
-    def listed(self, may_use: Callable[..., bool] = _anything) -> list[tuple[ServedModel[State], str, str]]:
+    def names_of(self, model: ServedModel[State], adapter: str = "") -> tuple[str, ...]:
+        """All names that requests may give for a model, or for its adapter."""
+        own = (model.name, *model.aliases)
+        if not adapter:
+            return own
+        alone = () if adapter in self._named else (adapter,)
+        return (*(f"{name}:{adapter}" for name in own), *alone)
+
+    def listed(
+        self, may_use: Callable[[tuple[str, ...]], bool] = _anything
+    ) -> list[tuple[ServedModel[State], str, str]]:
         """(model, name, adapter) of all names that requests may give: models, their aliases, their adapters, and what
         was made of them. `may_use`: see `Tenant.may_use`."""
         found, created = [], self.created.all()
@@ -142,7 +152,7 @@ class ServedModels(Generic[State]):
             adapters = (adapter for adapter in model.client.adapters or () if adapter not in own)
             found += [(model, f"{model.name}:{adapter}", adapter) for adapter in adapters]
             found += [(model, one.name, one.adapter) for one in made]
-        return [one for one in found if may_use(one[0].name, one[2], one[1])]
+        return [one for one in found if may_use((one[1], *self.names_of(one[0], one[2])))]
 
     def made(self, name: str) -> CreatedModel | None:
         """What clients made under this name, if its model is served here and no served model has the name."""

@@ -203,6 +203,12 @@ class FrontState:
         return f"{self.model_name}:{self.adapter}" if self.adapter else self.model_name
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """All names that requests may give for what answers here."""
+        found = self.models.names_of(self.models.find(self.model_name), self.adapter)
+        return found if self.made is None else (self.made.name, *found)
+
+    @property
     def figures(self) -> ModelFigures:
         """Of this model."""
         return self.metrics.models[self.model_name]

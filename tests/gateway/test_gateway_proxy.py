@@ -127,6 +127,12 @@ def test_keys_are_checked_here_and_replaced() -> None:
             for name, status in (("m:pirate", 200), ("m", 403), ("", 403)):
                 asked = {"prompt": "x", **({"model": name} if name else {})}
                 assert (await gateway.post("/v1/completions", asked, headers=few))[0] == status
+            for headers, shown in ((key, [MODEL]), (few, [])):
+                _, listed = await gateway.get("/v1/models", headers=headers)
+                assert [one["id"] for one in listed["data"]] == shown
+            assert (await gateway.get(f"/v1/models/{MODEL}", headers=few))[0] == 403
+            for path, asked in (("/v1/rerank", {}), ("/tokenize", {"model": MODEL}), ("/api/show", {"name": MODEL})):
+                assert (await gateway.post(path, asked, headers=few))[0] == 403
 
     import tempfile
 

@@ -24,6 +24,7 @@ from millrace.errors import ConfigError
 from millrace.link.messages import TenantFigures
 from millrace.observe.audit import AuditLog
 from millrace.serve.app import tls_context
+from millrace.serve.created_models import CreatedModel, CreatedModels
 from millrace.serve.tenancy import keyring
 from millrace.serve.tenancy.keyring import Keyring, digest_of
 from millrace.serve.tenancy.quotas import Quotas
@@ -386,6 +387,49 @@ def test_keys_for_some_models_only(tmp_path: Path) -> None:
         assert (status("key-acme", MODEL), status("key-boss", MODEL)) == (403, 200)
         listed = request(front.port, "GET", "/v1/models", None, bearer("key-acme")).json["data"]
         assert [one["id"] for one in listed] == [f"{MODEL}:pirate"]
+
+
+def test_keys_may_name_a_model_by_any_of_its_names(tmp_path: Path) -> None:
+    tenants = {"alias": 'models = ["short"]', "adapter": 'models = ["short:pirate"]', "made": 'models = ["mario"]'}
+    with guarded(tmp_path, **tenants, nobody='models = ["other"]') as front:
+        models, (model,) = front.state.models, front.state.models
+        model.aliases = ("short",)
+        models._named["short"] = model
+        models.created = CreatedModels(tmp_path)
+        models.created.put(CreatedModel(name="mario", model=MODEL, system="You jump."))
+        front.call(lambda: model.client.known_adapters.on_new_engine(("legal", "pirate")))
+
+        def used(key: str) -> set[str]:
+            """The models that the key may use, by asking for them and by the list of models."""
+            asked, headers = (
+                {MODEL, "short", "mario", f"{MODEL}:pirate", "short:pirate", "pirate", "legal"},
+                bearer(key),
+            )
+            ways = [
+                lambda name: post(front.port, COMPLETIONS, {**body(), "model": name}, headers),
+                lambda name: get(front.port, f"/v1/models/{name}", headers=headers),
+                lambda name: post(front.port, "/api/show", {"model": name}, headers),
+            ]
+            found = [{name for name in asked if way(name).status == 200} for way in ways]
+            assert found[0] == found[1] == found[2]
+            listed = {one["id"] for one in request(front.port, "GET", "/v1/models", None, headers).json["data"]}
+            assert listed == found[0] - {"short:pirate", "pirate"}, "adapters are listed by one name"
+            return found[0]
+
+        assert used("key-alias") == {MODEL, "short", "mario"}
+        assert used("key-adapter") == {f"{MODEL}:pirate", "short:pirate", "pirate"}
+        assert used("key-made") == {"mario"}
+        assert used("key-nobody") == set()
+
+
+@pytest.mark.parametrize("name", ["pirate", "short:pirate"])
+def test_limits_may_name_an_adapter_by_any_of_its_names(tmp_path: Path, name: str) -> None:
+    with guarded(tmp_path, acme=f'[models."{name}"]\ntokens_per_minute = 1') as front:
+        front.state.models._named["short"] = model = next(iter(front.state.models))
+        model.aliases = ("short",)
+        front.call(lambda: model.client.known_adapters.on_new_engine(("pirate",)))
+        assert post(front.port, COMPLETIONS, {**body(), "model": f"{MODEL}:pirate"}, bearer("key-acme")).status == 400
+        assert post(front.port, COMPLETIONS, body(), bearer("key-acme")).status == 200
 
 
 def test_limits_of_an_adapter_hold_for_all_tenants_together(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,12 @@ GENERATING = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate"}
 )
 EMBEDDING = frozenset({"/v1/embeddings", "/api/embed", "/api/embeddings"})
+_COMPUTING = frozenset(
+    {"/v1/embed", "/v2/embed", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/v1/multi-vector"}
+    | {"/v1/sparse-vector", "/v1/classify", "/classify", "/v1/cache", "/v1/sessions"}
+)
+"""Further paths that compute: without a model, with the first one."""
+_OF_MODEL = re.compile(r"/v1/models/(.+?)(?:/(?:un)?load)?")
 ASSUMED_OUTPUT_TOKENS = 256
 _MAX_CHOICES = 1024
 _LINES_BY_DEFAULT = frozenset({"/api/chat", "/api/generate"})
@@ -67,6 +74,16 @@ def facts_of(
         next((body[name] for name in _STORED if isinstance(body.get(name), str)), ""),
         body,
     )
+
+
+def named_model(path: str, facts: RequestFacts) -> str | None:
+    """The model that a request is about which is not routed by its prompt; None if it is about none."""
+    if (found := _OF_MODEL.fullmatch(path)) is not None:
+        return found[1]
+    given = facts.asked.model
+    if path == "/api/show" and not given and isinstance(facts.body.get("name"), str):
+        given = facts.body["name"]
+    return given if given or path in _COMPUTING else None
 
 
 def _decoded(raw: bytes) -> dict[str, Any]:

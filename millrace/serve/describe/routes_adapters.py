@@ -17,7 +17,7 @@ from millrace.serve.http.queries import check_query
 from millrace.serve.http.schema import Strict, described
 from millrace.serve.served_models import ServedModel
 from millrace.serve.state import STATE, FrontState
-from millrace.serve.tenancy.owner import is_operator
+from millrace.serve.tenancy.owner import is_operator, tenant_of
 from millrace.serve.tenancy.trust import may_manage
 from millrace.sources.adapters.find import adapter_folder
 
@@ -192,8 +192,9 @@ async def _adapters(request: web.Request, model: ServedModel[FrontState]) -> lis
     """None of a model that is not loaded."""
     if model.client.ready is None or model.client.failure is not None:
         return []
-    has_path = is_operator(request)
-    return [_shown(model, one, has_path=has_path) for one in await model.client.adapter_figures()]
+    has_path, may_use, models = is_operator(request), tenant_of(request).may_use, request.app[STATE].models
+    figures = [one for one in await model.client.adapter_figures() if may_use(models.names_of(model, one.name))]
+    return [_shown(model, one, has_path=has_path) for one in figures]
 
 
 def _shown(model: ServedModel[FrontState], one: AdapterFigures, *, has_path: bool) -> AdapterInfo:

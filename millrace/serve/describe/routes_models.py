@@ -13,6 +13,7 @@ from millrace.serve.http.json_answer import json_answer
 from millrace.serve.openai.answers import Model, ModelList, SuggestedModel
 from millrace.serve.served_models import ServedModel
 from millrace.serve.state import STATE, FrontState
+from millrace.serve.tenancy.keyring import check_may_use
 from millrace.serve.tenancy.owner import is_operator, tenant_of
 from millrace.sources.suggestion import suggest
 
@@ -30,7 +31,7 @@ def _model(state: FrontState, model: ServedModel[FrontState], name: str, adapter
         max_model_len=limits.max_context if limits is not None else None,
         root=f"{model.name}:{adapter}" if adapter else model.name,
         status=model.status,
-        parent=model.name if adapter else UNSET,
+        parent=UNSET if not adapter and name in (model.name, *model.aliases) else model.name,
     )
 
 
@@ -46,6 +47,7 @@ async def list_models(request: web.Request) -> web.Response:
 async def get_model(request: web.Request) -> web.Response:
     state, name = request.app[STATE], request.match_info["model"]
     model, adapter = state.models.with_adapter(name)
+    check_may_use(tenant_of(request), (name, *state.models.names_of(model, adapter)), name)
     if anthropic.is_anthropic(request):
         return json_answer(request, anthropic.described(state, model, name))
     described, own = _model(state, model, name, adapter), await state.for_model(name)
@@ -67,7 +69,8 @@ def _suggestion(num_parameters: int) -> SuggestedModel | None:
 async def load(request: web.Request) -> web.Response:
     """Load the model now, so that its first request does not wait. Answers when it is loaded."""
     state, name = request.app[STATE], request.match_info["model"]
-    model = state.models.find(name)
+    model, adapter = state.models.with_adapter(name)
+    check_may_use(tenant_of(request), (name, *state.models.names_of(model, adapter)), name)
     await (await state.for_model(name)).await_engine(name)
     return json_answer(request, _model(state, model, name))
 

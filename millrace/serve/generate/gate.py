@@ -21,7 +21,7 @@ from millrace.serve.generate.prompts import check_writes
 from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.state import FrontState
 from millrace.serve.tenancy.cache_scope import SALT_HEADER, salted, scope_of
-from millrace.serve.tenancy.keyring import DEFAULT_TENANT, Tenant, wrong_model
+from millrace.serve.tenancy.keyring import DEFAULT_TENANT, Tenant, check_may_use
 from millrace.serve.tenancy.owner import tenant_of
 from millrace.serve.tenancy.quotas import Limited, Reservations, reserve_all
 
@@ -86,8 +86,7 @@ def enter_unattended(
 def _for_tenant(
     state: FrontState, generation: Generation, tenant: Tenant, request_id: str, received: float
 ) -> Generation:
-    if not tenant.may_use(state.model_name, state.adapter, state.answers_as):
-        raise wrong_model(tenant, state.answers_as)
+    check_may_use(tenant, state.names, state.answers_as)
     names = (request_id, generation.answer_id)
     caller = Caller(tenant=tenant.name, weight=tenant.weight, names=names, received=received)
     salt = scope_of(tenant, generation.cache_salt, share_prefixes=state.config.server.share_prefixes)
@@ -100,9 +99,7 @@ def _for_tenant(
 
 def _limited(state: FrontState, tenant: Tenant) -> list[Limited]:
     """The tenant, and the model if it has limits."""
-    model = f"{state.model_name}:{state.adapter}" if state.adapter else state.model_name
-    limits = state.keyring.limits_of(model) if state.keyring is not None else None
-    return [tenant] if limits is None else [tenant, limits]
+    return [tenant] if state.keyring is None else [tenant, *state.keyring.limits_of(state.names)]
 
 
 def _class_of(tenant: Tenant, asked: int | None) -> int:

@@ -51,6 +51,7 @@ from millrace.serve.ollama.write import OllamaWriter, empty_line, error_line, no
 from millrace.serve.served_models import ServedModel
 from millrace.serve.sessions.turns import keeping_turn
 from millrace.serve.state import STATE, FrontState
+from millrace.serve.tenancy.keyring import check_may_use
 from millrace.serve.tenancy.owner import owner_of, tenant_of
 from millrace.version import __version__
 
@@ -151,7 +152,9 @@ async def tags(request: web.Request) -> web.Response:
 
 async def loaded(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    shown = [await _loaded(state, model) for model in state.models if model.status == "loaded"]
+    may_use = tenant_of(request).may_use
+    usable = (model for model in state.models if may_use(state.models.names_of(model)))
+    shown = [await _loaded(state, model) for model in usable if model.status == "loaded"]
     return json_answer(request, OllamaModels(shown))
 
 
@@ -175,6 +178,7 @@ async def show(request: web.Request) -> web.Response:
     if name is None:
         raise BadRequest("'model' is required.", param="model", code="missing_field")
     state = await state_of_model(name, state)
+    check_may_use(tenant_of(request), state.names, name)
     model, ready = await _model(state, state.models.find(state.model_name), state.answers_as), state.client.limits
     info: dict[str, str | int | float | bool | None] = {"general.architecture": model.details.family}
     if ready is not None:

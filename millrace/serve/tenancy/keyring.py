@@ -8,10 +8,10 @@ max_concurrent = 64            # requests at once; default 0: no limit
 most_urgent = "standard"       # most urgent priority class it may ask for; default "interactive"
 private_cache = false          # true or false overrides the server's share_prefixes for this tenant
 cache_mib = 512                # KV memory that its handles may keep cached; default 0: what the server allows
-models = ["smollm2:pirate"]    # models and adapters that it may ask for, with * for any text; default: all
+models = ["smollm2:pirate"]    # models and adapters that it may use, by any name; * for any text; default: all
 operator = true                # sees and cancels all tenants' requests, manages models; default false
 
-[models."smollm2:pirate"]      # of all tenants together; a model's own name, or MODEL:ADAPTER
+[models."smollm2:pirate"]      # of all tenants together; any name of the model or adapter
 tokens_per_minute = 50000
 max_concurrent = 8
 """
@@ -24,6 +24,7 @@ import logging
 import os
 import time
 import tomllib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -52,7 +53,7 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """False shares cached prefixes with the other tenants that do; None = as the server's `share_prefixes` says."""
     cache_mib: int = 0
     models: tuple[str, ...] | None = None
-    """Names of the models and adapters that it may ask for, with `*` for any text; None: all."""
+    """Models and adapters that it may use, each by any of its names, with `*` for any text; None: all."""
     operator: bool = False
     name: str = ""
 
@@ -64,12 +65,15 @@ class Tenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def quota_name(self) -> str:
         return self.name
 
-    def may_use(self, model: str, adapter: str, *further: str) -> bool:
-        """`further`: other names of the same."""
-        if self.models is None:
-            return True
-        names = (f"{model}:{adapter}", adapter) if adapter else (model,)
-        return any(fnmatchcase(name, allowed) for name in (*names, *further) for allowed in self.models)
+    def may_use(self, names: Iterable[str]) -> bool:
+        """`names`: all of one model or adapter."""
+        return self.models is None or any(fnmatchcase(name, allowed) for name in names for allowed in self.models)
+
+
+def check_may_use(tenant: Tenant, names: Iterable[str], asked: str) -> None:
+    """`names`: all of what was asked for by the name `asked`."""
+    if not tenant.may_use(names):
+        raise wrong_model(tenant, asked)
 
 
 def wrong_model(tenant: Tenant, asked: str) -> Forbidden:
@@ -185,10 +189,10 @@ class Keyring:
         self._tenants, self._models = found.tenants, found.models
         self._index = _Index.of(self._tenants)
 
-    def limits_of(self, model: str) -> ModelLimits | None:
-        """Of a model, or of MODEL:ADAPTER; None: there are none."""
+    def limits_of(self, names: Iterable[str]) -> list[ModelLimits]:
+        """`names`: all of one model or adapter. Limits under each of them hold."""
         self._reload_if_changed()
-        return self._models.get(model)
+        return [self._models[name] for name in names if name in self._models]
 
     def tenant_of(self, key: str | None) -> Tenant:
         self._reload_if_changed()
