@@ -17,6 +17,8 @@ SYSTEM """You are a pirate.
 Say "arr"."""
 PARAMETER temperature 0.5
 parameter top_k 7
+PARAMETER\tnum_ctx\t2048
+PARAMETER use_mmap false
 PARAMETER stop "two words"
 PARAMETER stop END
 LICENSE "MIT"
@@ -31,8 +33,35 @@ def test_all_of_it(tmp_path: Path) -> None:
     (tmp_path / "Modelfile").write_text(WHOLE)
     found = read_modelfile(tmp_path / "Modelfile")
     assert (found.source, found.system, found.licence) == ("tiny", 'You are a pirate.\nSay "arr".', "MIT")
-    assert found.parameters == {"temperature": 0.5, "top_k": 7, "stop": ["two words", "END"]}
+    assert found.parameters == {
+        "temperature": 0.5,
+        "top_k": 7,
+        "num_ctx": 2048,
+        "use_mmap": False,
+        "stop": ["two words", "END"],
+    }
     assert found.adapter_files() == [folder / "adapter_config.json", folder / "adapter_model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("written", "system"),
+    [
+        ("as it is \t", "as it is"),
+        ('"one line"  ', "one line"),
+        ('"""one line"""', "one line"),
+        ('"a "quoted" word"', 'a "quoted" word'),
+        ('"""He said "arr""""', 'He said "arr"'),
+        ('"""\n two \n\nlines\n"""', "\n two \n\nlines\n"),
+        ('"over\ntwo lines"', "over\ntwo lines"),
+        ('half "quoted"', 'half "quoted"'),
+        ('half """quoted"""', 'half """quoted"""'),
+        ('""', ""),
+    ],
+)
+def test_a_value_ends_at_its_closing_quotes(tmp_path: Path, written: str, system: str) -> None:
+    (tmp_path / "Modelfile").write_text(f"FROM a\nSYSTEM {written}\nPARAMETER top_k 7\n")
+    found = read_modelfile(tmp_path / "Modelfile")
+    assert (found.system, found.parameters) == (system, {"top_k": 7})
 
 
 @pytest.mark.parametrize(
@@ -43,7 +72,14 @@ def test_all_of_it(tmp_path: Path) -> None:
         ("FROM a\nMESSAGE user hi", "line 2: MESSAGE is not supported"),
         ("FROM a\n\nRUN x", "line 3"),
         ('FROM a\nSYSTEM """x', "not closed"),
+        ('FROM a\nSYSTEM "x', "not closed"),
+        ('FROM a\nSYSTEM """x\ny""" and more\n"""', 'line 2: there is text after the closing """: \'and more\''),
+        ('FROM a\nSYSTEM "x" and more', "line 2: there is text after"),
+        ('FROM a\nPARAMETER stop "x" "y" z', "line 2: there is text after"),
+        ("FROM a\nFROM b", "line 2: this is a second FROM"),
         ("FROM a\nPARAMETER top_k many", "no number"),
+        ("FROM a\nPARAMETER top_p nan", "no number"),
+        ("FROM a\nPARAMETER top_p", "no number"),
         ("FROM a\nADAPTER .", "GGUF adapters and pickles are not read"),
     ],
 )

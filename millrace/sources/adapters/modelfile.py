@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,8 +16,11 @@ _REFUSED = {
     "TEMPLATE": "the chat template of the model is used; start its server with --chat-template for another",
     "MESSAGE": "send example messages with each request, or keep them in a session",
 }
+_ONCE = ("FROM", "ADAPTER", "SYSTEM")
+_QUOTES = ('"""', '"')
+_SWITCHES = {"true": True, "false": False}
 _LINE = re.compile(r"\s*(?P<word>[A-Za-z]+)[ \t]+(?P<rest>.*)")
-Value = str | int | float | list[str]
+Value = int | float | bool | list[str]
 
 
 @dataclass(slots=True)
@@ -45,14 +50,16 @@ class Modelfile:
 def read_modelfile(path: Path) -> Modelfile:
     """Raises ModelError with the line. Paths in it are relative to its directory."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} cannot be read: {error}.") from error
-    found, stops = Modelfile(""), []
-    for number, word, value in _instructions(path, text):
-        at = f"{path}, line {number}"
+    found, stops, seen = Modelfile(""), [], set()
+    for at, word, name, value in _instructions(path, text):
         if word in _REFUSED:
             raise ModelError(f"{at}: {word} is not supported: {_REFUSED[word]}.")
+        if word in _ONCE and word in seen:
+            raise ModelError(f"{at}: this is a second {word}. Keep one.")
+        seen.add(word)
         if word == "FROM":
             found.source = value
         elif word == "ADAPTER":
@@ -62,13 +69,10 @@ def read_modelfile(path: Path) -> Modelfile:
             found.system = value
         elif word == "LICENSE":
             found.licence = value if found.licence is None else f"{found.licence}\n{value}"
+        elif name == "stop":
+            stops.append(value)
         else:
-            name, _, given = value.partition(" ")
-            given = _unquoted(given.strip())
-            if name == "stop":
-                stops.append(given)
-            else:
-                found.parameters[name] = _number(at, name, given)
+            found.parameters[name] = _number_or_switch(at, name, value)
     if not found.source:
         raise ModelError(f"{path} has no FROM with the name of a served model.")
     if stops:
@@ -76,43 +80,50 @@ def read_modelfile(path: Path) -> Modelfile:
     return found
 
 
-def _instructions(path: Path, text: str) -> list[tuple[int, str, str]]:
-    """(line, instruction, value)"""
-    found = []
-    lines = text.splitlines()
-    number = 0
-    while number < len(lines):
-        line, first = lines[number], number + 1
-        number += 1
+def _instructions(path: Path, text: str) -> Iterator[tuple[str, str, str, str]]:
+    """(where it is, instruction, name of the parameter, value)"""
+    lines = iter(enumerate(text.split("\n"), 1))
+    for number, line in lines:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        match = _LINE.fullmatch(line)
+        at, match = f"{path}, line {number}", _LINE.fullmatch(line)
         word = match["word"].upper() if match else ""
         if match is None or word not in _KNOWN:
+            raise ModelError(f"{at}: {line.strip()[:80]!r} is none of {', '.join(_KNOWN)} with a value.")
+        name, rest = "", match["rest"]
+        if word == "PARAMETER":
+            name, rest = (*rest.split(None, 1), "")[:2]
+        yield at, word, name, _value(at, rest, lines)
+
+
+def _value(at: str, rest: str, lines: Iterator[tuple[int, str]]) -> str:
+    """Text in quotes ends at quotes that end a line, which may be a later one; quotes within it are text."""
+    quotes = next((each for each in _QUOTES if rest.startswith(each)), "")
+    if not quotes:
+        return rest.strip()
+    value = rest.removeprefix(quotes)
+    while not value.rstrip().endswith(quotes):
+        if quotes in value:
+            after = value[value.rindex(quotes) + len(quotes) :].strip()
             raise ModelError(
-                f"{path}, line {first}: {line.strip()[:80]!r} is none of {', '.join(_KNOWN)} with a value."
+                f"{at}: there is text after the closing {quotes}: {after[:80]!r}. Put it inside the quotes."
             )
-        value = match["rest"].strip()
-        opening = value.find('"""')
-        if opening != -1:
-            while value.count('"""') < 2:
-                if number == len(lines):
-                    raise ModelError(f'{path}, line {first}: its """ is not closed.')
-                value += "\n" + lines[number]
-                number += 1
-            value = value[:opening] + value[opening:].strip().removeprefix('"""').removesuffix('"""').strip("\n")
-        elif word != "PARAMETER":
-            value = _unquoted(value)
-        found.append((first, word, value))
-    return found
+        following = next(lines, None)
+        if following is None:
+            raise ModelError(f"{at}: its {quotes} is not closed.")
+        value += "\n" + following[1]
+    return value.rstrip().removesuffix(quotes)
 
 
-def _unquoted(text: str) -> str:
-    return text[1:-1] if len(text) > 1 and text[0] == text[-1] == '"' else text
-
-
-def _number(at: str, name: str, text: str) -> int | float:
+def _number_or_switch(at: str, name: str, text: str) -> int | float | bool:
+    if text in _SWITCHES:
+        return _SWITCHES[text]
     try:
-        return int(text) if re.fullmatch(r"-?\d+", text) else float(text)
+        value = int(text) if re.fullmatch(r"-?\d+", text) else float(text)
     except ValueError:
-        raise ModelError(f"{at}: the parameter {name!r} is {text[:80]!r}, which is no number.") from None
+        value = math.nan
+    if not math.isfinite(value):
+        raise ModelError(
+            f"{at}: the parameter {name!r} is {text[:80]!r}, which is no number and neither true nor false."
+        )
+    return value
