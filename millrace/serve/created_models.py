@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ UNUSED_BLOBS_S = 24 * 3600.0
 """An uploaded file that no model uses is removed after this long."""
 _MODELS, _BLOBS, _ADAPTERS = "models.json", "blobs", "adapters"
 _LOCK_S = 10.0
+MAX_NAME_CHARS = 110
+"""With the end of `own_name`, an adapter's name is not too long."""
 _HEX = frozenset("0123456789abcdef")
 
 
@@ -33,13 +36,15 @@ class CreatedModel(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     """Name of the served model that it was made of."""
     adapter: str = ""
-    """The adapter that answers; empty: the model itself."""
+    """The adapter that answers; empty: the model itself. One that was uploaded for it is named by `own_name`."""
     digests: dict[str, str] = {}
     """Files of an adapter that was uploaded for it, by name; empty if the adapter is the server's own."""
     system: str = ""
     """System prompt of conversations that have none."""
     sampling: dict[str, float] = {}
     """By the names of `SamplingDefaults`."""
+    options: dict[str, Any] = {}
+    """Further options of Ollama's API, for its requests that leave them out."""
     stop: tuple[str, ...] = ()
     licence: str = ""
     created: int = 0
@@ -51,9 +56,12 @@ class CreatedModel(msgspec.Struct, frozen=True, kw_only=True):
             given["top_k"] = int(given["top_k"])
         return dataclasses.replace(defaults, **given, stop=self.stop, source=self.name)
 
-    @property
-    def folder_name(self) -> str:
-        return self.name.replace("/", "--").replace(":", "--")
+
+def own_name(name: str) -> str:
+    """Of the adapter that is uploaded for a model with this name, and of the directory of its files. It is another one
+    each time, so that no model is made of the files of another."""
+    plain = "".join(char if char.isalnum() or char in "-_." else "-" for char in name)
+    return f"{plain[:MAX_NAME_CHARS]}-{secrets.token_hex(4)}"
 
 
 class CreatedModels:
@@ -73,13 +81,13 @@ class CreatedModels:
 
     # -- what follows waits for the disk: call it in a thread --------------------------------------------------------
 
-    def put(self, model: CreatedModel) -> None:
-        self._change(lambda models: models.__setitem__(model.name, model))
+    def put(self, model: CreatedModel) -> CreatedModel | None:
+        """Returns what had the name."""
+        return self._change(model.name, model)
 
-    def remove(self, model: CreatedModel) -> None:
-        self._change(lambda models: models.pop(model.name, None))
-        if model.digests:
-            self.remove_files(model)
+    def remove(self, name: str) -> CreatedModel | None:
+        """Returns what had the name."""
+        return self._change(name, None)
 
     def remove_files(self, model: CreatedModel) -> None:
         """Its own links to them; uploaded files that no model uses stay for a while."""
@@ -87,17 +95,14 @@ class CreatedModels:
         self.remove_unused_blobs()
 
     def adapter_folder(self, model: CreatedModel) -> Path:
-        version = "".join(sorted(digest[-8:] for digest in model.digests.values()))
-        return self._root() / _ADAPTERS / f"{model.folder_name}--{version}"
+        return self._root() / _ADAPTERS / model.adapter
 
     def make_adapter(self, model: CreatedModel) -> Path:
         """A directory with the adapter's files, which are uploaded blobs."""
         folder = self.adapter_folder(model)
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True)
         for name, digest in model.digests.items():
-            target = folder / name
-            target.unlink(missing_ok=True)
-            os.link(self.blob(digest), target)
+            os.link(self.blob(digest), folder / name)
         return folder
 
     def blob(self, digest: str) -> Path:
@@ -120,7 +125,7 @@ class CreatedModels:
             raise BadRequest("This server keeps no models of clients.", param="model")
         return self._directory
 
-    def _change(self, change: Callable[[dict[str, CreatedModel]], object]) -> None:
+    def _change(self, name: str, model: CreatedModel | None) -> CreatedModel | None:
         from filelock import FileLock  # 20 ms to import.
 
         root = self._root()
@@ -128,10 +133,13 @@ class CreatedModels:
         with FileLock(root / "lock", timeout=_LOCK_S):
             self._read_if_changed()
             models = dict(self._models)
-            change(models)
+            before = models.pop(name, None)
+            if model is not None:
+                models[name] = model
             partial = root / f".{_MODELS}.{os.getpid()}"
             partial.write_bytes(_encode(models.values()))
             os.replace(partial, root / _MODELS)
+            return before
 
     def _read_if_changed(self) -> None:
         if self._directory is None:

@@ -154,10 +154,14 @@ class ServedModels(Generic[State]):
             found += [(model, one.name, one.adapter) for one in made]
         return [one for one in found if may_use((one[1], *self.names_of(one[0], one[2])))]
 
+    def serves(self, name: str) -> bool:
+        """Whether this is the name or an alias of a served model."""
+        return name in self._named
+
     def made(self, name: str) -> CreatedModel | None:
         """What clients made under this name, if its model is served here and no served model has the name."""
-        one = None if name in self._named else self.created.get(name)
-        return one if one is not None and one.model in self._named else None
+        one = None if self.serves(name) else self.created.get(name)
+        return one if one is not None and self.serves(one.model) else None
 
     @staticmethod
     def _can_answer(model: ServedModel[State], made: CreatedModel) -> bool:

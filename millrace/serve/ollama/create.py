@@ -16,12 +16,12 @@ from aiohttp.web_protocol import RequestPayloadError
 
 from millrace.errors import AdapterError, BadRequest, BodyTooLarge, Conflict, NotFound, RequestTimeout
 from millrace.link.messages import AddAdapter
-from millrace.serve.created_models import CreatedModel
+from millrace.serve.created_models import MAX_NAME_CHARS, CreatedModel, own_name
 from millrace.serve.generate.checks import refuse_unsupported
 from millrace.serve.http.body import BODY_TIMEOUT_S, BodyDecoder, read_body
 from millrace.serve.http.event_stream import JSON_LINES
 from millrace.serve.http.json_answer import encode, json_answer
-from millrace.serve.ollama.library import check_may_manage
+from millrace.serve.ollama.library import RANDOM, check_may_manage, forget_adapter
 from millrace.serve.ollama.schemas import (
     CREATE_NOT_SUPPORTED,
     OllamaCopyRequest,
@@ -29,28 +29,12 @@ from millrace.serve.ollama.schemas import (
     OllamaOptions,
     OllamaPullStatus,
 )
-from millrace.serve.ollama.translate import LATEST, check_options
+from millrace.serve.ollama.translate import LATEST, SAMPLING, check_num_ctx, check_options
 from millrace.serve.served_models import ServedModel
 from millrace.serve.state import STATE, FrontState
 
 BLOBS_PATH = "/api/blobs/"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MAX_NAME_CHARS = 120
-_SAMPLING = {
-    **{name: name for name in ("temperature", "top_k", "top_p", "min_p")},
-    "repeat_penalty": "repetition_penalty",
-}
-_WITHOUT_EFFECT = (
-    "numa",
-    "num_batch",
-    "num_gpu",
-    "main_gpu",
-    "num_thread",
-    "low_vram",
-    "f16_kv",
-    "use_mmap",
-    "use_mlock",
-)
 _create_body = BodyDecoder(OllamaCreateRequest)
 _copy_body = BodyDecoder(OllamaCopyRequest)
 
@@ -62,12 +46,7 @@ async def create(request: web.Request) -> web.Response:
     check_may_manage(request, state)
     refuse_unsupported(body, CREATE_NOT_SUPPORTED, "")
     wanted = _described(state, body)
-    if wanted.digests:
-        await _add_uploaded(state, wanted)
-    before = state.models.created.get(wanted.name)
-    await asyncio.to_thread(state.models.created.put, wanted)
-    if before is not None and before != wanted:
-        await _forget_files(state, before, wanted)
+    await _keep(state, wanted)
     success = OllamaPullStatus("success")
     if body.stream is False:
         return json_answer(request, success)
@@ -83,16 +62,12 @@ async def copy(request: web.Request) -> web.Response:
     source, name = _plain(body.source), _checked_name(state, body.destination)
     made, (model, adapter) = state.models.made(source), _served(state, source, "source")
     if made is not None and made.digests:
-        copied = msgspec.structs.replace(made, name=name, adapter=_adapter_name(name), created=int(time.time()))
-        await _add_uploaded(state, copied)
+        copied = msgspec.structs.replace(made, name=name, adapter=own_name(name), created=int(time.time()))
     elif made is not None:
         copied = msgspec.structs.replace(made, name=name, created=int(time.time()))
     else:
         copied = CreatedModel(name=name, model=model.name, adapter=adapter, created=int(time.time()))
-    before = state.models.created.get(name)
-    await asyncio.to_thread(state.models.created.put, copied)
-    if before is not None:
-        await _forget_files(state, before, copied)
+    await _keep(state, copied)
     return web.Response()
 
 
@@ -176,15 +151,16 @@ def _described(state: FrontState, body: OllamaCreateRequest) -> CreatedModel:
             f"{source!r} has an adapter of its own; make the model from {model.name!r}, with the same `adapters`.",
             param="from",
         )
-    sampling, stop = _parameters(state, body.parameters or OllamaOptions())
+    sampling, stop, options = _parameters(state, body.parameters or OllamaOptions())
     licence = "\n".join(body.license) if isinstance(body.license, list) else body.license
     return CreatedModel(
         name=name,
         model=model.name,
-        adapter=_adapter_name(name) if digests else adapter,
+        adapter=own_name(name) if digests else adapter,
         digests=digests,
         system=body.system if body.system is not None else made.system if made else "",
         sampling={**(made.sampling if made else {}), **sampling},
+        options={**(made.options if made else {}), **options},
         stop=stop or (made.stop if made else ()),
         licence=licence if licence is not None else made.licence if made else "",
         created=int(time.time()),
@@ -213,21 +189,30 @@ def _files(given: dict[str, str]) -> dict[str, str]:
     return found
 
 
-def _parameters(state: FrontState, options: OllamaOptions) -> tuple[dict[str, float], tuple[str, ...]]:
+def _parameters(
+    state: FrontState, options: OllamaOptions
+) -> tuple[dict[str, float], tuple[str, ...], dict[str, object]]:
+    """Those that are defaults in every dialect, stop strings, and those that are defaults in Ollama's."""
     check_options(state, options)
-    known = (*_SAMPLING, "stop", *_WITHOUT_EFFECT)
-    for field in options.__struct_fields__:
-        if field not in known and getattr(options, field) not in (None, msgspec.UNSET):
-            raise BadRequest(
-                f"The parameter {field!r} cannot be kept with a model: send it with requests, or set it for the server."
-                f" Kept are {', '.join((*_SAMPLING, 'stop'))}.",
-                param=f"parameters.{field}",
-                code="unsupported_parameter",
-            )
-    values = {ours: getattr(options, theirs) for theirs, ours in _SAMPLING.items()}
-    stop = options.stop
-    stops = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
-    return {name: value for name, value in values.items() if value is not None}, stops
+    if state.client.limits is not None:
+        check_num_ctx(options.num_ctx, state.client.limits.max_context)
+    given = {name: value for name in options.__struct_fields__ if (value := getattr(options, name)) is not None}
+    given = {name: value for name, value in given.items() if not isinstance(value, msgspec.Raw | msgspec.UnsetType)}
+    stop = given.pop("stop", ())
+    sampling = {ours: given.pop(theirs) for theirs, ours in SAMPLING.items() if theirs in given}
+    return sampling, (stop,) if isinstance(stop, str) else tuple(stop), given
+
+
+async def _keep(state: FrontState, made: CreatedModel) -> None:
+    """Also in the place of what had its name."""
+    if made.digests:
+        await _add_uploaded(state, made)
+    try:
+        before = await asyncio.to_thread(state.models.created.put, made)
+    except BaseException:
+        await forget_adapter(state, made)
+        raise
+    await forget_adapter(state, before)
 
 
 async def _add_uploaded(state: FrontState, made: CreatedModel) -> None:
@@ -235,30 +220,17 @@ async def _add_uploaded(state: FrontState, made: CreatedModel) -> None:
     for name, digest in made.digests.items():
         if not await asyncio.to_thread(created.blob(digest).is_file):
             raise BadRequest(f"There is no file {digest} ({name}); send it to {BLOBS_PATH}{digest}.", param="adapters")
-    owner = state.models.created.get(made.name)
-    is_ours = owner is not None and owner.model == made.model and owner.adapter == made.adapter
-    if made.adapter in (model.client.adapters or ()) and not is_ours:
-        raise Conflict(f"There is an adapter {made.adapter!r} of {model.name!r}; choose another name.", param="model")
     folder = await asyncio.to_thread(created.make_adapter, made)
-    await (await state.for_model(model.name)).await_engine()
-    answer = await model.client.add_adapter(AddAdapter(made.adapter, str(folder)))
-    if answer.error:
-        if owner is None or created.adapter_folder(owner) != folder:
-            await asyncio.to_thread(created.remove_files, made)
-        raise AdapterError(
-            answer.error.replace(f"{folder}{os.sep}", "").replace(str(folder), made.name), param="adapters"
-        )
-
-
-async def _forget_files(state: FrontState, before: CreatedModel, now: CreatedModel) -> None:
-    """Of what had the name."""
-    created = state.models.created
-    if not before.digests:
-        return
-    if (before.model, before.adapter) != (now.model, now.adapter):
-        await state.models.find(before.model).client.drop_adapter(before.adapter)
-    if not now.digests or created.adapter_folder(before) != created.adapter_folder(now):
-        await asyncio.to_thread(created.remove_files, before)
+    try:
+        await (await state.for_model(model.name)).await_engine()
+        answer = await model.client.add_adapter(AddAdapter(made.adapter, str(folder)))
+        if answer.error:
+            raise AdapterError(
+                answer.error.replace(f"{folder}{os.sep}", "").replace(str(folder), made.name), param="adapters"
+            )
+    except BaseException:
+        await asyncio.to_thread(created.remove_files, made)
+        raise
 
 
 def _served(state: FrontState, name: str, field: str) -> tuple[ServedModel[FrontState], str]:
@@ -272,9 +244,11 @@ def _served(state: FrontState, name: str, field: str) -> tuple[ServedModel[Front
 
 def _checked_name(state: FrontState, given: str) -> str:
     name = _plain(given)
-    if not name or len(name) > MAX_NAME_CHARS or not all(char.isalnum() or char in "-_./:" for char in name):
+    is_plain = len(name) <= MAX_NAME_CHARS and all(char.isalnum() or char in "-_./:" for char in name)
+    if not is_plain or not name[:1].isalnum() or name.startswith(RANDOM) or name.endswith(LATEST):
         raise BadRequest(
-            f"{name[:200]!r} is no name for a model: use letters, digits and - _ . / : (at most {MAX_NAME_CHARS}).",
+            f"{name[:200]!r} is no name for a model: use letters, digits and - _ . / : (at most {MAX_NAME_CHARS},"
+            f" a letter or digit first), without {RANDOM!r} and more than one {LATEST!r}.",
             param="model",
         )
     if state.models.knows(name) and state.models.made(name) is None:
@@ -284,7 +258,3 @@ def _checked_name(state: FrontState, given: str) -> str:
 
 def _plain(name: str) -> str:
     return name.removesuffix(LATEST)
-
-
-def _adapter_name(name: str) -> str:
-    return name.replace(":", "/")

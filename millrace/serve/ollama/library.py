@@ -12,7 +12,16 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
-from millrace.errors import BadRequest, Conflict, Forbidden, MillraceError, ModelError, NotFound, Overloaded
+from millrace.errors import (
+    BadRequest,
+    Conflict,
+    EngineUnavailable,
+    Forbidden,
+    MillraceError,
+    ModelError,
+    NotFound,
+    Overloaded,
+)
 from millrace.serve.created_models import CreatedModel
 from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.http.body import BodyDecoder, read_body
@@ -28,6 +37,8 @@ from millrace.sources import library
 from millrace.sources.resolve import check_is_name, resolve_model
 
 _REPORT_EVERY_S = 0.2
+RANDOM = "random:"
+"""Begins the names of models with random weights."""
 MAX_PULLS = 4
 """Downloads at once in one front."""
 RETRY_S = 30.0
@@ -53,8 +64,11 @@ async def delete(request: web.Request) -> web.Response:
     state = request.app[STATE]
     name = _name(_delete_body.decode(await read_body(request, state.body_limit_bytes)))
     check_may_manage(request, state)
-    if (made := state.models.made(name)) is not None:
-        await remove_made(state, made)
+    if (
+        not state.models.serves(name)
+        and (made := await asyncio.to_thread(state.models.created.remove, name)) is not None
+    ):
+        await forget_adapter(state, made)
         return json_answer(request, {"status": "success"})
     if await asyncio.to_thread(_is_served, name, state):
         raise Conflict(f"The model '{name}' is being served; stop the server before you delete it.", param="model")
@@ -65,11 +79,14 @@ async def delete(request: web.Request) -> web.Response:
     return json_answer(request, {"status": "success"})
 
 
-async def remove_made(state: FrontState, made: CreatedModel) -> None:
-    """Remove what a client made, with the adapter that was uploaded for it."""
-    if made.digests:
-        await state.models.find(made.model).client.drop_adapter(made.adapter)
-    await asyncio.to_thread(state.models.created.remove, made)
+async def forget_adapter(state: FrontState, made: CreatedModel | None) -> None:
+    """Of a model that is no longer kept: the adapter that was uploaded for it."""
+    if made is None or not made.digests:
+        return
+    if state.models.serves(made.model):
+        with contextlib.suppress(EngineUnavailable):  # The next engine is not told of it.
+            await state.models.find(made.model).client.drop_adapter(made.adapter)
+    await asyncio.to_thread(state.models.created.remove_files, made)
 
 
 async def _stream_pull(request: web.Request, name: str, state: FrontState) -> web.StreamResponse:
@@ -180,7 +197,7 @@ def _name(body: OllamaDeleteRequest) -> str:
     name = body.model if body.model is not None else body.name
     if not name:
         raise BadRequest("'model' is required.", param="model", code="missing_field")
-    if name.startswith(("/", ".", "~", "random:")):
+    if name.startswith(("/", ".", "~", RANDOM)):
         raise BadRequest(f"'model' is {name[:80]!r}, a path; give a name.", param="model")
     return name.removesuffix(LATEST)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -15,6 +16,8 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from millrace.errors import BadRequest, EngineUnavailable
+from millrace.params import NEUTRAL_DEFAULTS, SamplingDefaults
+from millrace.serve.created_models import CreatedModel
 from millrace.serve.generate.fields.session import with_session
 from millrace.serve.generate.gate import header_deadline
 from millrace.serve.generate.generation import Generation
@@ -41,10 +44,12 @@ from millrace.serve.ollama.schemas import (
 from millrace.serve.ollama.translate import (
     CHAT_NAMES,
     GENERATE_NAMES,
+    SAMPLING,
     chat_generation,
     check_body,
     check_sampling,
     state_of_model,
+    with_options,
 )
 from millrace.serve.ollama.translate_generate import text_generation
 from millrace.serve.ollama.write import OllamaWriter, empty_line, error_line, now
@@ -75,6 +80,7 @@ async def chat(request: web.Request) -> web.StreamResponse:
     body = _chat_body.decode(data)
     state = await state_of_model(body.model, state)
     check_body(body)
+    body = with_options(state, body)
     if not body.messages:
         return await _load(request, state, body, OllamaAnswerMessage("assistant", ""), UNSET)
     translate = partial(chat_generation, state, body, received, owner_of(request))
@@ -87,6 +93,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     body = _generate_body.decode(data)
     state = await state_of_model(body.model, state)
     check_body(body)
+    body = with_options(state, body)
     if not body.prompt:
         return await _load(request, state, body, UNSET, "")
     return await _respond(request, data, state, body, partial(text_generation, state, body, received), received)
@@ -190,7 +197,7 @@ async def show(request: web.Request) -> web.Response:
         request,
         OllamaShowAnswer(
             _modelfile(state),
-            "\n".join(f"{name:<30} {value:g}" for name, value in state.sampling_defaults.fields().items()),
+            "\n".join(f"{name:<30} {value}" for name, value in _parameters(state.sampling_defaults, state.made)),
             state.template.source,
             model.details,
             info,
@@ -206,10 +213,17 @@ def _modelfile(state: FrontState) -> str:
         lines.append(f"ADAPTER {state.adapter}")
     if made is not None:
         lines += [f'SYSTEM """{made.system}"""'] if made.system else []
-        lines += [f"PARAMETER {name} {value:g}" for name, value in made.sampling.items()]
-        lines += [f'PARAMETER stop "{text}"' for text in made.stop]
+        lines += [f"PARAMETER {name} {value}" for name, value in _parameters(made.over(NEUTRAL_DEFAULTS), made)]
         lines += [f'LICENSE """{made.licence}"""'] if made.licence else []
     return "\n".join(lines) + "\n"
+
+
+def _parameters(defaults: SamplingDefaults, made: CreatedModel | None) -> list[tuple[str, str]]:
+    """By Ollama's names, as a Modelfile writes them."""
+    own, options = defaults.fields(), made.options if made is not None else {}
+    found = [(name, f"{own[ours]:g}") for name, ours in SAMPLING.items() if ours in own]
+    found += [(name, json.dumps(value)) for name, value in options.items()]
+    return found + [("stop", f'"{text}"') for text in defaults.stop]
 
 
 async def version(request: web.Request) -> web.Response:

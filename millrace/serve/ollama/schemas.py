@@ -228,7 +228,7 @@ class OllamaCreateRequest(Strict, kw_only=True):
     system: Annotated[str | None, described("System prompt of conversations that have none.")] = None
     parameters: Annotated[
         OllamaOptions | None,
-        described("Defaults of requests: temperature, top_k, top_p, min_p, repeat_penalty, stop."),
+        described("Defaults of requests: any option of /api/chat."),
     ] = None
     license: Annotated[str | list[str] | None, described("Kept with the model.")] = None
     stream: Annotated[bool | None, described("Stream JSON lines with the progress; default true.")] = None

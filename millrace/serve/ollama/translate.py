@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Raw, UnsetType
@@ -44,7 +44,10 @@ from millrace.serve.state import FrontState
 OLLAMA_DEFAULTS = SamplingDefaults(temperature=0.8, top_k=40, top_p=0.9, source="Ollama")
 """Ollama's documented defaults, for models that recommend nothing."""
 LATEST = ":latest"
+Body = TypeVar("Body", bound=OllamaCommon)
 _SAME_NAME = (*OLLAMA_DEFAULTS.fields(), "min_p", "seed", "stop", "presence_penalty", "frequency_penalty")
+SAMPLING = {**{name: name for name in (*OLLAMA_DEFAULTS.fields(), "min_p")}, "repeat_penalty": "repetition_penalty"}
+"""Options that `SamplingDefaults` has, with the names that it gives them."""
 _OPTION_NAMES = {
     "max_tokens": "options.num_predict",
     "repetition_penalty": "options.repeat_penalty",
@@ -76,6 +79,15 @@ def check_body(body: OllamaCommon) -> None:
             " false, or limit the answer with options.num_predict.",
             param="shift",
         )
+
+
+def with_options(state: FrontState, body: Body) -> Body:
+    """The request with the options of the model's maker that it leaves out."""
+    if state.made is None or not state.made.options:
+        return body
+    own = body.options or OllamaOptions()
+    kept = {name: value for name, value in state.made.options.items() if getattr(own, name) is None}
+    return msgspec.structs.replace(body, options=msgspec.structs.replace(own, **kept))
 
 
 def check_sampling(state: FrontState, body: OllamaCommon) -> None:
@@ -249,17 +261,20 @@ def _message(message: OllamaMessage, at: str, call_prefix: str) -> Message:
     )
 
 
+def check_num_ctx(num_ctx: int | None, max_context: int) -> None:
+    if num_ctx is not None and not 1 <= num_ctx <= max_context:
+        raise BadRequest(
+            f"num_ctx is {num_ctx}; it must be between 1 and {max_context}, the model's context.",
+            param="options.num_ctx",
+        )
+
+
 def _within_num_ctx(state: FrontState, params: SamplingParams, num_prompt: int, num_ctx: int | None) -> SamplingParams:
     """`num_ctx` limits the context of this request. A prompt that does not fit is refused, never cut."""
     if num_ctx is None:
         return params
     ready = state.require_engine()
-    max_context = ready.max_context
-    if not 1 <= num_ctx <= max_context:
-        raise BadRequest(
-            f"num_ctx is {num_ctx}; it must be between 1 and {max_context}, the model's context.",
-            param="options.num_ctx",
-        )
+    check_num_ctx(num_ctx, ready.max_context)
     asked = params.max_tokens
     if num_prompt + (asked or 1) > num_ctx:
         wanted = f" and num_predict asks for {asked}" if asked else ""
