@@ -45,12 +45,19 @@ def check_adapters(
     folder = config.adapters.adapter_dir
     if folder and not Path(folder).expanduser().is_dir():
         raise ConfigError(f"--adapter-dir {folder}: there is no such directory.", param="adapter_dir")
-    for name, source in parse_adapters(config.adapters.adapters).items():
+    _find(config.adapters, progress, offline=config.model.offline)
+
+
+def _find(config: AdapterConfig, progress: Progress | None = None, *, offline: bool) -> dict[str, Path]:
+    """Directories by name. Raises ConfigError with the name of an adapter whose files are not there."""
+    found = {}
+    for name, source in parse_adapters(config.adapters).items():
         try:
-            max_bytes, offline = config.adapters.max_bytes, config.model.offline
-            read_config(adapter_folder(source, max_bytes=max_bytes, progress=progress, offline=offline))
+            found[name] = adapter_folder(source, max_bytes=config.max_bytes, progress=progress, offline=offline)
+            read_config(found[name])
         except (AdapterError, ModelError) as error:
             raise ConfigError(f"The adapter {name!r} cannot be served: {error.message}", param="adapters") from error
+    return found
 
 
 def make_adapters(
@@ -61,8 +68,8 @@ def make_adapters(
     if not config.num_slots:
         return None
     store = AdapterStore(_reader(config, spec, dtype, is_pinned=device_bytes > 0), config.max_bytes)
-    for name, source in parse_adapters(config.adapters).items():
-        store.declare(name, adapter_folder(source, max_bytes=config.max_bytes, offline=True))
+    for name, path in _find(config, offline=True).items():
+        store.declare(name, path)
     requests = AdaptedRequests(store, config.num_slots, fill, max_bytes=device_bytes or None)
     folder = Path(config.adapter_dir).expanduser() if config.adapter_dir else None
     return EngineAdapters(requests, lambda: shares, folder, allows_adding=config.allow_adapters)

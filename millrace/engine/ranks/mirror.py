@@ -28,8 +28,9 @@ REPLY_LIMIT_S = 60.0
 CLOSE_LIMIT_S = 5.0
 MAX_BEHIND = 8
 """Steps that the mirror may be behind. Then rank 0 waits for it."""
-READY, SAME, DIFFERENT = 1, 2, 3
-"""Kinds of replies: the runner is made; a step's draws are equal; the sentence that names a difference."""
+READY, SAME, DIFFERENT, ENDED = 1, 2, 3, 4
+"""Kinds of replies: the runner is made; a step's draws are equal; the sentence that names a difference; the error with
+which the mirror ends."""
 
 
 class Mirror:
@@ -115,8 +116,8 @@ class Mirror:
         try:
             while True:
                 reply = self._ring.read_reply()
-                if reply.kind == DIFFERENT:
-                    self._num_different += 1
+                if reply.kind in (DIFFERENT, ENDED):
+                    self._num_different += reply.kind == DIFFERENT
                     self._end(reply.body.decode())
                 with self._changed:
                     self._is_ready |= reply.kind == READY

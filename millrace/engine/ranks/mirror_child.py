@@ -12,8 +12,8 @@ import sys
 
 from millrace.config import from_dict
 from millrace.engine.ranks.make import runner_from
-from millrace.engine.ranks.mirror import DIFFERENT, READY, SAME
-from millrace.errors import AdapterError
+from millrace.engine.ranks.mirror import DIFFERENT, ENDED, READY, SAME
+from millrace.errors import MillraceError
 from millrace.run.device.device import open_device
 from millrace.run.ranks.follower import Follower
 from millrace.run.ranks.recorder import RecordReader, RunnerSetup
@@ -37,6 +37,8 @@ def main() -> None:
         follow(ring, records, follower)
     except RingClosed:
         pass  # Rank 0 has ended.
+    except MillraceError as error:
+        ring.reply(ENDED, error.message.encode())
     finally:
         device.close()
 
@@ -44,11 +46,7 @@ def main() -> None:
 def follow(ring: RingReader, records: RecordReader, follower: Follower) -> None:
     """Until the first difference. Raises `RingClosed`."""
     while True:
-        try:
-            followed = follower.take(records.read(*ring.read()))
-        except AdapterError as error:
-            ring.reply(DIFFERENT, error.message.encode())
-            return
+        followed = follower.take(records.read(*ring.read()))
         if followed is None:
             continue
         difference = followed.difference()

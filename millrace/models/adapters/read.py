@@ -70,17 +70,17 @@ def read_adapter(
     in memory that a GPU copies from beside its steps."""
     config = read_config(folder)
     path = folder / WEIGHTS_FILE
-    size = path.stat().st_size
-    if size > max_bytes:
-        raise AdapterError(f"{path} has {size:,} bytes; at most {max_bytes:,} are read. Raise --adapter-memory.")
     try:
+        digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
+        size = path.stat().st_size
+        if size > max_bytes:
+            raise AdapterError(f"{path} has {size:,} bytes; at most {max_bytes:,} are read. Raise --adapter-memory.")
         # Read, not mapped: a file that is cut while it is mapped would end the process.
         with path.open("rb") as file:
             data = file.read(size)
         tensors = load(data)
     except (SafetensorError, OSError, KeyError, ValueError) as error:
         raise AdapterError(f"{path} cannot be read as safetensors: {error}") from error
-    digest = hashlib.sha256((folder / CONFIG_FILE).read_bytes())
     digest.update(data)
     reading = _Reading(path, tensors, config, targets, dtype, max_rank)
     linears = reading.linears()

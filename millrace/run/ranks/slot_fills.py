@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
 from millrace.errors import AdapterError
-from millrace.models.adapters.config import MAX_RANK, WEIGHTS_FILE
+from millrace.models.adapters.config import MAX_RANK
 from millrace.models.adapters.read import Adapter, read_adapter
 from millrace.models.adapters.slots import AdapterSlots
 from millrace.run.adapter_slots import IsReady
@@ -50,8 +51,8 @@ def fill_as_recorded(runner: TakesAdapters, record: SlotFill) -> None:
     assert slots is not None
     if record.folder:
         folder = Path(record.folder)
-        size = (folder / WEIGHTS_FILE).stat().st_size
-        adapter = read_adapter(folder, slots.targets, slots.dtype, max_rank=MAX_RANK, max_bytes=size)
+        # Rank 0 has checked its size.
+        adapter = read_adapter(folder, slots.targets, slots.dtype, max_rank=MAX_RANK, max_bytes=sys.maxsize)
         if adapter.digest != record.digest:
             raise AdapterError(f"{folder} has changed since rank 0 read it.")
     is_ready, until = runner.fill_slot(record.slot, adapter), time.monotonic() + COPY_LIMIT_S
