@@ -21,6 +21,7 @@ from typing import Protocol
 
 from millrace.config import Config, as_dict
 from millrace.engine.lifetime import serve_engine
+from millrace.errors import EngineUnavailable
 from millrace.host.bytecode import keep_bytecode
 from millrace.host.early_context import has_gpu
 from millrace.host.idle_memory import trim_heap
@@ -99,12 +100,16 @@ class EngineChild:
     process: subprocess.Popen[bytes]
     directory: tempfile.TemporaryDirectory[str]
 
-    def send(self, config: Config) -> None:
-        """Raises BrokenPipeError if the process has ended."""
+    def send(self, config: Config) -> bool:
+        """False if the process has ended."""
         if self.process.stdin is None:
             raise AssertionError("the child has a pipe for its settings")
-        self.process.stdin.write(json.dumps(as_dict(config)).encode() + b"\n")
-        self.process.stdin.flush()
+        try:
+            self.process.stdin.write(json.dumps(as_dict(config)).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return False
+        return True
 
     def discard(self) -> None:
         self.process.kill()
@@ -140,13 +145,15 @@ def start_child(num_fronts: int, *, is_spare: bool = False) -> EngineChild:
 
 class EngineProcess:
     def __init__(self, config: Config, spare: EngineChild | None = None) -> None:
+        """Raises EngineUnavailable if the process ends before it has read its settings."""
+        if spare is not None and not spare.send(config):  # It has just ended.
+            spare.discard()
+            spare = None
         child = spare or start_child(max(1, config.server.fronts))
-        try:
-            child.send(config)
-        except BrokenPipeError:  # A spare that has just ended.
+        if child is not spare and not child.send(config):
+            code = child.process.wait()
             child.discard()
-            child = start_child(max(1, config.server.fronts))
-            child.send(config)
+            raise EngineUnavailable(f"The engine process ended with code {code} before it had read its settings.")
         self._directory, self.process = child.directory, child.process
 
     @property

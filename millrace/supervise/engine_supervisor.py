@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
+
+from millrace.errors import EngineUnavailable
 
 if TYPE_CHECKING:
     from millrace.link.client import EngineClient
@@ -39,6 +42,7 @@ class EngineSupervisor:
         self._starts_before = 0
         """Of the client, by engines of other supervisors."""
         self._ready_at = 0.0
+        """When the engine became ready; infinite until it is."""
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -73,18 +77,20 @@ class EngineSupervisor:
         client = self._client
         if client is None or self._closed:
             return
-        was_ready = client.ready is not None
         message = client.failure or message
         if client.num_engine_starts == self._starts_before or self._num_restarts >= MAX_RESTARTS:
             client.fail(message)
             self._on_given_up(message)
             return
-        if was_ready and asyncio.get_running_loop().time() - self._ready_at > STABLE_S:
+        if asyncio.get_running_loop().time() - self._ready_at > STABLE_S:
             self._num_restarts = 0
+        self._ready_at = math.inf
         self._num_restarts += 1
         client.fail(f"{message} It is being restarted.")
         client.failure = f"{message.removesuffix(' It is being restarted.')} It is being restarted."
         log.error("%s It is being restarted (restart %d).", message, self._num_restarts)
+        for waiting in self._tasks:  # For the engine that has died.
+            waiting.cancel()
         task = asyncio.get_running_loop().create_task(self._replace())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -95,7 +101,12 @@ class EngineSupervisor:
         await asyncio.to_thread(self.engine.stop)
         if self._closed or self._client is None:
             return
-        self.engine = self._start()
+        try:
+            self.engine = self._start()
+        except EngineUnavailable as error:
+            self._client.failure = None  # Of the engine before.
+            self._on_death(error.message)
+            return
         self._client.reconnect(self.engine.channel(0))
         self._on_replaced(self.engine)
         self._watch_engine()

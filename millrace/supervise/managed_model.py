@@ -69,7 +69,10 @@ class ManagedModel:
         began = time.monotonic()
         await self.stop_engine()  # One whose restart found too little memory may be trying again.
         if engine is None:
-            engine = self._start()
+            try:
+                engine = self._start()
+            except EngineUnavailable as error:
+                return error.message
             self.client.reconnect(engine.channel(0))
         self.memory_message = ""
         self._short_of_memory.clear()

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
+from helpers.tiny_server import tiny_source
 
+from millrace import cli
 from millrace.config import Config, replace
-from millrace.supervise import spare_engine
+from millrace.errors import EngineUnavailable
+from millrace.supervise import engine_process, spare_engine
 from millrace.supervise.engine_process import EngineChild, EngineProcess
 from millrace.supervise.spare_engine import SpareEngine
 
@@ -33,6 +37,26 @@ def test_the_reason_is_known_even_if_no_front_ever_connects(is_spare: bool) -> N
         assert "/no/such/model" in asyncio.run(_message_at_death(engine))
     finally:
         engine.stop()
+
+
+def test_a_process_that_ends_before_it_reads_its_settings_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    start = engine_process.start_child
+
+    def ended(num_fronts: int) -> EngineChild:
+        child = start(num_fronts)
+        child.process.kill()
+        child.process.wait()
+        return child
+
+    monkeypatch.setattr(engine_process, "start_child", ended)
+    says = "The engine process ended with code -9 before it had read its settings"
+    for spare in (None, ended(1)):
+        with pytest.raises(EngineUnavailable, match=says):
+            EngineProcess(replace(Config(), model__source="/no/such/model"), spare)
+    assert cli.main(["serve", tiny_source(tmp_path), "--port", "0"]) == 1
+    assert capfd.readouterr().err.splitlines()[-1] == f"millrace: {says}."
 
 
 def test_a_spare_that_has_ended_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

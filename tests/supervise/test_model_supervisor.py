@@ -19,7 +19,7 @@ from millrace.link.client import EngineClient
 from millrace.link.messages import Retire, ToEngine
 from millrace.model_settings import ModelSettings
 from millrace.params import SamplingParams
-from millrace.supervise import model_supervisor
+from millrace.supervise import engine_supervisor, model_supervisor
 from millrace.supervise.engine_process import OnDeath
 from millrace.supervise.model_supervisor import ModelSupervisor
 
@@ -62,6 +62,8 @@ class Machine:
         self.room = room
         self.loading = ""
         """Models whose engines are silent."""
+        self.broken = ""
+        """Models whose engines end before they have read their settings."""
         self.started: list[str] = []
         self.started_beside: list[str] = []
         """The models that were being loaded when another was started."""
@@ -84,6 +86,8 @@ class Machine:
         )
 
     def start(self, model: ModelSettings) -> Handle:
+        if model.name in self.broken:
+            raise EngineUnavailable("It ended at once.")
         self.started.append(model.name)
         running = [name for name, handle in self.running.items() if not handle.is_stopped]
         self.started_beside += [name for name in running if self.clients[name].ready is None]
@@ -329,3 +333,28 @@ def test_an_engine_that_does_not_fit_when_restarted_is_not_started_twice() -> No
         assert machine.running["b"] is not first
 
     run("Ab", work)
+
+
+def test_a_model_whose_engine_ends_at_once_fails_and_the_others_are_served() -> None:
+    async def work(machine: Machine) -> None:
+        await machine.use("A")
+        machine.broken = "b"
+        with pytest.raises(EngineUnavailable, match="ended at once"):
+            await machine.use("b")
+        await machine.use("A")
+        assert (machine.loaded, machine.lost) == ("A", [])
+
+    run("Ab", work)
+
+
+def test_a_server_ends_whose_only_engine_ends_at_once_whenever_it_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_supervisor, "MAX_RESTARTS", 3)
+    monkeypatch.setattr(engine_supervisor, "FIRST_PAUSE_S", 0.0)
+
+    async def work(machine: Machine) -> None:
+        await machine.use("A")
+        machine.broken = "A"
+        machine.running["A"].on_death("killed")
+        await until(lambda: machine.lost == ["It ended at once."])
+
+    run("A", work)
