@@ -43,6 +43,10 @@ class AdapterError(MillraceError):
     code = "adapter_invalid"
 
 
+class DeviceFull(AdapterError):
+    """The device has no memory left for an adapter. Others may be smaller."""
+
+
 class MemoryPlanError(MillraceError):
     """Weights, activations and a usable KV pool do not fit into memory. The message names the setting to change."""
 

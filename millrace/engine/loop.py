@@ -291,6 +291,8 @@ class Engine:
             return COMPILING_WAIT_S
         if self.adapters is not None and self.adapters.is_loading:
             return COMPILING_WAIT_S
+        if self.adapters is not None and self.adapters.has_waiting:
+            return BLOCKED_WAIT_S
         if self._cycle.warm_next():
             return 0.0
         return self._idle()

@@ -308,6 +308,14 @@ class MirrorStats(msgspec.Struct, frozen=True):
     differences: int
 
 
+class RankClass(msgspec.Struct, frozen=True, array_like=True):
+    """Adapters on the device whose largest rank is at most this, and above the next smaller class."""
+
+    rank: int
+    adapters: int
+    bytes: int
+
+
 class AdapterStats(msgspec.Struct, frozen=True):
     """Totals since the start, and what is there now."""
 
@@ -324,6 +332,13 @@ class AdapterStats(msgspec.Struct, frozen=True):
     """Slots filled."""
     slot_evictions: int = 0
     host_evictions: int = 0
+    refused: int = 0
+    """Times that the device had no memory for an adapter."""
+    slot_bytes: int = 0
+    """Of the adapters in slots."""
+    max_slot_bytes: int | None = None
+    """Device memory for all slots; None: slots refer to the matrices in host memory."""
+    rank_classes: tuple[RankClass, ...] = ()
     each: tuple[TenantFigures, ...] = ()
     """Figures of the first adapters to appear; later ones are counted together."""
 

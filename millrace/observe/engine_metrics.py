@@ -194,15 +194,28 @@ def _adapters(stats: EngineStats) -> Iterator[Metric]:
         ("known", "Adapters that requests may name.", adapters.known),
         ("waiting_requests", "Sequences that wait for their adapter.", adapters.held_requests),
         ("host_bytes", "Host memory of adapters that have been read.", adapters.host_bytes),
+        ("slot_bytes", "Memory of the adapters that are on the device.", adapters.slot_bytes),
+        ("slot_bytes_limit", "Device memory reserved for adapters; none without it.", adapters.max_slot_bytes),
     ):
-        yield GaugeMetricFamily(f"millrace_adapter_{name}", text, value=value)
+        if value is not None:
+            yield GaugeMetricFamily(f"millrace_adapter_{name}", text, value=value)
     for name, text, value in (
         ("loads", "Adapters read from their files.", adapters.loads),
         ("fills", "Times that a slot on the device was filled.", adapters.fills),
         ("slot_evictions", "Adapters that left the device for others.", adapters.slot_evictions),
         ("host_evictions", "Adapters that left host memory for others.", adapters.host_evictions),
+        ("refused", "Times that the device had no memory for an adapter.", adapters.refused),
     ):
         yield CounterMetricFamily(f"millrace_adapter_{name}", text, value=value)
+    classes = GaugeMetricFamily(
+        "millrace_adapter_rank_class_bytes",
+        "Memory of the adapters that are on the device, by the smallest of 8, 16, 32, 64, 128 and 256 that is not below"
+        " their largest rank.",
+        labels=["rank_class"],
+    )
+    for held in adapters.rank_classes:
+        classes.add_metric([str(held.rank)], held.bytes)
+    yield classes
     requests = GaugeMetricFamily(
         "millrace_adapter_requests", "Open sequences by adapter and state.", labels=["adapter", "state"]
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
+from millrace.errors import DeviceFull
 from millrace.models.adapters.read import Adapter
 from millrace.models.adapters.slots import AdapterSlots
 from millrace.models.adapters.targets import targets_of
@@ -24,6 +26,17 @@ def make_slots(decoder: Decoder, settings: RunnerSettings, *, deterministic: boo
         return None
     parts = (targets_of(decoder.spec), settings.adapter_slots, decoder.device, decoder.dtype)
     return AdapterSlots(*parts, deterministic)
+
+
+def room_for(adapter: Adapter, device: torch.device) -> Tensor:
+    """Raises DeviceFull."""
+    try:
+        return torch.empty_like(adapter.data, device=device)
+    except torch.OutOfMemoryError as error:
+        raise DeviceFull(
+            f"it has {adapter.num_bytes:,} bytes, for which the device has no memory left. Lower --kv-tokens or"
+            " --max-adapters."
+        ) from error
 
 
 class OrderedFiller:
@@ -52,7 +65,7 @@ class StreamFiller:
             return lambda: True
         with torch.inference_mode():
             # Memory of the steps' stream: whatever was there before is read by no step behind these.
-            memory = torch.empty_like(adapter.data, device=slots.device)
+            memory = room_for(adapter, slots.device)
             side.follow_steps()
             with side:
                 memory.copy_(adapter.data, non_blocking=True)

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from millrace.config import AdapterConfig, Config
-from millrace.engine.adapters.requests import AdaptedRequests, Fill
+from millrace.engine.adapters.requests import AdaptedRequests
 from millrace.engine.adapters.service import EngineAdapters
+from millrace.engine.adapters.slots import Fill
 from millrace.engine.adapters.store import AdapterStore, Read, parse_adapters
 from millrace.engine.figures.shares import Shares
 from millrace.errors import AdapterError, ConfigError, ModelError

@@ -7,36 +7,27 @@ new ones. On a GPU matrices are copied beside the steps, and requests wait for t
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from millrace.engine.adapters.slots import DeviceSlots, Fill, Slot
 from millrace.engine.adapters.store import AdapterStore, Known
-from millrace.models.adapters.read import Adapter
+from millrace.errors import DeviceFull
 from millrace.params import SamplingParams
 from millrace.plan.request import Request
 
-Fill = Callable[[int, Adapter | None], Callable[[], bool]]
-"""(slot, matrices; None to empty it): begins to fill it. What it returns is asked until it says that later steps may
-read the slot."""
+log = logging.getLogger(__name__)
+
 _SEE_LOG = "the server's log and its operators see why."
 """Errors of reading name files, which are not for everybody."""
 MAX_PASSED_S = 2.0
-"""When a request has waited this long for a slot, no new request is given the slot used longest ago: it becomes free as
-its open requests end."""
-
-
-@dataclass(slots=True)
-class Slot:
-    number: int
-    name: str
-    digest: str
-    num_bytes: int
-    is_filled: bool = False
-    """Later steps may read it."""
-    users: set[int] = field(default_factory=set)
-    """Open requests."""
+"""When a request has waited this long for a slot or its memory, no later request gets what it needs: the slots used
+longest ago become free for it as their open requests end."""
+LIMIT_S = 120.0
+"""For reading an adapter's files, and for copying it to the device: then requests for it fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +44,8 @@ class _Held:
     since: float
     needs_files: bool = False
     """Its adapter's files are being read."""
+    asked_at: float = 0.0
+    """When they were asked for."""
 
 
 class AdaptedRequests:
@@ -65,25 +58,20 @@ class AdaptedRequests:
         max_bytes: int | None = None,
     ) -> None:
         """`max_bytes`: of the device's memory, for all slots; None if they take none."""
-        self.store, self._fill, self._clock, self._max_bytes = store, fill, clock, max_bytes
-        self.num_slots = num_slots
-        self._free = list(range(num_slots, 0, -1))
-        self._slots: OrderedDict[str, Slot] = OrderedDict()
-        """By digest, the least recently used first."""
-        self._filling: list[tuple[Slot, Callable[[], bool]]] = []
-        """Slots whose matrices are being copied."""
+        self.store, self._clock = store, clock
+        self.slots = DeviceSlots(store, num_slots, fill, max_bytes)
         self._slot_of: dict[int, Slot] = {}
         """By open request."""
         self._held: OrderedDict[int, _Held] = OrderedDict()
+        """In the order in which they came."""
+        self._turn: _Held | None = None
+        """The request that is not passed any more. Its adapter stays in host memory."""
+        self._turn_digest = ""
         self._failed: list[Failed] = []
         self._doomed: dict[int, Request] = {}
         """Those of `_failed`, until they are dropped."""
         self.expected: dict[str, Known] = {}
         """By name: adapters that are being added."""
-        self.num_fills = 0
-        """Times that a slot was filled."""
-        self.num_slot_evictions = 0
-        """Those of them that replaced another adapter."""
 
     @property
     def num_held(self) -> int:
@@ -91,24 +79,11 @@ class AdaptedRequests:
 
     @property
     def is_loading(self) -> bool:
-        return self.store.is_loading or bool(self._filling)
+        return self.store.is_loading or self.slots.is_filling
 
     @property
     def has_waiting(self) -> bool:
-        return bool(self._held or self._filling)
-
-    @property
-    def resident(self) -> dict[str, int]:
-        """Open requests by name of the adapters in slots."""
-        found: dict[str, int] = {}
-        for slot in self._slots.values():
-            found[slot.name] = found.get(slot.name, 0) + len(slot.users)
-        return found
-
-    @property
-    def digests(self) -> frozenset[str]:
-        """Versions in slots."""
-        return frozenset(digest for digest, slot in self._slots.items() if slot.is_filled)
+        return bool(self._held) or self.slots.is_filling
 
     def hold(self, request: Request, params: SamplingParams) -> bool:
         """False if the request has its slot and can be scheduled. Else it waits for `take_ready`, or `take_failed` says
@@ -121,20 +96,20 @@ class AdaptedRequests:
             self._fail(request, _cannot(known, failure))
             return True
         held = _Held(request, params, known, self._clock())
-        if self._seat(held):
+        self._choose_turn()
+        if self._seated(held):
             return False
-        self._held[request.id] = held
+        if request.id not in self._doomed:
+            self._held[request.id] = held
         return True
 
     def take_ready(self) -> list[tuple[Request, SamplingParams]]:
         """Requests that have a slot now, in the order in which they came."""
-        for slot, is_ready in self._filling:
-            slot.is_filled = is_ready()
-        self._filling = [one for one in self._filling if not one[0].is_filled]
+        self.slots.finish_copies()
         ready = []
         for held in list(self._held.values()):
-            if self._seat(held):
-                del self._held[held.request.id]
+            self._choose_turn()
+            if self._seated(held):
                 ready.append((held.request, held.params))
         return ready
 
@@ -144,7 +119,7 @@ class AdaptedRequests:
 
     def drop(self, request_id: int) -> Request | None:
         """The request ends while it is held: return it, or None if it is not held."""
-        held = self._held.pop(request_id, None)
+        held = self._forget(request_id)
         return self._doomed.pop(request_id, None) if held is None else held.request
 
     def expired(self, now: float) -> list[int]:
@@ -164,88 +139,103 @@ class AdaptedRequests:
                     continue
                 held.needs_files = False
                 if failure := known.failure or self._too_large(known):
-                    del self._held[held.request.id]
                     self._fail(held.request, _cannot(known, _SEE_LOG if known.failure else failure))
 
     def _too_large(self, known: Known) -> str:
-        if self._max_bytes is None or known.num_bytes <= self._max_bytes:
+        max_bytes = self.slots.max_bytes
+        if max_bytes is None or known.num_bytes <= max_bytes:
             return ""
         return (
-            f"it has {known.num_bytes:,} bytes, and the device has {self._max_bytes:,} for all adapters. Raise"
+            f"it has {known.num_bytes:,} bytes, and the device has {max_bytes:,} for all adapters. Raise"
             " --max-adapters or --max-lora-rank, which reserve more."
         )
 
     def _fail(self, request: Request, message: str) -> None:
+        self._forget(request.id)
         self._doomed[request.id] = request
         self._failed.append(Failed(request.id, message))
 
-    def _seat(self, held: _Held) -> bool:
-        known = held.known
-        slot = self._slots.get(known.digest) if known.digest else None
+    def _forget(self, request_id: int) -> _Held | None:
+        """It is not held any more."""
+        held = self._held.pop(request_id, None)
+        if held is not None and held is self._turn:
+            self._set_turn(None)
+        return held
+
+    def _seated(self, held: _Held) -> bool:
+        """True if it has its slot now. It may fail instead."""
+        try:
+            slot = self._slot_for(held)
+        except DeviceFull as error:
+            log.warning("The adapter %r has no room on the device: %s", held.known.name, error.message)
+            self._fail(held.request, _cannot(held.known, error.message))
+            return False
+        if slot is None or not slot.is_filled:
+            if late := self._late(held, slot):
+                self._fail(held.request, _cannot(held.known, late))
+            return False
+        self._forget(held.request.id)
+        self._take(held, slot)
+        return True
+
+    def _slot_for(self, held: _Held) -> Slot | None:
+        """Its adapter's slot, which is perhaps being filled. None: it must wait for one, or for files."""
+        known, passed = held.known, self._passed_by(held)
+        slot = self.slots.get(known.digest)
         if slot is not None:
-            return slot.is_filled and not self._must_yield(slot, held) and self._take(held, slot)
+            must_yield = passed is not None and slot in self.slots.giving_way(passed.known.num_bytes)
+            return None if must_yield else slot
         adapter = self.store.adapter(known)
         if adapter is None:
             if not held.needs_files:
-                held.needs_files = True
+                held.needs_files, held.asked_at = True, self._clock()
                 self.store.load(known)
-            return False
-        number = self._free_slot(adapter.num_bytes)
-        if number is None:
-            return False
-        slot = self._slots[known.digest] = Slot(number, known.name, known.digest, adapter.num_bytes)
-        self.store.pin(known.digest)
-        is_ready = self._fill(number, adapter)
-        self.num_fills += 1
-        slot.is_filled = is_ready()
-        if not slot.is_filled:
-            self._filling.append((slot, is_ready))
-            return False
-        return self._take(held, slot)
+            return None
+        return None if passed is not None else self.slots.give(known.name, adapter, self._clock())
 
-    def _take(self, held: _Held, slot: Slot) -> bool:
+    def _late(self, held: _Held, slot: Slot | None) -> str:
+        now = self._clock()
+        if slot is not None and now - slot.since > LIMIT_S:
+            return f"it was not copied to the device within {LIMIT_S:g} s. Send the request again."
+        if held.needs_files and now - held.asked_at > LIMIT_S:
+            return f"its files were not read within {LIMIT_S:g} s. Send the request again."
+        return ""
+
+    def _take(self, held: _Held, slot: Slot) -> None:
         request = held.request
-        self._slots.move_to_end(slot.digest)
-        slot.users.add(request.id)
+        self.slots.take(slot, request.id)
         self._slot_of[request.id] = slot
         request.adapter, request.salt = slot.number, adapter_salt(slot.digest, request.salt)
         request.diagnostics.adapter = slot.name
         request.diagnostics.adapter_wait_s = self._clock() - held.since
-        return True
 
-    def _must_yield(self, slot: Slot, held: _Held) -> bool:
-        """True if a request has waited long for a slot, and this is the one to become free for it."""
-        if self._free or next(iter(self._slots.values())) is not slot:
-            return False
-        now = self._clock()
-        others = (one for one in self._held.values() if one.known.digest != slot.digest and not one.needs_files)
-        oldest = next(others, None)
-        return oldest is not None and oldest.since < held.since and now - oldest.since > MAX_PASSED_S
+    def _passed_by(self, held: _Held) -> _Held | None:
+        """The request that must not be passed by this one any more."""
+        turn = self._turn
+        is_later = turn is not None and turn.since <= held.since and turn.known.digest != held.known.digest
+        return turn if is_later else None
 
-    def _free_slot(self, num_bytes: int) -> int | None:
-        """A slot that nobody uses, with so much memory; those used longest ago give theirs away. None: all slots, or
-        too much of the memory, are in use."""
-        unused = [slot for slot in self._slots.values() if slot.is_filled and not slot.users]
-        used_bytes = sum(slot.num_bytes for slot in self._slots.values())
-        if self._max_bytes is not None:
-            if used_bytes - sum(slot.num_bytes for slot in unused) + num_bytes > self._max_bytes:
-                return None
-        elif not self._free and not unused:
-            return None
-        while not self._free or (self._max_bytes is not None and used_bytes + num_bytes > self._max_bytes):
-            if not unused:
-                return None
-            used_bytes -= unused[0].num_bytes
-            self._evict(unused.pop(0))
-        return self._free.pop()
+    def _choose_turn(self) -> None:
+        """The first request to lack nothing but room, once it has waited for long."""
+        until = self._clock() - MAX_PASSED_S
+        if self._turn is not None and self.slots.get(self._turn.known.digest) is None:
+            return
+        for held in self._held.values():
+            if held.since >= until:
+                break
+            known = held.known
+            if self.slots.get(known.digest) is None and self.store.adapter(known) is not None:
+                self._set_turn(held)
+                return
+        self._set_turn(None)
 
-    def _evict(self, slot: Slot) -> None:
-        del self._slots[slot.digest]
-        self.store.unpin(slot.digest)
-        if self._max_bytes is not None:
-            self._fill(slot.number, None)
-        self._free.append(slot.number)
-        self.num_slot_evictions += 1
+    def _set_turn(self, held: _Held | None) -> None:
+        if self._turn is not None:
+            self.store.unpin(self._turn_digest)
+        self._turn = held
+        if held is not None:
+            self._turn_digest = held.known.digest
+            self.store.pin(self._turn_digest)
 
 
 def _cannot(known: Known, failure: str) -> str:

@@ -67,6 +67,11 @@ class EngineAdapters:
         return self._requests.is_loading
 
     @property
+    def has_waiting(self) -> bool:
+        """Requests are held back, or slots are being filled."""
+        return self._requests.has_waiting
+
+    @property
     def is_watching(self) -> bool:
         return self._folder is not None
 
@@ -192,9 +197,9 @@ class EngineAdapters:
         return [self._figures(known) for known in self._store.all()]
 
     def _figures(self, known: Known) -> AdapterFigures:
-        resident = self._requests.resident
+        open_requests = self._requests.slots.open_requests
         share = next((one for one in self._shares().figures() if one.name == known.name), TenantFigures(known.name))
-        if known.digest in self._requests.digests:
+        if known.digest in self._requests.slots.digests:
             state = "resident"
         elif self._store.loads(known):
             state = "loading"
@@ -210,7 +215,7 @@ class EngineAdapters:
                 "max_rank": known.max_rank,
                 "bytes": known.num_bytes,
                 "base_model": known.base_model,
-                "open_requests": resident.get(known.name, 0),
+                "open_requests": open_requests.get(known.name, 0),
                 "loads": known.loads,
                 "failure": known.failure,
                 "is_added": known.is_added,
@@ -223,16 +228,20 @@ class EngineAdapters:
 
     @property
     def stats(self) -> AdapterStats:
-        requests, store = self._requests, self._store
+        requests, slots, store = self._requests, self._requests.slots, self._store
         return AdapterStats(
-            slots=requests.num_slots,
-            resident=len(requests.digests),
+            slots=slots.num_slots,
+            resident=len(slots.digests),
             known=len(store),
             held_requests=requests.num_held,
             host_bytes=store.held_bytes,
             loads=store.num_loads,
-            fills=requests.num_fills,
-            slot_evictions=requests.num_slot_evictions,
+            fills=slots.num_fills,
+            slot_evictions=slots.num_evictions,
+            refused=slots.num_refused,
+            slot_bytes=slots.used_bytes,
+            max_slot_bytes=slots.max_bytes,
+            rank_classes=slots.rank_classes(),
             host_evictions=store.num_evictions,
             each=self._shares().figures(),
         )

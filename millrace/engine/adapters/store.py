@@ -49,7 +49,7 @@ class _Loading:
 class AdapterStore:
     def __init__(self, read: Read, max_bytes: int) -> None:
         """`max_bytes`: of the adapters in memory that nobody uses; those in slots count too and are never dropped."""
-        self._read, self._max_bytes = read, max_bytes
+        self._read, self.max_bytes = read, max_bytes
         self._known: dict[str, Known] = {}
         self._held: OrderedDict[str, Adapter] = OrderedDict()
         """By digest, the least recently used first."""
@@ -171,7 +171,7 @@ class AdapterStore:
     def _evict(self, newest: str = "") -> None:
         """Down to the limit, without those in slots and the newest, which somebody waits for."""
         for digest in list(self._held):
-            if self.held_bytes <= self._max_bytes:
+            if self.held_bytes <= self.max_bytes:
                 return
             if digest not in self._pins and digest != newest:
                 del self._held[digest]
