@@ -16,6 +16,9 @@ from millrace.gateway.routing.policies import policy_named
 from millrace.gateway.routing.prefix_map import PrefixMap
 from millrace.gateway.settings import GatewaySettings, ReplicaSettings, replica_name
 
+SILENT_S = 30.0
+"""Streams of Millrace replicas send a sign of life every 10 s at least."""
+
 
 class NoReplica(EngineUnavailable):
     """No replica can take the request now."""
@@ -180,6 +183,14 @@ class Fleet:
                 replica.num_token_samples, replica.token_ms = 0, 0.0  # Measured anew when it returns.
                 ejected.append(replica)
         return ejected
+
+    def give_up_silent(self) -> None:
+        """Move streams that have sent nothing for long, while others of their replica may go on."""
+        now, limit_s = self.clock(), max(self.settings.stall_s, SILENT_S)
+        for replica in self.replicas.values():
+            for attempt in replica.silent(now, limit_s):
+                attempt.give_up(f"nothing came for {limit_s:g} s")
+                replica.health.failed(now, f"a stream sent nothing for {limit_s:g} s")
 
     def find_stalled(self) -> list[Replica]:
         """Replicas whose begun streams all stand still."""

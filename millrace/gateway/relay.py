@@ -63,10 +63,14 @@ async def relay_whole(sender: Sender, raw: bytes, begun: Opened | None = None) -
         if isinstance(opened, Refusal):
             return refusal_answer(sender, opened)
         try:
-            body = await opened.response.read()
+            async with asyncio.timeout(sender.fleet.settings.answer_s):
+                body = await opened.response.read()
         except LOST as error:
             sender.note_failure(
-                opened.replica, opened.attempt, f"lost in its answer: {error}", counts=not opened.attempt.aborted
+                opened.replica,
+                opened.attempt,
+                f"lost in its answer: {str(error) or type(error).__name__}",
+                counts=not opened.attempt.aborted,
             )
             continue
         finally:
@@ -151,12 +155,14 @@ class StreamRelay:
         was_slow = False
         if not replica.is_millrace:
             self._is_foreign = True
+        attempt.heard_at = self._sender.fleet.clock()
         try:
             opened.response.follow(lambda data: self._take(opened, data))
             while not await opened.response.stopped():
-                was_slow = True
+                was_slow = attempt.is_held = True
                 assert self._out is not None
                 await self._until_read(self._out)
+                attempt.released(self._sender.fleet.clock())
                 opened.response.resume()
             if not self._frames.is_between_frames:
                 return "its answer broke off"
@@ -177,10 +183,11 @@ class StreamRelay:
             if before:
                 self._forward(opened, before, is_data=has_data(before))
             raise WentAway
-        is_data = has_data(frames)
+        is_data, now = has_data(frames), self._sender.fleet.clock()
+        opened.attempt.heard_at = now
         if is_data:
             replica = opened.replica
-            replica.saw_frame(opened.attempt, self._sender.fleet.clock())
+            replica.saw_frame(opened.attempt, now)
             replica.marks_tokens = replica.marks_tokens or self._frames.has_tokens
         if self._forward(opened, frames, is_data=is_data).paused:
             opened.response.pause()

@@ -60,6 +60,10 @@ class OpenAttempt:
     """Why the gateway gave it up, if it did."""
     num_frames: int = 0
     last_frame_at: float = 0.0
+    heard_at: float = 0.0
+    """When a stream last sent anything, signs of life included; 0 before its head."""
+    is_held: bool = False
+    """Its client reads slowly, so the gateway reads nothing either."""
     kv_from: str = ""
     """URL of a replica that has more of the prompt in its cache."""
     span: Span | None = None
@@ -68,6 +72,10 @@ class OpenAttempt:
     def failed(self, reason: str) -> None:
         if self.span is not None:
             self.span.error = reason
+
+    def released(self, now: float) -> None:
+        """It is read again. The time that its client took is not the replica's."""
+        self.is_held, self.heard_at, self.last_frame_at = False, now, now
 
     def give_up(self, reason: str) -> None:
         if not self.aborted:
@@ -177,8 +185,14 @@ class Replica:
 
     def stalled_since(self) -> float | None:
         """The time of the last progress, if streams that had begun are open."""
-        begun = [one.last_frame_at for one in self.attempts if one.num_frames]
+        begun = [one.last_frame_at for one in self.attempts if one.num_frames and not one.is_held]
         return max(begun) if begun else None
+
+    def silent(self, now: float, limit_s: float) -> list[OpenAttempt]:
+        """Streams that send nothing, not even signs of life. Other servers send none."""
+        if not self.is_millrace:
+            return []
+        return [one for one in self.attempts if one.heard_at and not one.is_held and now - one.heard_at > limit_s]
 
     def give_up_all(self, reason: str) -> None:
         for attempt in list(self.attempts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from dataclasses import dataclass
 from urllib.parse import quote
@@ -243,20 +244,22 @@ async def _pass_answer(state: GatewayState, sender: Sender, opened: Opened) -> w
     headers.update({REQUEST_ID_HEADER: sender.request_id, REPLICA_HEADER: opened.replica.name, "Server": "millrace"})
     length = response.content_length
     if length is not None and length <= _MAX_WHOLE_BYTES:
-        whole = web.Response(status=response.status, body=await _read(response), headers=headers)
+        body = await _read(response, state.settings.answer_s)
+        whole = web.Response(status=response.status, body=body, headers=headers)
         _note_home(state, opened.replica.name, whole)
         return whole
     answer = web.StreamResponse(status=response.status, headers=headers)
     await answer.prepare(sender.request)
-    async for data in response.pieces():
+    async for data in response.pieces(state.settings.answer_s):
         await answer.write(data)
     await answer.write_eof()
     return answer
 
 
-async def _read(response: Answer) -> bytes:
+async def _read(response: Answer, limit_s: float) -> bytes:
     try:
-        return await response.read()
+        async with asyncio.timeout(limit_s):
+            return await response.read()
     except LOST as error:
         raise EngineUnavailable(f"The replica was lost in its answer: {error}. Send the request again.") from error
 

@@ -52,6 +52,11 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     probe_timeout_s: float = 5.0
     stall_s: float = 30.0
     """A replica whose streams all stand still for this long after their first token is ejected."""
+    head_s: float = 15.0
+    """A Millrace replica that has not begun a stream after this time has failed; it sends a head within 2 s, however
+    long the prompt is."""
+    answer_s: float = 1800.0
+    """The same for whole answers and for streams of other servers, whose head may come with the first token."""
     outlier_factor: float = 5.0
     """A replica whose time per token is this many times the median of the others is ejected; 0: never."""
     max_failures: int = 3

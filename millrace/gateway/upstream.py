@@ -164,7 +164,9 @@ class Sender:
         """A replica that is full or goes away. Full is no failure."""
         replica, status = opened.replica, opened.response.status
         try:
-            refusal = Refusal(status, passed_headers(opened.response.headers), await opened.response.read())
+            async with asyncio.timeout(self.fleet.settings.head_s):
+                body = await opened.response.read()
+            refusal = Refusal(status, passed_headers(opened.response.headers), body)
         except LOST:
             refusal = None
         finally:
@@ -216,16 +218,23 @@ class Sender:
         if content is None:
             replica.remove(attempt)
             return "its API cannot take this request"
+        head_s = self._head_s(replica)
         try:
-            response = await self._send(replica, attempt, content)
+            async with asyncio.timeout(head_s) as limit:
+                response = await self._send(replica, attempt, content)
         except LOST as error:
+            why = f"it did not begin to answer within {head_s:g} s" if limit.expired() else _why(error)
             replica.remove(attempt)
-            self.note_failure(replica, attempt, _why(error), counts=not isinstance(error, ReplicaLost))
-            return _why(error)
+            self.note_failure(replica, attempt, why, counts=not isinstance(error, ReplicaLost))
+            return why
         except BaseException:
             replica.remove(attempt)
             raise
         return Opened(replica, attempt, response)
+
+    def _head_s(self, replica: Replica) -> float:
+        settings = self.fleet.settings
+        return settings.head_s if self.facts.is_stream and replica.is_millrace else settings.answer_s
 
     async def _send(self, replica: Replica, attempt: OpenAttempt, content: Payload) -> Answer:
         headers = passed_headers(self.request.headers)

@@ -127,6 +127,7 @@ class Watch:
             await asyncio.sleep(self.fleet.settings.probe_s)
             for replica in self.fleet.find_stalled():
                 self.lost(replica, "its streams stand still")
+            self.fleet.give_up_silent()
             for replica in self.fleet.eject_slow():
                 log.warning("Replica %s is ejected: %s.", replica.name, replica.health.reason)
             if self.fleet.rollout is not None and (change := self.fleet.rollout.check(self.fleet.clock())):

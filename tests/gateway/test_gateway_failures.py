@@ -139,6 +139,20 @@ def test_hedge_takes_the_first_answer() -> None:
     asyncio.run(check())
 
 
+def test_a_replica_that_never_begins_to_answer_is_given_up() -> None:
+    async def check() -> None:
+        mute, well = NullReplica(prefill_us=1e9), NullReplica()
+        async with gateway_over(mute, well, policy="round-robin", head_s=0.2, answer_s=0.2) as gateway:
+            for number in range(2):
+                assert (await gateway.stream(f"{number}", max_tokens=3)).text == answer_text(f"{number}", 3)
+                assert (await gateway.complete(f"{number}", max_tokens=3))[0] == 200
+            notes = [note for one in gateway.state.fleet.decisions.recent(9) for note in one.notes]
+            assert "r0: it did not begin to answer within 0.2 s" in notes
+            await until(lambda: mute.num_open == 0)
+
+    asyncio.run(check())
+
+
 def test_circuit_opens_and_closes_slowly() -> None:
     async def check() -> None:
         sick, well = NullReplica(status=502), NullReplica()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from millrace.gateway.fleet import Fleet
 from millrace.gateway.replica import OpenAttempt
 from millrace.gateway.routing.candidates import Asked
@@ -80,6 +82,36 @@ def test_streams_that_stand_still_are_found() -> None:
     other.saw_frame(next(iter(other.attempts)), now[0])
     now[0] = 540.0
     assert [one.name for one in fleet.find_stalled()] == ["a", "c"]
+
+
+def test_a_stream_that_sends_nothing_is_given_up_alone() -> None:
+    fleet, now = fleet_with_open_streams()
+    for name, replica in fleet.replicas.items():
+        (attempt,) = replica.attempts
+        if name != "a":  # Has no head yet.
+            attempt.heard_at = now[0]
+        attempt.is_held = name == "b"
+    lively = OpenAttempt(Asked("id", "m", 1, 1), 2)
+    fleet.replicas["c"].add(lively)
+    now[0] += 31.0
+    lively.heard_at = now[0]
+    fleet.give_up_silent()
+    given_up = {name: [one.aborted for one in replica.attempts] for name, replica in fleet.replicas.items()}
+    assert (given_up["a"], given_up["b"], sorted(given_up["c"])) == ([""], [""], ["", "nothing came for 30 s"])
+
+
+def test_a_slow_client_is_no_stall_and_no_slow_replica() -> None:
+    fleet, now = fleet_with_open_streams()
+    replica = fleet.replicas["a"]
+    (attempt,) = replica.attempts
+    replica.saw_frame(attempt, now[0])
+    attempt.is_held = True
+    now[0] += 100.0
+    assert fleet.find_stalled() == []
+    attempt.released(now[0])
+    assert fleet.find_stalled() == []
+    replica.saw_frame(attempt, now[0] + 0.01)
+    assert replica.token_ms == pytest.approx(10.0)
 
 
 def test_slow_replica_is_ejected_and_measured_anew() -> None:

@@ -198,7 +198,7 @@ def test_an_answer_that_nobody_reads_is_not_read_on() -> None:
         body = b"x" * (READ_BUFFER_BYTES + 1)
         connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (2 * len(body)) + body)
         assert not transport.is_reading
-        pieces = (await task).pieces()
+        pieces = (await task).pieces(60)
         assert await anext(pieces) == body
         assert transport.is_reading
         connection.data_received(body)

@@ -41,6 +41,8 @@ _OPTIONS: dict[str, tuple[type, str]] = {
     "probe_s": (float, "seconds between two looks at a replica (default: 1)"),
     "probe_timeout_s": (float, "seconds in which a replica must answer a probe (default: 5)"),
     "stall_s": (float, "seconds without progress after which a replica is ejected (default: 30)"),
+    "head_s": (float, "seconds in which a replica must begin a stream, long before its first token (default: 15)"),
+    "answer_s": (float, "seconds that a whole answer may take (default: 1800)"),
     "outlier_factor": (float, "eject a replica this many times slower than the others; 0: never (default: 5)"),
     "eject_s": (float, "seconds that a replica stays outside at first (default: 5)"),
     "ramp_s": (float, "seconds in which it returns to its full share (default: 10)"),

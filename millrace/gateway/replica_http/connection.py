@@ -97,8 +97,8 @@ class Answer:
             raise self._error
         return self._taken()
 
-    async def pieces(self) -> AsyncIterator[bytes]:
-        """The body as it comes, no faster than it is taken."""
+    async def pieces(self, wait_s: float) -> AsyncIterator[bytes]:
+        """The body as it comes, no faster than it is taken. `wait_s`: the longest wait for a piece."""
         while True:
             if self._pieces:
                 piece = self._taken()
@@ -109,7 +109,8 @@ class Answer:
             elif self._has_ended:
                 return
             else:
-                await self._wait()
+                async with asyncio.timeout(wait_s):
+                    await self._wait()
 
     def close(self) -> None:
         """Idempotent. An answer that has ended leaves its connection to the next request."""
