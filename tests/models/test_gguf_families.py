@@ -15,6 +15,7 @@ from gguf import GGMLQuantizationType as T
 from helpers.paged import PagedDriver
 from helpers.tiny_models import CASES, VOCAB, StateDictSource, config_of, make_reference
 
+from millrace.errors import ModelError
 from millrace.models import kept_weights
 from millrace.models import load as load_module
 from millrace.models.formats.gguf import weight_of_blocks
@@ -132,12 +133,23 @@ def add_latents(writer: gguf.GGUFWriter, config: Any, split_latents: bool) -> No
         writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
 
 
-def write(path: Path, case: str, *, split_latents: bool = True, mxfp4: bool = False) -> Any:
-    """The file of a case; its model."""
+def write(
+    path: Path,
+    case: str,
+    *,
+    split_latents: bool = True,
+    mxfp4: bool = False,
+    factors: dict[str, Any] | None = None,
+) -> Any:
+    """The file of a case; its model. `factors`: by name, that a tensor's numbers were divided by."""
     model, kind = make_reference(case, **CHANGES.get(case, {})), CASES[case][0]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHES[kind]])
     add_metadata(writer, model.config, split_latents)
     for name, array in converted(model, kind, split_latents, mxfp4).items():
+        if factors and name in factors:
+            own = np.array(factors[name], dtype=np.float32)
+            writer.add_tensor(name.removesuffix("weight") + "scale", own)
+            array = array / own.reshape(-1, *[1] * (array.ndim - 1))
         is_stored = mxfp4 and name.endswith("_exps.weight")
         writer.add_tensor(name, np.ascontiguousarray(array), raw_dtype=T.MXFP4 if is_stored else None)
     writer.write_header_to_file()
@@ -165,6 +177,31 @@ def test_a_file_gives_its_models_spec_and_logits(case: str, split_latents: bool,
     with torch.inference_mode():
         wanted = model(torch.tensor([TOKENS])).logits[0]
     torch.testing.assert_close(logits(tmp_path / "model.gguf"), wanted, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("split_latents", [True, False])
+def test_factors_of_latent_projections_are_applied(split_latents: bool, tmp_path: Path) -> None:
+    """One per tensor, or one for each of its heads."""
+    path, heads = tmp_path / "model.gguf", np.linspace(0.5, 3, 6).tolist()
+    parts = {"attn_k_b": heads, "attn_v_b": [0.25]} if split_latents else {"attn_kv_b": [4.0]}
+    parts |= {"attn_kv_a_mqa": [2.0], "attn_q_b": [3.0], "attn_output": [0.5], "ffn_down_shexp": [2.0]}
+    factors = {f"blk.{layer}.{part}.weight": own for layer in range(3) for part, own in parts.items()}
+    model = write(path, "deepseek_v3", split_latents=split_latents, factors=factors)
+    with torch.inference_mode():
+        wanted = model(torch.tensor([TOKENS])).logits[0]
+    torch.testing.assert_close(logits(path), wanted, atol=2e-4, rtol=2e-4)
+
+
+def test_factors_of_another_number_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write(path, "deepseek_v3", factors={"blk.1.attn_k_b.weight": [1.0, 2.0, 1.0, 2.0, 1.0, 1.0]})
+    data = path.read_bytes()
+    weights = open_weights(resolve_model(str(path)))
+    assert weights.get("model.layers.1.self_attn.kv_b_proj.weight").isfinite().all()
+    path.write_bytes(data.replace(b"blk.1.attn_k_b.scale", b"blk.1.attn_q_b.scale"))
+    weights = open_weights(resolve_model(str(path)))
+    with pytest.raises(ModelError, match=r"attn_q_b.scale' has type F32 and shape \(6,\); it must have one F32 factor"):
+        weights.get("model.layers.1.self_attn.q_b_proj.weight")
 
 
 def test_mxfp4_experts_stay_as_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

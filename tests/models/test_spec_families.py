@@ -29,6 +29,7 @@ LLAMA: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 5000.0,
 }
+MIXTRAL: dict[str, Any] = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 8}
 GEMMA3_4B: dict[str, Any] = {
     # As published: most sizes are left to the family's defaults.
     "architectures": ["Gemma3ForConditionalGeneration"],
@@ -180,7 +181,8 @@ def test_unknown_architecture_lists_what_is_supported() -> None:
         ({"architectures": ["Gemma2ForCausalLM"], "layer_types": ["full_attention"]}, "layer_types"),
         ({"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": ["x", "y"]}, "'x'"),
         ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "use_bidirectional_attention"),
-        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 3}, "experts"),
+        (MIXTRAL | {"num_local_experts": 2, "num_experts_per_tok": 3}, "experts"),
+        (MIXTRAL | {"num_local_experts": 4097}, "has 4097 experts per layer; routing supports at most 4096. Use a"),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "no_rope_layers"),
     ],
 )

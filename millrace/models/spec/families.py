@@ -22,6 +22,8 @@ Windows = list[int | None]
 
 MAX_LAYERS = 1024
 """A config with more layers is treated as damaged."""
+MAX_EXPERTS = 4096
+"""The router's GPU kernel keeps the logits of a token's experts in the registers of one warp."""
 
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
@@ -510,6 +512,11 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
         windows = family.windows(c, c.whole("num_hidden_layers"))
         fields["layers"] = tuple(LayerSpec(window) for window in windows)
     spec = ModelSpec(family=family.name, max_context=_max_context(c, fields["ropes"]), **fields)
+    if spec.moe is not None and spec.moe.num_experts > MAX_EXPERTS:
+        raise ModelError(
+            f"The model has {spec.moe.num_experts} experts per layer; routing supports at most {MAX_EXPERTS}. Use a"
+            " model with fewer experts."
+        )
     _check_heads(c, spec)
     return spec
 

@@ -71,10 +71,10 @@ class GgufWeights:
         """From latents to each head's key, then to its value: float32 [rows, rank]."""
         heads = []
         for name in (piece.tensor, piece.values):
-            tensor = self._model.tensor(name)
+            tensor, factors = self._model.tensor(name), self._factors(name)
             own = torch.empty(tensor.shape)
             dequantise(np.ascontiguousarray(self._model.data(name)), tensor.type, own)
-            heads.append(own)
+            heads.append(own if factors is None else own * torch.tensor(factors)[:, None, None])
         keys, values = heads
         return torch.cat((keys.mT, values), dim=1).reshape(piece.shape)
 
@@ -151,12 +151,23 @@ class GgufWeights:
             )
 
     def _scale(self, piece: GgufPiece) -> float | None:
-        """Some 4-bit files store a further factor per tensor, or per expert, in a separate tensor."""
-        name = piece.tensor.removesuffix(".weight") + ".scale"
-        if name not in self._model:
+        factors = self._factors(piece.tensor)
+        return None if factors is None else factors[piece.expert if piece.expert is not None and factors[1:] else 0]
+
+    def _factors(self, name: str) -> list[float] | None:
+        """Some 4-bit files store a further factor per tensor, or for each of its matrices, in a separate tensor."""
+        factors = name.removesuffix(".weight") + ".scale"
+        if factors not in self._model:
             return None
-        values = self._model.data(name).view("<f4")
-        return float(values[piece.expert if piece.expert is not None and len(values) > 1 else 0])
+        shape, own = self._model.tensor(name).shape, self._model.tensor(factors)
+        count = shape[0] if len(shape) == 3 else 1
+        if own.type != gguf.GGMLQuantizationType.F32 or own.shape not in ((1,), (count,)):
+            raise ModelError(
+                f"{self._model.file_of(factors).path}: tensor '{factors}' has type {own.type.name} and shape"
+                f" {own.shape}; it must have one F32 factor, or one for each of {count} matrices. Convert the model"
+                " again."
+            )
+        return [float(value) for value in self._model.data(factors).view("<f4")]
 
 
 def _cut_rows(piece: GgufPiece, cut: Cut) -> GgufPiece:
