@@ -55,6 +55,8 @@ class DecoderBuilder:
     """Binds the tensors of a source to the ops chosen for a device and dtype."""
 
     mesh: Mesh = ONE_RANK
+    counts_keys = True
+    """False if another rank has the same KV heads and counts them in means over all ranks."""
 
     def __init__(
         self,
@@ -159,9 +161,9 @@ class DecoderBuilder:
     def summed_experts(self, routed: RoutedExperts) -> RoutedExperts:
         return routed
 
-    def mean(self, x: Tensor) -> Tensor:
-        """The mean over the last dimension, float32 [T, 1], of x [T, own] of all ranks."""
-        return x.mean(-1, keepdim=True)
+    def means(self, *parts: Tensor) -> list[Tensor]:
+        """Of each part [T, own] of all ranks, the mean over the last dimension, float32 [T, 1]."""
+        return [part.mean(-1, keepdim=True) for part in parts]
 
     def _mlp(self, ops: DecoderOps, layout: tuple[Matrix, Matrix] | MoeLayout) -> Mlp:
         if isinstance(layout, MoeLayout):
@@ -336,6 +338,7 @@ class ShardBuilder(DecoderBuilder):
     def __init__(self, *own: Any, mesh: Mesh, shard: Shard) -> None:
         super().__init__(*own)
         self.mesh, self._shard = mesh, shard
+        self.counts_keys = shard.counts_keys
 
     def embedding_and_head(self) -> tuple[Any, Head]:
         embedding, head = super().embedding_and_head()
@@ -355,7 +358,8 @@ class ShardBuilder(DecoderBuilder):
 
         return summed
 
-    def mean(self, x: Tensor) -> Tensor:
-        sums = torch.stack((x.sum(-1), x.new_full((x.shape[0],), x.shape[1])), dim=1)
-        total = self.mesh.sum(sums)
-        return total[:, :1] / total[:, 1:]
+    def means(self, *parts: Tensor) -> list[Tensor]:
+        sums = [part.sum(-1) for part in parts]
+        sizes = [part.new_full((part.shape[0],), part.shape[1]) for part in parts]
+        totals, counts = self.mesh.sum(torch.stack((*sums, *sizes), dim=1)).chunk(2, dim=1)
+        return list(torch.split(totals / counts, 1, dim=1))

@@ -35,6 +35,28 @@ class ProjectionNorms:
 
 
 @dataclass(frozen=True, slots=True)
+class SplitProjectionNorms:
+    """The same over the heads of all ranks."""
+
+    q_norm: Tensor
+    k_norm: Tensor
+    means: Callable[..., list[Tensor]]
+    counts_keys: bool
+    eps: float
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        queries, keys = len(self.q_norm), len(self.k_norm)
+        q, k, v = torch.split(qkv, [queries, keys, qkv.shape[1] - queries - keys], dim=1)
+        wide = (q.float(), k.float())
+        counted = wide[1] if self.counts_keys else wide[1][:, :0]
+        means = self.means(wide[0].square(), counted.square())
+        scales = (torch.rsqrt(mean + self.eps) for mean in means)
+        weights = (self.q_norm, self.k_norm)
+        normed = (x * scale * weight for x, scale, weight in zip(wide, scales, weights, strict=True))
+        return torch.cat([*(part.to(qkv.dtype) for part in normed), v], dim=1)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionMixer:
     qkv: Linear
     prepare_qkv: PrepareQkv
@@ -44,7 +66,7 @@ class AttentionMixer:
     kv_group: int
     kv_index: int
     """The KV tensor of the pool that holds this layer's keys and values, in the blocks of its group."""
-    projection_norms: ProjectionNorms | None = None
+    projection_norms: ProjectionNorms | SplitProjectionNorms | None = None
     """Norms that take all heads together; `prepare_qkv` has those of single heads."""
     order: Tensor | None = None
     """int64: the order of the projection's outputs in which rotated dimensions are paired as the ops pair them. Scores
@@ -114,9 +136,12 @@ def build_attention(builder: MixerBuilder, site: MixerSite) -> AttentionMixer:
     assert isinstance(layout, AttentionLayout)
     prepare = builder.choose("qkv", head_dim=spec.head_dim)
     q_norm, k_norm = builder.optional_norm(layout.q_norm), builder.optional_norm(layout.k_norm)
-    whole = None
+    whole: ProjectionNorms | SplitProjectionNorms | None = None
     if spec.qk_norm_span == "projection" and q_norm is not None and k_norm is not None:
-        whole = ProjectionNorms(q_norm, k_norm, builder.choose("rms_norm").make(), spec.norm_eps)
+        if builder.mesh.size > 1:
+            whole = SplitProjectionNorms(q_norm, k_norm, builder.means, builder.counts_keys, spec.norm_eps)
+        else:
+            whole = ProjectionNorms(q_norm, k_norm, builder.choose("rms_norm").make(), spec.norm_eps)
         q_norm = k_norm = None
     return AttentionMixer(
         qkv=builder.linear(layout.qkv, "qkv_linear"),

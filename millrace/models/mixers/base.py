@@ -15,6 +15,7 @@ from millrace.models.decode_spans import Span
 from millrace.models.spec.layout import Matrix, MixerLayout, TensorSpec
 from millrace.models.spec.model_spec import LayerSpec, ModelSpec
 from millrace.ops.attention import Attention
+from millrace.ops.base.mesh import Mesh
 from millrace.ops.base.version import Choice
 from millrace.ops.linear.dense import Linear
 
@@ -103,8 +104,16 @@ class MixerSite:
 class MixerBuilder(Protocol):
     """What a mixer is made with: the loader of a decoder."""
 
-    def mean(self, x: Tensor) -> Tensor:
-        """The mean over the last dimension, float32 [T, 1], of x [T, own] of all ranks."""
+    def means(self, *parts: Tensor) -> list[Tensor]:
+        """Of each part [T, own] of all ranks, the mean over the last dimension, float32 [T, 1]."""
+        ...
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def counts_keys(self) -> bool:
+        """False if another rank has the same KV heads and counts them in means over all ranks."""
         ...
 
     @property

@@ -167,7 +167,7 @@ class Mamba2:
     skip: Tensor
     norm: Tensor
     """float32 [heads · value_dim]"""
-    mean: Callable[[Tensor], Tensor]
+    means: Callable[[Tensor], list[Tensor]]
     """Over the heads of all ranks."""
 
     def split(self, x: Tensor) -> Projected:
@@ -192,7 +192,7 @@ class Mamba2:
 
     def finish(self, out: Tensor, gate: Tensor) -> Tensor:
         gated = out.flatten(1) * functional.silu(gate)
-        return gated * torch.rsqrt(self.mean(gated.square()) + self.spec.norm_eps) * self.norm
+        return gated * torch.rsqrt(self.means(gated.square())[0] + self.spec.norm_eps) * self.norm
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def build_mamba2(builder: MixerBuilder, site: MixerSite) -> RecurrentMixer:
     assert layout.skip is not None
     wanted = (layout.decay, layout.time_bias, layout.skip, layout.gate_norm)
     decay, time_bias, skip, norm = (builder.vector(part) for part in wanted)
-    return _mixer(builder, site, "mamba2", Mamba2(spec, -decay.exp(), time_bias, skip, norm, builder.mean))
+    return _mixer(builder, site, "mamba2", Mamba2(spec, -decay.exp(), time_bias, skip, norm, builder.means))
 
 
 def _parts(builder: MixerBuilder, site: MixerSite) -> tuple[RecurrentSpec, RecurrentLayout]:

@@ -63,6 +63,8 @@ class Shard:
     heads: range
     kv_heads: range
     """Ranks have the same KV head where there are fewer KV heads than ranks."""
+    counts_keys: bool
+    """False if a rank before this one has the same KV head: a sum over all KV heads takes each once."""
     inner: range
     expert_inner: range
     shared_inner: range
@@ -143,6 +145,9 @@ class Shard:
             for part, rows in zip(parts, (queries, keys, keys), strict=bool(parts)):
                 yield part.name, Cut(rows=rows)
         yield from self._column_cuts(mixer.out, _scaled(self.heads, size))
+        if self.whole.qk_norm_span == "projection" and mixer.q_norm is not None and mixer.k_norm is not None:
+            yield mixer.q_norm.name, Cut(rows=queries)
+            yield mixer.k_norm.name, Cut(rows=keys)
         if mixer.sinks is not None:
             yield mixer.sinks.name, Cut(rows=self.heads)
 
@@ -203,8 +208,6 @@ class Shard:
 
 def shard_of(spec: ModelSpec, rank: int, size: int) -> Shard:
     """Raises a ConfigError if the model has too few heads. The first ranks have the largest parts."""
-    if reason := _why_whole(spec):
-        raise ConfigError(f"{_SETTING} is {size}, but {reason} so far. Leave --tensor-parallel out.", param=_SETTING)
     if size > spec.num_heads:
         raise ConfigError(
             f"{_SETTING} is {size}, but the model has {spec.num_heads} attention heads, and each rank needs one. Set"
@@ -226,7 +229,8 @@ def shard_of(spec: ModelSpec, rank: int, size: int) -> Shard:
             param=_SETTING,
         )
     out_dim = spec.head_dim if spec.latent is None else spec.latent.value_dim
-    heads, kv_heads = _heads(spec.num_heads, spec.num_kv_heads, out_dim, size)[rank]
+    all_heads = _heads(spec.num_heads, spec.num_kv_heads, out_dim, size)
+    heads, kv_heads = all_heads[rank]
     experts, shared = (0, 0) if spec.moe is None else (spec.moe.inner_size, spec.moe.shared_size)
     states, groups = range(0), range(0)
     if spec.recurrent is not None:
@@ -236,6 +240,7 @@ def shard_of(spec: ModelSpec, rank: int, size: int) -> Shard:
         whole=spec,
         heads=heads,
         kv_heads=kv_heads,
+        counts_keys=kv_heads not in [other for _, other in all_heads[:rank]],
         inner=_split(spec.inner_size, size, _unit(spec.inner_size, size))[rank],
         expert_inner=_split(experts, size, _unit(experts, size))[rank],
         shared_inner=_split(shared, size, _unit(shared, size))[rank],
@@ -243,13 +248,6 @@ def shard_of(spec: ModelSpec, rank: int, size: int) -> Shard:
         recurrent_groups=groups,
         vocabularies=tuple(_split(spec.vocab_size, size)),
     )
-
-
-def _why_whole(spec: ModelSpec) -> str:
-    """Why the model cannot be split, as a clause; empty if it can."""
-    if spec.qk_norm and spec.qk_norm_span == "projection":
-        return "norms over the heads of all ranks are not computed"
-    return ""
 
 
 def _heads(num_heads: int, num_groups: int, head_dim: int, size: int) -> list[tuple[range, range]]:
