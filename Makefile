@@ -15,7 +15,7 @@ WORKERS ?= 2
 CLIENTS_PORT ?= 8765
 NODE_PACKAGES := ai@6.0.326 zod@4.6.7 @ai-sdk/openai@3.0.139 @ai-sdk/openai-compatible@2.0.87 @ai-sdk/anthropic@3.0.138
 # Node too, because Claude Code and Qwen Code need 22 or newer.
-AGENT_PACKAGES := node@22.23.3 @anthropic-ai/claude-code@2.1.327 @openai/codex@0.169.0 @qwen-code/qwen-code@0.24.4
+AGENT_PACKAGES := node@22.23.3 @anthropic-ai/claude-code@2.1.327 @openai/codex@0.169.0 @qwen-code/qwen-code@0.24.4 opencode-ai@1.18.33
 # How much `make fuzz` sends, and the seed of its cases (new in each run unless given).
 SIZE ?= 100
 SEED := $(or $(SEED),$(shell date +%s))
@@ -54,7 +54,7 @@ test-clients: setup-dev fetch ## Clients and agent frameworks against a running 
 		.venv-clients/bin/pytest -c /dev/null --confcutdir tests/clients -p no:cacheprovider tests/clients $(TESTS) && \
 		.venv-clients-openai2/bin/pytest -c /dev/null --confcutdir tests/clients -p no:cacheprovider tests/clients $(TESTS)
 
-test-agents: setup-dev .agents/.installed ## Claude Code, Codex CLI and Qwen Code (npm, pinned) against a real model; ARGS="codex --model M"
+test-agents: setup-dev .agents/.installed ## Claude Code, Codex CLI, opencode and Qwen Code (npm, pinned) against a real model; ARGS="codex --model M"
 	@PYTHONPATH=tests $(BIN)/python -m agents.try_agents $(ARGS)
 
 .agents/.installed: Makefile

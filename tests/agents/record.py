@@ -15,7 +15,7 @@ from agents.verdict import ENDS
 
 MAX_CHARS = 60
 """Longer texts are replaced."""
-KEPT_HEADERS = ("anthropic-version", "anthropic-beta", "user-agent", "accept")
+KEPT_HEADERS = ("anthropic-version", "anthropic-beta", "user-agent", "accept", "x-session-affinity", "x-session-id")
 _ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _PATH = re.compile(r"(/[\w.-]+)+/(greeting\.py|README\.md)")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -39,6 +40,7 @@ HEADLESS: dict[str, tuple[str, ...]] = {
         *(part for name in ("multi_agent", "goals", "skill_search", "apps", "plugins") for part in ("--disable", name)),
         TASK,
     ),
+    "opencode": ("run", TASK),
     "qwen": (
         *("--bare", "--system-prompt", SYSTEM, "--max-session-turns", str(MAX_TURNS), "--approval-mode", "auto-edit"),
         *("--core-tools", "run_shell_command", "read_file", "edit"),
@@ -47,7 +49,19 @@ HEADLESS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Arguments with which an agent does a task without a terminal."""
-SHELLS = {"Bash", "exec_command", "run_shell_command"}
+OPENCODE = {
+    "permission": {
+        "*": "deny",
+        "read": "allow",
+        "edit": "allow",
+        "bash": {"ls": "allow", "python3 greeting.py": "allow"},
+    },
+    "agent": {"build": {"prompt": SYSTEM}},
+    "autoupdate": False,
+    "share": "disabled",
+}
+"""Its configuration: it has no options for these."""
+SHELLS = {"Bash", "bash", "exec_command", "run_shell_command"}
 """Names of the tools that run a command."""
 LIMITS = {MESSAGES: "max_tokens", CHAT: "max_tokens", RESPONSES: "max_output_tokens"}
 MAX_TOKENS = 512
@@ -81,7 +95,8 @@ def make_repository(directory: Path) -> Path:
     """A git repository with two files; beside it a home directory and Codex's instructions."""
     repository = directory / "repository"
     repository.mkdir()
-    (directory / "home").mkdir()
+    (directory / "home" / ".config" / "opencode").mkdir(parents=True)
+    (directory / "home" / ".config" / "opencode" / "opencode.json").write_text(json.dumps(OPENCODE))
     (directory / "instructions.md").write_text(SYSTEM)
     (repository / "greeting.py").write_text('print("Hello")\n')
     (repository / "README.md").write_text("# A greeting\n")

@@ -28,6 +28,8 @@ _LINES_BY_DEFAULT = frozenset({"/api/chat", "/api/generate"})
 _PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "prompt", "input")
 """In the order in which templates write them."""
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+_SESSION_HEADERS = ("Millrace-Session", "X-Session-Id")
+"""The second is sent by agents."""
 _SESSIONS = ("prompt_cache_key", "user", "safety_identifier")
 _STORED = ("previous_response_id", "conversation", "input_file_id")
 
@@ -119,7 +121,5 @@ def _is_batch(body: dict[str, Any]) -> bool:
 
 
 def _session(body: dict[str, Any], headers: Mapping[str, str]) -> str:
-    given = headers.get("X-Session-Id", "") or next(
-        (body[name] for name in _SESSIONS if isinstance(body.get(name), str)), ""
-    )
-    return given[:256]
+    named = (*(headers.get(name) for name in _SESSION_HEADERS), *(body.get(name) for name in _SESSIONS))
+    return next((name for name in named if isinstance(name, str) and name), "")[:256]
