@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import dataclass
-from urllib.parse import quote
 
 from aiohttp import web
 
 from millrace.errors import EngineUnavailable, MillraceError
 from millrace.gateway.auto_model import with_model
+from millrace.gateway.kept.finding import asker_of, home_of, replica_headers
 from millrace.gateway.limits.limits import Held
 from millrace.gateway.limits.usage import UsageReader
 from millrace.gateway.relay import ClientGone, StreamRelay, outcome_of, refusal_answer, relay_whole
-from millrace.gateway.replica import Replica
 from millrace.gateway.replica_http.connection import Answer
 from millrace.gateway.routing.candidates import Asked
-from millrace.gateway.routing.request_facts import EMBEDDING, GENERATING, RequestFacts, facts_of, named_model
+from millrace.gateway.routing.homes import stored_as, stored_at
+from millrace.gateway.routing.request_facts import RequestFacts, computes, facts_of, named_model
 from millrace.gateway.state import STATE, GatewayState
 from millrace.gateway.upstream import (
     LOST,
@@ -26,27 +26,16 @@ from millrace.gateway.upstream import (
     Payload,
     Refusal,
     Sender,
-    own_headers,
     passed_headers,
 )
 from millrace.model_router.router import AUTO
 from millrace.serve.http.app_keys import REQUEST_ID
-from millrace.serve.http.body import read_body
+from millrace.serve.http.body import read_any_body, read_body
 from millrace.serve.http.ids import REQUEST_ID_HEADER
 from millrace.serve.tenancy.cache_scope import SALT_HEADER
-from millrace.serve.tenancy.owner import OWNER_HEADER, owner_of, tenant_of
+from millrace.serve.tenancy.owner import owner_of, tenant_of
 
-_STORED = re.compile(r"^/v1/(?:responses|chat/completions|conversations|files|batches|requests)/(?P<id>[^/]+)(?:/.*)?$")
-_FIXED = frozenset({"input_tokens", "compact"})
 _CREATED = re.compile(rb'"id": ?"([^"\\]{1,128})"')
-_KINDS = (
-    ("file", "files"),
-    ("batch", "batches"),
-    ("conv", "conversations"),
-    ("resp", "responses"),
-    ("chatcmpl", "chat/completions"),
-)
-"""First letters of ids, and where what they name is found."""
 _MAX_WHOLE_BYTES = 1 << 20
 """Answers up to this size are read to find what they created."""
 
@@ -87,7 +76,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     record = state.fleet.decisions.begin(request_id, tenant)
     sender = Sender(state.fleet, state.client, request, request_id, facts, record)
     sender.salt, sender.owner = state.salt_of(tenant_of(request)), state.owner_of(tenant_of(request))
-    sender.only = await _home_of(state, request, facts.stored_id) if facts.stored_id else ""
+    sender.only = await home_of(state, request, facts.stored)
     state.num_open += 1
     used = Used()
     try:
@@ -164,7 +153,7 @@ def _note_rollout(
         elif answer.status == 200:
             state.fleet.rollout.answered(replica.settings.group, first_at - began)
     facts = sender.facts
-    if state.shadow is not None and answer.status == 200 and not facts.stored_id:
+    if state.shadow is not None and answer.status == 200 and not facts.stored:
         group = state.shadow.settings.group
         copies = [one for one in state.fleet.open_replicas() if one.settings.group == group]
         whole = answer.body if isinstance(answer, web.Response) and isinstance(answer.body, bytes) else b""
@@ -189,20 +178,21 @@ def _learn(state: GatewayState, sender: Sender, answer: web.StreamResponse) -> N
     """What an answer says about its replica: what is stored there, and what is cached."""
     replica = state.fleet.replicas.get(sender.record.decisions[-1].choice.replica)
     if replica is not None and answer.status == 200:
-        _note_home(state, replica.name, answer)
+        _note_home(state, sender.request, replica.name, answer)
         state.learner.learn(replica, sender.facts, sender.salt, replica_headers(state, sender.request))
 
 
-def _note_home(state: GatewayState, replica: str, answer: web.StreamResponse) -> None:
+def _note_home(state: GatewayState, request: web.Request, replica: str, answer: web.StreamResponse) -> None:
     if isinstance(answer, web.Response) and isinstance(answer.body, bytes) and answer.status == 200:
         created = _CREATED.search(answer.body[:4096])
         if created:
-            state.homes.put(created[1].decode(errors="replace"), replica)
+            stored = stored_as(request.path, created[1].decode(errors="replace"))
+            state.homes.put(asker_of(request), stored, replica)
 
 
 async def pass_on(request: web.Request) -> web.StreamResponse:
     """Everything else goes to the replica that holds what the path names, or to any."""
-    if request.method == "POST" and request.path in GENERATING | EMBEDDING:
+    if request.method == "POST" and computes(request.path):
         return await generate(request)
     state, request_id = request.app[STATE], request[REQUEST_ID]
     raw = await read_any_body(request, state.settings.body_limit_mb << 20)
@@ -212,10 +202,7 @@ async def pass_on(request: web.Request) -> web.StreamResponse:
     record = state.fleet.decisions.begin(request_id, owner_of(request))
     sender = Sender(state.fleet, state.client, request, request_id, facts, record)
     sender.salt, sender.owner = state.salt_of(tenant_of(request)), state.owner_of(tenant_of(request))
-    stored = _STORED.match(request.path)
-    stored_id = stored["id"] if stored and stored["id"] not in _FIXED else facts.stored_id
-    if stored_id:
-        sender.only = await _home_of(state, request, stored_id)
+    sender.only = await home_of(state, request, stored_at(request.path) or facts.stored)
     opened = await sender.open(lambda replica: Payload(raw), "new")
     if isinstance(opened, Refusal):
         return refusal_answer(sender, opened)
@@ -223,19 +210,6 @@ async def pass_on(request: web.Request) -> web.StreamResponse:
         return await _pass_answer(state, sender, opened)
     finally:
         opened.close()
-
-
-async def read_any_body(request: web.Request, limit_bytes: int) -> bytes:
-    """Uploads are not JSON; the replica checks what they are."""
-    if request.content_type == "application/json":
-        return await read_body(request, limit_bytes)
-    pieces, total = [], 0
-    while piece := await request.content.readany():
-        total += len(piece)
-        if total > limit_bytes:
-            raise web.HTTPRequestEntityTooLarge(limit_bytes, total)
-        pieces.append(piece)
-    return b"".join(pieces)
 
 
 async def _pass_answer(state: GatewayState, sender: Sender, opened: Opened) -> web.StreamResponse:
@@ -246,7 +220,7 @@ async def _pass_answer(state: GatewayState, sender: Sender, opened: Opened) -> w
     if length is not None and length <= _MAX_WHOLE_BYTES:
         body = await _read(response, state.settings.answer_s)
         whole = web.Response(status=response.status, body=body, headers=headers)
-        _note_home(state, opened.replica.name, whole)
+        _note_home(state, sender.request, opened.replica.name, whole)
         return whole
     answer = web.StreamResponse(status=response.status, headers=headers)
     await answer.prepare(sender.request)
@@ -262,33 +236,3 @@ async def _read(response: Answer, limit_s: float) -> bytes:
             return await response.read()
     except LOST as error:
         raise EngineUnavailable(f"The replica was lost in its answer: {error}. Send the request again.") from error
-
-
-async def _home_of(state: GatewayState, request: web.Request, stored_id: str) -> str:
-    """The replica that holds something stored. Another gateway may have created it: then every replica is asked."""
-    known = state.homes.get(stored_id)
-    if known in state.fleet.replicas:
-        return known
-    for replica in state.fleet.open_replicas():
-        if replica.is_millrace and await _holds(state, request, replica, stored_id):
-            state.homes.put(stored_id, replica.name)
-            return replica.name
-    return ""
-
-
-async def _holds(state: GatewayState, request: web.Request, replica: Replica, stored_id: str) -> bool:
-    room = next((room for prefix, room in _KINDS if stored_id.startswith(prefix)), "requests")
-    url = f"{replica.settings.url}/v1/{room}/{quote(stored_id, safe='')}"
-    try:
-        async with state.session.get(url, headers=replica_headers(state, request)) as answer:
-            return answer.status == 200
-    except LOST:
-        return False
-
-
-def replica_headers(state: GatewayState, request: web.Request) -> dict[str, str]:
-    """The credentials for a question of the gateway on behalf of a client."""
-    given = {name: request.headers[name] for name in ("Authorization", "X-Api-Key") if name in request.headers}
-    owner = state.owner_of(tenant_of(request))
-    named = {OWNER_HEADER: owner} if owner else {}
-    return {**({} if state.settings.replica_key else given), **named, **own_headers(state.settings)}

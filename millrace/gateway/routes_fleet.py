@@ -11,8 +11,9 @@ from aiohttp import web
 
 from millrace.errors import BadRequest, Conflict, Forbidden, NotFound
 from millrace.gateway import membership
+from millrace.gateway.kept.finding import replica_headers
 from millrace.gateway.replica import Replica
-from millrace.gateway.routes_api import pass_on, replica_headers
+from millrace.gateway.routes_api import pass_on
 from millrace.gateway.routing.decisions import RequestRecord
 from millrace.gateway.settings import checked, replica_name, without_credentials
 from millrace.gateway.state import STATE, GatewayState
@@ -84,8 +85,11 @@ async def merged_list(request: web.Request) -> web.Response:
     first = found[0] if found else {"object": "list"}
     more = any(page.get("has_more") for page in found)
     merged = {**first, "data": data, **({"has_more": more} if "has_more" in first else {})}
-    if "total" in first:
-        merged["total"] = sum(page.get("total", 0) for page in found)
+    for name in {"total", "used_bytes", "max_bytes"} & first.keys():
+        merged[name] = sum(page.get(name, 0) for page in found)
+    for name, at in (("first_id", 0), ("last_id", -1)):
+        if name in first:
+            merged[name] = data[at].get("id", "") if data else ""
     return json_answer(request, merged)
 
 

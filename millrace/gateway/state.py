@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-from collections import OrderedDict
 from pathlib import Path
 
 import aiohttp
@@ -16,6 +15,7 @@ from millrace.gateway.limits.limits import Limits, store_named
 from millrace.gateway.metrics import GatewayMetrics
 from millrace.gateway.replica_http.client import ReplicaClient
 from millrace.gateway.rollout.shadow import Shadow
+from millrace.gateway.routing.homes import Homes
 from millrace.gateway.routing.model_list import may_use
 from millrace.gateway.settings import GatewaySettings
 from millrace.gateway.watch import Watch
@@ -23,24 +23,6 @@ from millrace.observe.tracing.exporter import SpanExporter
 from millrace.serve.tenancy.cache_scope import gateway_salt
 from millrace.serve.tenancy.keyring import Keyring, Tenant, wrong_model
 from millrace.serve.tenancy.owner import gateway_owner
-
-MAX_HOMES = 65_536
-
-
-class Homes:
-    """Which replica holds what is stored: files, batches, responses, conversations. A cache of what can be asked."""
-
-    def __init__(self) -> None:
-        self._homes: OrderedDict[str, str] = OrderedDict()
-
-    def get(self, stored_id: str) -> str:
-        return self._homes.get(stored_id, "")
-
-    def put(self, stored_id: str, replica: str) -> None:
-        self._homes[stored_id] = replica
-        self._homes.move_to_end(stored_id)
-        while len(self._homes) > MAX_HOMES:
-            self._homes.popitem(last=False)
 
 
 class GatewayState:

@@ -84,7 +84,7 @@ def test_errors_stored_things_and_explanations(served: Served) -> None:
             asked = {"model": NAME, "input": "hi", "max_output_tokens": 16}
             status, made = await gateway.post("/v1/responses", asked, headers={"X-Request-Id": "mine"})
             assert status == 200
-            gateway.state.homes.put(made["id"], "")  # Another gateway would not know where it is.
+            gateway.state.homes.put("", f"responses/{made['id']}", "")  # Another gateway would not know where it is.
             assert (await gateway.get(f"/v1/responses/{made['id']}"))[1]["id"] == made["id"]
             status, told = await gateway.get("/v1/requests/mine/explain")
             assert told["gateway"]["decisions"][0]["replica"] == "real"

@@ -9,29 +9,42 @@ from typing import Any
 import msgspec
 
 from millrace.gateway.routing.candidates import BYTES_PER_TOKEN, Asked
+from millrace.gateway.routing.homes import stored_at
 from millrace.gateway.routing.prefix_map import chain_of
 from millrace.params import CLASS_NAMES
+from millrace.serve.generate.fields.session import SESSION_HEADER
 
 GENERATING = frozenset(
     {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate"}
 )
-EMBEDDING = frozenset({"/v1/embeddings", "/api/embed", "/api/embeddings"})
-_COMPUTING = frozenset(
-    {"/v1/embed", "/v2/embed", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score", "/v1/multi-vector"}
-    | {"/v1/sparse-vector", "/v1/classify", "/classify", "/v1/cache", "/v1/sessions"}
+NAMED_BY = {"/v1/sessions": "id", "/v1/cache": "name"}
+"""Paths that make something under a name that the client may choose, and the field of that name."""
+_READING = frozenset(
+    {"/v1/embeddings", "/api/embed", "/api/embeddings", "/v1/embed", "/v2/embed", "/v1/rerank", "/v2/rerank", "/rerank"}
+    | {"/v1/score", "/score", "/v1/multi-vector", "/v1/sparse-vector", "/v1/classify", "/classify", "/v1/cache"}
 )
-"""Further paths that compute: without a model, with the first one."""
+"""Paths that compute prompts, and write no answer."""
 _OF_MODEL = re.compile(r"/v1/models/(.+?)(?:/(?:un)?load)?")
 ASSUMED_OUTPUT_TOKENS = 256
 _MAX_CHOICES = 1024
 _LINES_BY_DEFAULT = frozenset({"/api/chat", "/api/generate"})
-_PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "prompt", "input")
-"""In the order in which templates write them."""
+_PROMPT_FIELDS = (
+    *("tools", "system", "instructions", "messages", "prompt", "input"),
+    *("query", "documents", "texts", "text_1", "text_2"),
+)
+"""In the order in which templates write them; then those of rerankers and encoders."""
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _SESSION_HEADERS = ("Millrace-Session", "X-Session-Id")
 """The second is sent by agents."""
 _SESSIONS = ("prompt_cache_key", "user", "safety_identifier")
-_STORED = ("previous_response_id", "conversation", "input_file_id")
+_STORED = {
+    "previous_response_id": "responses",
+    "conversation": "conversations",
+    "input_file_id": "files",
+    "session_id": "sessions",
+}
+"""Fields that refer to something stored, and where that is found."""
+_TURN = re.compile(r"/v1/sessions/[^/]+/turns")
 
 
 class RequestFacts(msgspec.Struct, frozen=True):
@@ -39,10 +52,10 @@ class RequestFacts(msgspec.Struct, frozen=True):
     is_stream: bool
     num_choices: int
     can_resume: bool
-    """A stream whose choices are drawn one token at a time."""
+    """A stream whose choices are drawn one token at a time, and that any replica can continue."""
     prompt_bytes: int
-    stored_id: str
-    """Something stored on one replica that the request refers to."""
+    stored: str
+    """`ROOM/ID` of something stored on one replica that the request refers to."""
     body: dict[str, Any]
 
 
@@ -54,7 +67,7 @@ def facts_of(
     model = body.get("model")
     model = model if isinstance(model, str) else ""
     limit = _output_limit(body)
-    output_tokens = 0 if path in EMBEDDING else limit or ASSUMED_OUTPUT_TOKENS
+    output_tokens = 0 if path in _READING else limit or ASSUMED_OUTPUT_TOKENS
     prompt_tokens = _prompt_tokens(body, prompt)
     is_long = limit + prompt_tokens >= long_tokens or _is_batch(body)
     asked = Asked(
@@ -66,14 +79,15 @@ def facts_of(
         session=_session(body, headers),
         is_long=is_long,
     )
-    is_stream = body.get("stream", path in _LINES_BY_DEFAULT) is True and path in GENERATING
+    stored = _stored(path, body, headers)
+    is_stream = body.get("stream", path in _LINES_BY_DEFAULT) is True and generates(path)
     return RequestFacts(
         asked,
         is_stream,
         _num_choices(body),
-        is_stream and not body.get("best_of") and not body.get("use_beam_search"),
+        is_stream and not (body.get("best_of") or body.get("use_beam_search") or stored.startswith("sessions/")),
         len(prompt),
-        next((body[name] for name in _STORED if isinstance(body.get(name), str)), ""),
+        stored,
         body,
     )
 
@@ -83,9 +97,34 @@ def named_model(path: str, facts: RequestFacts) -> str | None:
     if (found := _OF_MODEL.fullmatch(path)) is not None:
         return found[1]
     given = facts.asked.model
+    if not given and path == "/v1/sessions":
+        return ""  # With the first model.
     if path == "/api/show" and not given and isinstance(facts.body.get("name"), str):
         given = facts.body["name"]
-    return given if given or path in _COMPUTING else None
+    return given or None
+
+
+def generates(path: str) -> bool:
+    return path in GENERATING or _TURN.fullmatch(path) is not None
+
+
+def computes(path: str) -> bool:
+    """Whether its tokens count: a request to this path is held back by quotas, and retried as a whole."""
+    return path in _READING or generates(path)
+
+
+def _stored(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> str:
+    if _TURN.fullmatch(path) is not None:
+        return stored_at(path)
+    if path in NAMED_BY and isinstance(name := body.get(NAMED_BY[path]), str):
+        return f"{path.removeprefix('/v1/')}/{name}"
+    for field, room in _STORED.items():
+        given = body.get(field)
+        given = given.get("id") if isinstance(given, dict) else given
+        if isinstance(given, str) and given:
+            return f"{room}/{given}"
+    name = headers.get(SESSION_HEADER, "")
+    return f"sessions/{name}" if name and path in GENERATING else ""
 
 
 def _decoded(raw: bytes) -> dict[str, Any]:

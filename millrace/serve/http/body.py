@@ -319,3 +319,16 @@ def _choices_at(path: str, struct: type[msgspec.Struct]) -> list[str]:
         if kind.__struct_config__.tag_field == field
     ]
     return list(dict.fromkeys(literals or tags))  # Members of a union may share a field.
+
+
+async def read_any_body(request: web.Request, limit_bytes: int) -> bytes:
+    """Also of uploads, which are not JSON."""
+    if request.content_type == "application/json":
+        return await read_body(request, limit_bytes)
+    pieces, total = [], 0
+    while piece := await request.content.readany():
+        total += len(piece)
+        if total > limit_bytes:
+            raise web.HTTPRequestEntityTooLarge(limit_bytes, total)
+        pieces.append(piece)
+    return b"".join(pieces)

@@ -1,0 +1,153 @@
+"""What one replica keeps is found there, and what all must have is changed at all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from helpers.adapter_files import ATTENTION, write_adapter
+from helpers.gateways import GatewayUnderTest, gateway_over
+from helpers.served import Served, serving
+from helpers.tiny_server import CONFIG, NAME, tiny_options
+
+from millrace.gateway.settings import ReplicaSettings
+from millrace.serve.generate.fields.session import SESSION_HEADER
+from millrace.serve.tenancy.keyring import DIGEST_PREFIX, digest_of
+
+pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
+TURN = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Served]]:
+    folders = [tmp_path_factory.mktemp(name) for name in ("first", "second")]
+    options = ("--max-context", "512", "--kv-tokens", "4096", "--allow-adapters")
+    with serving(*tiny_options(folders[0]), *options) as one, serving(*tiny_options(folders[1]), *options) as other:
+        yield one, other
+
+
+@asynccontextmanager
+async def over(pair: tuple[Served, Served], **settings: Any) -> AsyncIterator[GatewayUnderTest]:
+    replicas = [ReplicaSettings(f"http://127.0.0.1:{one.port}", name=f"r{n}") for n, one in enumerate(pair)]
+    async with gateway_over(*replicas, policy="round-robin", **settings) as gateway:
+        yield gateway
+
+
+async def delete(gateway: GatewayUnderTest, path: str, **options: Any) -> int:
+    async with gateway.session.delete(gateway.url + path, **options) as answer:
+        return answer.status
+
+
+def test_turns_go_to_the_replica_of_their_session(pair: tuple[Served, Served]) -> None:
+    async def check() -> None:
+        async with over(pair) as gateway, over(pair) as other:
+            made = [(await gateway.post("/v1/sessions", {"model": NAME, "id": f"s{n}"})) for n in range(2)]
+            assert [status for status, _ in made] == [200, 200]
+            homes = [gateway.state.homes.get("", f"sessions/s{n}") for n in range(2)]
+            assert sorted(homes) == ["r0", "r1"], "each went to another replica"
+            again = [(await other.post("/v1/sessions", {"model": NAME, "id": f"s{n}"}))[0] for n in range(2)]
+            assert again == [409, 409], "a name is taken wherever it is"
+            for number, way in enumerate((gateway, other, gateway)):
+                for name in ("s0", "s1"):
+                    path = f"/v1/sessions/{name}"
+                    if number == 1:
+                        headers = {SESSION_HEADER: name}
+                        status, _ = await way.post("/v1/chat/completions", {"model": NAME, **TURN}, headers=headers)
+                    else:
+                        status, _ = await way.post(f"{path}/turns", TURN)
+                    assert status == 200
+                    assert (await way.get(path))[1]["turns"] == number + 1
+            async with gateway.session.post(
+                gateway.url + "/v1/sessions/s1/turns", json={**TURN, "stream": True}
+            ) as answer:
+                text = await answer.text()
+            assert text.endswith("data: [DONE]\n\n")
+            assert ": tokens" not in text
+            listed = (await gateway.get("/v1/sessions"))[1]
+            assert {one["id"] for one in listed["data"]} == {"s0", "s1"}
+            assert listed["last_id"] == listed["data"][-1]["id"]
+            for name in ("s0", "s1"):
+                assert await delete(gateway, f"/v1/sessions/{name}") == 200
+                assert (await gateway.post(f"/v1/sessions/{name}/turns", TURN))[0] == 404
+
+    asyncio.run(check())
+
+
+def test_models_are_made_and_deleted_at_all_replicas(pair: tuple[Served, Served]) -> None:
+    async def check() -> None:
+        async with over(pair) as gateway:
+            body = {"model": "mario", "from": NAME, "system": "You jump.", "stream": False}
+            status, text = await gateway.post("/api/create", body)
+            assert status == 200, text
+            for _ in range(2):
+                asked = {"model": "mario", **TURN}
+                assert (await gateway.post("/v1/chat/completions", asked))[0] == 200
+            for one in pair:
+                assert one.request("POST", "/api/show", {"model": "mario"})[0] == 200
+            status, refused = await gateway.post("/api/create", {"model": "luigi", "from": "nothing"})
+            assert (status, "nothing" in refused["error"]) == (404, True)
+            assert pair[0].request("DELETE", "/api/delete", {"model": "mario"})[0] == 200
+            assert await delete(gateway, "/api/delete", json={"model": "mario"}) == 200, "it was at one of them"
+            assert pair[1].request("POST", "/api/show", {"model": "mario"})[0] == 404
+            assert await delete(gateway, "/api/delete", json={"model": "mario"}) == 404
+            status, refused = await gateway.post("/api/pull", {"model": "x"})
+            assert (status, "each replica" in refused["error"]) == (501, True)
+
+    asyncio.run(check())
+
+
+def test_adapters_are_added_and_removed_at_all_replicas(pair: tuple[Served, Served], tmp_path: Path) -> None:
+    values = {name: value for name, value in CONFIG.items() if name != "architectures"}
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values))
+    write_adapter(tmp_path / "one", base, rank=4, targets=ATTENTION, seed=1, size=8.0)
+
+    async def check() -> None:
+        async with over(pair) as gateway:
+            added = {"name": "one", "path": str(tmp_path / "one")}
+            assert (await gateway.post("/v1/adapters", added))[0] == 200
+            asked = {"model": "one", "prompt": "Why", "max_tokens": 2}
+            answers = [await gateway.post("/v1/completions", asked) for _ in range(2)]
+            assert [answer["model"] for _, answer in answers] == [f"{NAME}:one"] * 2
+            assert pair[0].request("DELETE", "/v1/adapters/one")[0] == 200
+            status, refused = await gateway.post("/v1/adapters", added)
+            assert status == 409
+            assert "r0 did this, but r1 did not: There is an adapter" in refused["error"]["message"]
+            assert await delete(gateway, f"/v1/adapters/{NAME}:one") == 200
+            for _ in range(2):
+                assert (await gateway.post("/v1/completions", asked))[0] == 404
+            gateway.state.watch.lost(gateway.state.fleet.replicas["r1"], "it is gone")
+            status, refused = await gateway.post("/v1/adapters", added)
+            assert (status, "r1 cannot be reached" in refused["error"]["message"]) == (503, True)
+            assert pair[0].request("GET", "/v1/adapters/one")[0] == 404, "nothing was changed"
+
+    asyncio.run(check())
+
+
+def test_only_operators_change_what_replicas_have(pair: tuple[Served, Served], tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    digests = {name: DIGEST_PREFIX + digest_of(name).hex() for name in ("ann", "boss")}
+    lines = [
+        f'[tenants.{name}]\nkeys = ["{one}"]\noperator = {json.dumps(name == "boss")}\n'
+        for name, one in digests.items()
+    ]
+    keys.write_text("".join(lines))
+    body = {"model": "toad", "from": NAME, "stream": False}
+
+    async def check() -> None:
+        async with over(pair, keys_file=str(keys)) as gateway:
+            for key, status in (("ann", 403), ("boss", 200)):
+                headers = {"Authorization": f"Bearer {key}"}
+                assert (await gateway.post("/api/create", body, headers=headers))[0] == status
+            assert await delete(gateway, "/api/delete", json={"model": "toad"}, headers=headers) == 200
+        async with over(pair, host="0.0.0.0") as gateway:
+            url = gateway.url.replace("0.0.0.0", "127.0.0.1")
+            async with gateway.session.post(url + "/api/create", json=body) as answer:
+                assert answer.status == 403, "anybody may be its client"
+
+    asyncio.run(check())
