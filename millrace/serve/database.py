@@ -72,6 +72,7 @@ CREATE TABLE IF NOT EXISTS sessions (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, owner TEXT NOT NULL,
     expires_at REAL NOT NULL, body BLOB NOT NULL, UNIQUE (owner, id)
 );
+CREATE TABLE IF NOT EXISTS cache_salts (id TEXT PRIMARY KEY, salt TEXT NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS open_batches ON batches (status);
 CREATE INDEX IF NOT EXISTS open_responses ON responses (status) WHERE background = 1;
 """
@@ -120,6 +121,9 @@ class Store:
         for table in ("response_events", "response_items"):
             connection.execute(f"DELETE FROM {table} WHERE response_id NOT IN (SELECT id FROM responses)")
         connection.execute("DELETE FROM sessions WHERE expires_at <= ?", (now,))
+        connection.execute(
+            "DELETE FROM cache_salts WHERE id NOT IN (SELECT id FROM responses UNION SELECT id FROM batches)"
+        )
         for row in connection.execute("SELECT id FROM files WHERE expires_at <= ?", (now,)).fetchall():
             (self.files / row["id"]).unlink(missing_ok=True)
             connection.execute("DELETE FROM files WHERE id = ?", (row["id"],))

@@ -23,9 +23,13 @@ FORM = "multipart/form-data; boundary=b"
 
 
 def upload(port: int, key: str, lines: list[dict[str, Any]]) -> str:
+    return upload_as(port, bearer(key), lines)
+
+
+def upload_as(port: int, who: dict[str, str], lines: list[dict[str, Any]]) -> str:
     parts = [('name="purpose"', "batch"), ('name="file"; filename="a"', "".join(json.dumps(x) + "\n" for x in lines))]
     form = "".join(f"--b\r\nContent-Disposition: form-data; {head}\r\n\r\n{body}\r\n" for head, body in parts)
-    headers = {"Content-Type": FORM, **bearer(key)}
+    headers = {"Content-Type": FORM, **who}
     file_id: str = request(port, "POST", "/v1/files", (form + "--b--\r\n").encode(), headers).json["id"]
     return file_id
 
@@ -95,6 +99,32 @@ def test_a_batch_keeps_to_its_owners_quota(tmp_path: Path) -> None:
         eventually(lambda: batch()["status"] == "completed")
         assert batch()["request_counts"]["completed"] == 3
         assert {one.tenant for one in front.engine.received} == {"acme"}
+
+
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_work_in_the_background_runs_under_the_salt_of_its_gateway(tmp_path: Path, has_keys: bool) -> None:
+    """Else tenants of the gateway would share what the replica takes for one tenant's."""
+    with guarded(tmp_path, gateway="") as front:
+        headers = bearer("key-gateway")
+        if not has_keys:
+            front.state.keyring = None
+            headers = {OWNER_HEADER: gateway_owner(Tenant(name="ann"), b"")}
+        salted = {**headers, SALT_HEADER: "of ann"}
+        file_id = upload_as(front.port, headers, [line(1)])
+        asked = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch_id = post(front.port, "/v1/batches", asked, salted).json["id"]
+        path = f"/v1/batches/{batch_id}"
+        eventually(lambda: get(front.port, path, headers=headers).json["status"] == "completed")
+        body = {"model": MODEL, "input": "hi", "background": True}
+        for extra in ({}, {"stream": True}):
+            post(front.port, "/v1/responses", {**body, **extra}, salted)
+        eventually(lambda: len(front.engine.received) == 3)
+        post(front.port, "/v1/completions", {"model": MODEL, "prompt": "x"}, salted)
+        scopes = {one.cache_salt for one in front.engine.received}
+        assert scopes == {"\0gateway\0of ann\0" if has_keys else "of ann\0"}, "that of its requests"
+        post(front.port, "/v1/batches", asked, headers)
+        eventually(lambda: len(front.engine.received) == 5)
+        assert front.engine.received[-1].cache_salt not in scopes
 
 
 def test_errors_have_the_shape_of_their_dialect(tmp_path: Path) -> None:

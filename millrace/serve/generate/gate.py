@@ -69,16 +69,17 @@ def _check_budgets(state: FrontState, priority: int) -> None:
 
 
 def enter_unattended(
-    state: FrontState, owner: str, request_id: str, generation: Generation, received: float
+    state: FrontState, owner: str, request_id: str, generation: Generation, received: float, salt: str = ""
 ) -> tuple[Generation, Reservations]:
     """The same for a line of a batch or a background response. It may wait as long as necessary, so admission control
-    does not apply."""
+    does not apply. `salt`: what a gateway sent with it, which keeps its tenants' prefixes apart."""
     if not generation.params.pooling:
         check_writes(state)
     if state.keyring is not None:
         tenant = state.keyring.named(owner)
-    else:  # An owner was named by a gateway; its prefixes are its own here, where no salt comes with the request.
-        tenant = Tenant(name=owner) if owner else DEFAULT_TENANT
+    else:  # An owner was named by a gateway. Its prefixes are apart by the salt, or else by its name.
+        tenant = Tenant(name=owner, private_cache=not salt) if owner else DEFAULT_TENANT
+    generation = dataclasses.replace(generation, cache_salt=salted(salt, generation.cache_salt))
     generation = _for_tenant(state, generation, tenant, request_id, received)
     return generation, reserve_all(state.quotas, _limited(state, tenant), _tokens_of(generation), time.time())
 

@@ -71,12 +71,13 @@ async def unattended_answer(
     path: str,
     received: float,
     out: EventStream | None = None,
+    salt: str = "",
 ) -> tuple[bytes, Usage]:
     """Body and usage of work without an HTTP request. It counts against its owner's quotas, in the metrics and in the
-    audit log. With `out` the answer is streamed there, and its last frames are the body."""
+    audit log. With `out` the answer is streamed there, and its last frames are the body. `salt`: a gateway's."""
     state = work.state
     await check_grammar(state, work.generation, owner)
-    generation, reservation = enter_unattended(state, owner, request_id, work.generation, received)
+    generation, reservation = enter_unattended(state, owner, request_id, work.generation, received, salt)
     used = 0
     try:
         job = make_job(state, generation, work.make_writer, out)

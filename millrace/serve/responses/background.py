@@ -48,13 +48,13 @@ async def _generate(state: FrontState, response: OpenResponse, opening: Response
     work = await prepare_response(state, response.request, received, response.owner, queued=opening)
     about = (response.owner, response.id, "/v1/responses", received)
     if not work.generation.stream:
-        await unattended_answer(work, *about)
+        await unattended_answer(work, *about, salt=response.salt)
         return
     stream = StoredStream()
     await state.store.run(forget, response.id)
     writing = asyncio.create_task(write_events(state, response.id, stream))
     try:
-        last, _ = await unattended_answer(work, *about, out=stream)
+        last, _ = await unattended_answer(work, *about, out=stream, salt=response.salt)
         stream.end(last)
     finally:
         writing.cancel()

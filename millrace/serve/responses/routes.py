@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -40,6 +41,7 @@ from millrace.serve.responses.translate import count_input_tokens, decode_respon
 from millrace.serve.responses.translate import input_items as read_input
 from millrace.serve.state import STATE, FrontState
 from millrace.serve.stored.background import BACKGROUND
+from millrace.serve.stored.kept_salts import keep_salt, salt_in
 from millrace.serve.tenancy.owner import owner_of
 
 
@@ -53,7 +55,7 @@ async def create(request: web.Request) -> web.StreamResponse:
         _check_background(body)
         # Validate now, while the client waits for the answer.
         work = await prepare_response(state, data, received, owner)
-        queued = await _queue(work.state, data, body, owner, work.generation.answer_id)
+        queued = await _queue(work.state, data, body, owner, work.generation.answer_id, salt_in(request))
         request.app[BACKGROUND].wake()
         if body.stream:
             return await _follow(request, queued.id, owner, -1, work.headers)
@@ -83,11 +85,16 @@ def _check_background(body: ResponsesRequest) -> None:
 
 
 async def _queue(
-    state: FrontState, data: bytes, body: ResponsesRequest, owner: str, response_id: str
+    state: FrontState, data: bytes, body: ResponsesRequest, owner: str, response_id: str, salt: str
 ) -> ResponseAnswer:
     queued = msgspec.structs.replace(opening_answer(state, body, response_id), status="queued")
     items = read_input(await with_items(state, body.input, owner))
-    await state.store.run(add_response, queued, owner, items, data)
+
+    def add(database: sqlite3.Connection) -> None:
+        add_response(database, queued, owner, items, data)
+        keep_salt(database, queued.id, salt)
+
+    await state.store.run(add)
     return queued
 
 

@@ -14,6 +14,7 @@ from millrace.serve.responses.items import messages_of
 from millrace.serve.responses.references import forget_ids, keep_ids
 from millrace.serve.responses.schemas import InputItemList, ResponseAnswer
 from millrace.serve.responses.schemas_items import InputItem, OutputItem
+from millrace.serve.stored.kept_salts import kept_salt
 
 OPEN = ("queued", "in_progress", "cancelling")
 MAX_TURNS = 1000
@@ -144,13 +145,21 @@ class OpenResponse:
     request: bytes
     answer: ResponseAnswer
     """Its present state."""
+    salt: str
+    """That a gateway sent with it."""
 
 
 def open_responses(database: sqlite3.Connection) -> list[OpenResponse]:
     rows = database.execute(
         "SELECT id, owner, request, body FROM responses WHERE background = 1 AND request IS NOT NULL ORDER BY number"
     ).fetchall()
-    return [OpenResponse(row["id"], row["owner"], bytes(row["request"]), _answer.decode(row["body"])) for row in rows]
+    return [
+        OpenResponse(
+            *(row["id"], row["owner"], bytes(row["request"]), _answer.decode(row["body"])),
+            kept_salt(database, row["id"]),
+        )
+        for row in rows
+    ]
 
 
 def mark_started(database: sqlite3.Connection, answer: ResponseAnswer) -> None:

@@ -183,7 +183,9 @@ class BatchRun:
         request_id, received, tokens = new_id("req-"), time.monotonic(), (0, 0, 0)
         try:
             work = await self._prepared(line)
-            body, usage = await unattended_answer(work, self._batch.owner, request_id, self._batch.endpoint, received)
+            body, usage = await unattended_answer(
+                work, self._batch.owner, request_id, self._batch.endpoint, received, salt=self._batch.salt
+            )
             code = 200
             tokens = (usage.prompt_tokens, usage.cached_tokens, usage.output_tokens)
         except (Overloaded, EngineUnavailable):

@@ -17,6 +17,7 @@ from msgspec import UNSET, UnsetType
 from millrace.errors import BadRequest, Conflict, NotFound
 from millrace.serve.http.ids import new_id
 from millrace.serve.http.queries import Page
+from millrace.serve.stored.kept_salts import forget_salt, kept_salt
 
 BatchStatus = Literal[
     "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
@@ -198,6 +199,8 @@ class OpenBatch:
     input_file_id: str
     expires_at: int
     output_lives_s: int | None
+    salt: str
+    """That a gateway sent with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +219,7 @@ def open_batches(database: sqlite3.Connection) -> list[OpenBatch]:
     return [
         OpenBatch(
             *(row["id"], row["owner"], row["status"], row["outcome"], row["endpoint"]),
-            *(row["input_file_id"], row["expires_at"], row["output_lives_s"]),
+            *(row["input_file_id"], row["expires_at"], row["output_lives_s"], kept_salt(database, row["id"])),
         )
         for row in rows
     ]
@@ -292,3 +295,4 @@ def close_batch(database: sqlite3.Connection, batch: OpenBatch, output_id: str |
         (outcome, int(time.time()), output_id, error_id, batch.id),
     )
     database.execute("DELETE FROM batch_lines WHERE batch_id = ?", (batch.id,))
+    forget_salt(database, batch.id)

@@ -17,6 +17,7 @@ from millrace.serve.state import STATE
 from millrace.serve.stored.background import BACKGROUND
 from millrace.serve.stored.batch_store import BatchAnswer, add_batch, cancel_batch, get_batch, list_batches
 from millrace.serve.stored.file_store import get_file
+from millrace.serve.stored.kept_salts import keep_salt, salt_in
 from millrace.serve.stored.routes_files import checked_lifetime_s
 from millrace.serve.tenancy.owner import owner_of
 
@@ -52,7 +53,7 @@ async def create(request: web.Request) -> web.Response:
     body = _batch.decode(await read_body(request, state.body_limit_bytes))
     _check_endpoint(body.endpoint, list(request.app[BACKGROUND].endpoints))
     check_metadata(body.metadata)
-    batch = await state.store.run(_add, body, owner, state.model_name)
+    batch = await state.store.run(_add, body, owner, state.model_name, salt_in(request))
     request.app[BACKGROUND].wake()
     return json_answer(request, batch)
 
@@ -66,7 +67,7 @@ def _check_endpoint(endpoint: str, known: list[str]) -> None:
         )
 
 
-def _add(database: sqlite3.Connection, body: BatchRequest, owner: str, model: str) -> BatchAnswer:
+def _add(database: sqlite3.Connection, body: BatchRequest, owner: str, model: str, salt: str) -> BatchAnswer:
     file = get_file(database, body.input_file_id, owner, param="input_file_id")
     if file.purpose != "batch":
         raise BadRequest(
@@ -75,7 +76,9 @@ def _add(database: sqlite3.Connection, body: BatchRequest, owner: str, model: st
         )
     expiry = body.output_expires_after
     lives_s = None if expiry is None else checked_lifetime_s(expiry.anchor, expiry.seconds, "output_expires_after")
-    return add_batch(database, owner, body.endpoint, file.id, body.metadata, lives_s, model)
+    batch = add_batch(database, owner, body.endpoint, file.id, body.metadata, lives_s, model)
+    keep_salt(database, batch.id, salt)
+    return batch
 
 
 async def listing(request: web.Request) -> web.Response:
