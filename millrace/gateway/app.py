@@ -14,7 +14,7 @@ from millrace.config import Config, replace
 from millrace.errors import ConfigError, MillraceError, RequestFailed
 from millrace.gateway import routes_api, routes_fleet, routes_rollout
 from millrace.gateway.fleet import Fleet
-from millrace.gateway.kept import managing
+from millrace.gateway.kept import lists, managing
 from millrace.gateway.membership import FILE, expire_leases, follow_dns, follow_file, host_and_port
 from millrace.gateway.settings import GatewaySettings, ReplicaSettings, read_fleet
 from millrace.gateway.state import STATE, GatewayState
@@ -72,7 +72,7 @@ def build_app(state: GatewayState, fleet_file: Path | None = None) -> web.Applic
     get("/v1/models", routes_fleet.list_models)
     get(f"/v1/models/{AUTO}", routes_fleet.show_auto)
     for path in ("/v1/files", "/v1/batches", "/v1/requests", "/v1/sessions", "/v1/cache", "/v1/chat/completions"):
-        get(path, routes_fleet.merged_list)
+        get(path, lists.merged_list)
     get("/v1/requests/{request_id}/explain", routes_fleet.explain)
     get("/v1/fleet", routes_fleet.fleet)
     post("/v1/fleet/replicas", routes_fleet.add_replica)

@@ -6,18 +6,20 @@ import asyncio
 import re
 from dataclasses import dataclass
 
+import msgspec
 from aiohttp import web
 
 from millrace.errors import EngineUnavailable, MillraceError
 from millrace.gateway.auto_model import with_model
+from millrace.gateway.kept.batch_lines import check_lines
 from millrace.gateway.kept.finding import asker_of, home_of, replica_headers
 from millrace.gateway.limits.limits import Held
 from millrace.gateway.limits.usage import UsageReader
-from millrace.gateway.relay import ClientGone, StreamRelay, outcome_of, refusal_answer, relay_whole
+from millrace.gateway.relay import CLIENT_STALL_S, ClientGone, StreamRelay, outcome_of, refusal_answer, relay_whole
 from millrace.gateway.replica_http.connection import Answer
 from millrace.gateway.routing.candidates import Asked
 from millrace.gateway.routing.homes import stored_as, stored_at
-from millrace.gateway.routing.request_facts import RequestFacts, computes, facts_of, named_model
+from millrace.gateway.routing.request_facts import RequestFacts, computes, facts_of, is_own_path, named_model
 from millrace.gateway.state import STATE, GatewayState
 from millrace.gateway.upstream import (
     LOST,
@@ -77,6 +79,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
     sender = Sender(state.fleet, state.client, request, request_id, facts, record)
     sender.salt, sender.owner = state.salt_of(tenant_of(request)), state.owner_of(tenant_of(request))
     sender.only = await home_of(state, request, facts.stored)
+    _leave_out_others(sender)
     state.num_open += 1
     used = Used()
     try:
@@ -95,6 +98,12 @@ async def generate(request: web.Request) -> web.StreamResponse:
                 await state.auto.spent(tenant, record.model_choice.model, used.total)
     finally:
         state.num_open -= 1
+
+
+def _leave_out_others(sender: Sender) -> None:
+    """Other servers do not have Millrace's own paths."""
+    if is_own_path(sender.request.path):
+        sender.tried |= {name for name, one in sender.fleet.replicas.items() if not one.is_millrace}
 
 
 async def _hold(state: GatewayState, request: web.Request, facts: RequestFacts) -> Held | None:
@@ -199,10 +208,14 @@ async def pass_on(request: web.Request) -> web.StreamResponse:
     facts = facts_of(request.path, raw, request.headers, request_id, owner_of(request), state.settings.long_tokens)
     if (model := named_model(request.path, facts)) is not None:
         state.check_model(tenant_of(request), model)
+        facts = msgspec.structs.replace(facts, asked=msgspec.structs.replace(facts.asked, model=model))
     record = state.fleet.decisions.begin(request_id, owner_of(request))
     sender = Sender(state.fleet, state.client, request, request_id, facts, record)
     sender.salt, sender.owner = state.salt_of(tenant_of(request)), state.owner_of(tenant_of(request))
     sender.only = await home_of(state, request, stored_at(request.path) or facts.stored)
+    _leave_out_others(sender)
+    if request.path == "/v1/batches" and request.method == "POST":
+        await check_lines(state, request, sender.only, facts.stored)
     opened = await sender.open(lambda replica: Payload(raw), "new")
     if isinstance(opened, Refusal):
         return refusal_answer(sender, opened)
@@ -225,7 +238,8 @@ async def _pass_answer(state: GatewayState, sender: Sender, opened: Opened) -> w
     answer = web.StreamResponse(status=response.status, headers=headers)
     await answer.prepare(sender.request)
     async for data in response.pieces(state.settings.answer_s):
-        await answer.write(data)
+        async with asyncio.timeout(CLIENT_STALL_S):
+            await answer.write(data)
     await answer.write_eof()
     return answer
 

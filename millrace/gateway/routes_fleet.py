@@ -75,38 +75,6 @@ async def show_auto(request: web.Request) -> web.StreamResponse:
     return json_answer(request, _AUTO_ENTRY)
 
 
-async def merged_list(request: web.Request) -> web.Response:
-    """A list whose entries are on several replicas: files, batches, running requests."""
-    state = request.app[STATE]
-    replicas = [one for one in state.fleet.open_replicas() if one.is_millrace]
-    pages = await asyncio.gather(*(_page(state, request, one) for one in replicas))
-    found = [page for page in pages if page is not None]
-    data = [entry for page in found for entry in page.get("data", [])]
-    first = found[0] if found else {"object": "list"}
-    more = any(page.get("has_more") for page in found)
-    merged = {**first, "data": data, **({"has_more": more} if "has_more" in first else {})}
-    for name in {"total", "used_bytes", "max_bytes"} & first.keys():
-        merged[name] = sum(page.get(name, 0) for page in found)
-    for name, at in (("first_id", 0), ("last_id", -1)):
-        if name in first:
-            merged[name] = data[at].get("id", "") if data else ""
-    return json_answer(request, merged)
-
-
-async def _page(state: GatewayState, request: web.Request, replica: Replica) -> dict[str, Any] | None:
-    try:
-        async with (
-            asyncio.timeout(_LIST_TIMEOUT_S),
-            state.session.get(
-                replica.settings.url + request.raw_path, headers=replica_headers(state, request)
-            ) as answer,
-        ):
-            page = msgspec.json.decode(await answer.read())
-            return page if answer.status == 200 and isinstance(page, dict) else None
-    except (*LOST, msgspec.DecodeError):
-        return None
-
-
 # ── explaining ────────────────────────────────────────────────────────────────────────────────────────────────────────
 async def explain(request: web.Request) -> web.Response:
     """Each routing decision of a request with its reason, and what its last replica says of it."""

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import transformers
 from helpers.adapter_files import ATTENTION, write_adapter
@@ -75,6 +76,52 @@ def test_turns_go_to_the_replica_of_their_session(pair: tuple[Served, Served]) -
             for name in ("s0", "s1"):
                 assert await delete(gateway, f"/v1/sessions/{name}") == 200
                 assert (await gateway.post(f"/v1/sessions/{name}/turns", TURN))[0] == 404
+
+    asyncio.run(check())
+
+
+async def upload(gateway: GatewayUnderTest, model: str, **options: Any) -> str:
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"model": model, "prompt": "x"}}
+    form = aiohttp.FormData({"purpose": "batch"})
+    form.add_field("file", json.dumps(line), filename="lines.jsonl")
+    async with gateway.session.post(gateway.url + "/v1/files", data=form, **options) as answer:
+        assert answer.status == 200
+        made: str = (await answer.json())["id"]
+        return made
+
+
+def test_pages_of_lists_have_each_entry_once(pair: tuple[Served, Served]) -> None:
+    async def check() -> None:
+        async with over(pair) as gateway:
+            made = {await upload(gateway, NAME) for _ in range(5)}
+            assert len({gateway.state.homes.get("", f"files/{one}") for one in made}) == 2
+            found: list[str] = []
+            after, has_more = "", True
+            while has_more:
+                status, page = await gateway.get(f"/v1/files?limit=2{after}")
+                assert (status, len(page["data"]) <= 2) == (200, True)
+                found += [one["id"] for one in page["data"]]
+                after, has_more = f"&after={found[-1]}", page["has_more"]
+            assert len(found) == len(set(found))
+            assert made <= set(found)
+            assert (await gateway.get("/v1/files?after=file-unknown"))[0] == 400
+            assert (await gateway.get("/v1/files?nonsense=1"))[0] == 400
+
+    asyncio.run(check())
+
+
+def test_lines_of_batches_name_only_models_that_the_key_may_use(pair: tuple[Served, Served], tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    digest = DIGEST_PREFIX + digest_of("ann").hex()
+    keys.write_text(f'[tenants.ann]\nkeys = ["{digest}"]\nmodels = ["other"]\n')
+    headers = {"Authorization": "Bearer ann"}
+
+    async def check() -> None:
+        async with over(pair, keys_file=str(keys)) as gateway:
+            for model, status in (("other", 200), (NAME, 403)):
+                file_id = await upload(gateway, model, headers=headers)
+                asked = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+                assert (await gateway.post("/v1/batches", asked, headers=headers))[0] == status
 
     asyncio.run(check())
 

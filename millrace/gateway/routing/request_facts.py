@@ -24,6 +24,10 @@ _READING = frozenset(
     | {"/v1/score", "/score", "/v1/multi-vector", "/v1/sparse-vector", "/v1/classify", "/classify", "/v1/cache"}
 )
 """Paths that compute prompts, and write no answer."""
+_OWN = re.compile(
+    r"/v1/(?:sessions|cache|files|batches|conversations|requests|adapters|kv|stats|steps|cost|multi-vector|sparse-vector)"
+    r"(?:/.*)?"
+)
 _OF_MODEL = re.compile(r"/v1/models/(.+?)(?:/(?:un)?load)?")
 ASSUMED_OUTPUT_TOKENS = 256
 _MAX_CHOICES = 1024
@@ -96,6 +100,8 @@ def named_model(path: str, facts: RequestFacts) -> str | None:
     """The model that a request is about which is not routed by its prompt; None if it is about none."""
     if (found := _OF_MODEL.fullmatch(path)) is not None:
         return found[1]
+    if path.startswith("/v1/adapters/"):
+        return path.removeprefix("/v1/adapters/")
     given = facts.asked.model
     if not given and path == "/v1/sessions":
         return ""  # With the first model.
@@ -106,6 +112,11 @@ def named_model(path: str, facts: RequestFacts) -> str | None:
 
 def generates(path: str) -> bool:
     return path in GENERATING or _TURN.fullmatch(path) is not None
+
+
+def is_own_path(path: str) -> bool:
+    """Whether only Millrace has it."""
+    return _OWN.fullmatch(path) is not None
 
 
 def computes(path: str) -> bool:

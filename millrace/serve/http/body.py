@@ -322,13 +322,22 @@ def _choices_at(path: str, struct: type[msgspec.Struct]) -> list[str]:
 
 
 async def read_any_body(request: web.Request, limit_bytes: int) -> bytes:
-    """Also of uploads, which are not JSON."""
+    """Also of uploads, which are not JSON; they may take as long as they go on."""
     if request.content_type == "application/json":
         return await read_body(request, limit_bytes)
-    pieces, total = [], 0
-    while piece := await request.content.readany():
-        total += len(piece)
-        if total > limit_bytes:
-            raise web.HTTPRequestEntityTooLarge(limit_bytes, total)
-        pieces.append(piece)
-    return b"".join(pieces)
+    pieces: list[bytes] = []
+    total = 0
+    try:
+        while True:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                piece = await request.content.readany()
+            if not piece:
+                return b"".join(pieces)
+            pieces.append(piece)
+            total += len(piece)
+            if total > limit_bytes:
+                raise BodyTooLarge(f"The body has more than {limit_bytes} bytes, the limit. Send a smaller one.")
+    except (RequestPayloadError, HttpProcessingError) as error:
+        raise BadRequest(f"The upload broke off: {str(error)[:_MAX_SHOWN_CHARS]}", code="malformed_http") from None
+    except TimeoutError:
+        raise RequestTimeout(f"Nothing of the body arrived for {BODY_TIMEOUT_S:g} s; send it again.") from None
