@@ -128,6 +128,12 @@ class Ledger:
     def of_front(self, front: int) -> list[int]:
         return [request_id for request_id in self._entries if front_of(request_id) == front]
 
+    def of_tenant(self, tenant: str) -> list[int]:
+        """Open requests. Its searches end with their steps."""
+        for search in self._searches.values():
+            search.is_cancelled |= search.tenant == tenant
+        return [request_id for request_id, entry in self._entries.items() if entry.tenant == tenant]
+
     def abort_searches(self, front: int, now: float) -> None:
         """This front is gone, and will not end its searches."""
         for search, entry in [one for one in self._searches.items() if front_of(one[0]) == front]:

@@ -23,6 +23,7 @@ from millrace.engine.figures.row_drafts import RowDraftCounts, step_drafts
 from millrace.engine.figures.shares import Shares
 from millrace.engine.figures.step_figures import ModelWork, StepFigures
 from millrace.engine.figures.uncounted import UncountedSteps, UncountedTimes
+from millrace.engine.fronts.forgetting import Forgetting
 from millrace.engine.fronts.kv_events import KvEventFeed
 from millrace.engine.fronts.outbox import Outbox
 from millrace.engine.fronts.transfers import Transfers
@@ -112,6 +113,7 @@ class Engine:
         self._clock = clock
         self._ledger = Ledger(None if has_figures else UncountedTimes())
         self.adapters = adapters(self._ledger.adapters)
+        self._forgetting = Forgetting(scheduler, self._ledger, disk, self._abort)
         self._rates = MeasuredRates()
         self._outbox = Outbox(channel, self._ledger)
         self._kv_events = KvEventFeed(channel, scheduler.watched_blocks)
@@ -433,6 +435,8 @@ class Engine:
         if query.kind == "copy_handle":
             found = self._scheduler.copy_handle(query.name, query.tenant or "", query.value, self._clock())
             return msgspec.json.encode(found)
+        if query.kind in ("forget", "forgotten"):
+            return self._forgetting.answer(query)
         if query.kind == "prefix_facts":
             transfers = self._transfers
             facts = None if transfers is None else transfers.facts(query.name, query.tenant or "", self._clock())

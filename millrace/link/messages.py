@@ -93,8 +93,9 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 HandleQuery = Literal["handles", "drop_handles", "renew_handle", "copy_handle", "prefix_facts"]
+TenantQuery = Literal["forget", "forgotten"]
 AdapterQuery = Literal["adapters", "add_adapter", "drop_adapter"]
-QueryKind = Literal["explain", "cancel", "steps"] | HandleQuery | AdapterQuery
+QueryKind = Literal["explain", "cancel", "steps"] | HandleQuery | TenantQuery | AdapterQuery
 
 
 class Query(msgspec.Struct, frozen=True, tag="query"):

@@ -25,6 +25,7 @@ from millrace.plan.composing import Composer
 from millrace.plan.confirming import Confirming
 from millrace.plan.drafts import DraftPlaces, DraftSettings
 from millrace.plan.in_flight import StepsInFlight
+from millrace.plan.kv.block_hash import owner_mark
 from millrace.plan.kv.block_pool import BlockPool
 from millrace.plan.kv.checkpoints import CheckpointFigures, Checkpoints
 from millrace.plan.kv.disk_tier import DiskTierSettings
@@ -40,6 +41,7 @@ from millrace.plan.planner.protocol import (
     NONE_FORCED,
     ChosenRows,
     Forced,
+    Forgotten,
     HandleList,
     PlannerFigures,
     RepeatedOutcome,
@@ -262,6 +264,15 @@ class Scheduler:
     def drop_handles(self, name: str, owner: str | None) -> int:
         """End the handles with this name. Returns how many there were."""
         return self.retention.drop(name, owner)
+
+    def forget(self, owner: str) -> Forgotten:
+        """The owner's requests have been aborted: its handles end, and nobody finds its own blocks any longer."""
+        self.run_deferred()
+        mark, num_handles = owner_mark(owner.encode()), self.retention.forget(owner)
+        if self.prefix.checkpoints is not None:
+            self.prefix.checkpoints.slots.forget(mark)
+        blocks: dict[str, int] = {"device": self.pool.forget(mark)}
+        return Forgotten(mark, num_handles, blocks | self.tiers.forget(mark))
 
     # -- copies between locations ----------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from millrace.serve.ollama import routes as ollama
 from millrace.serve.ollama.write import error_body as ollama_error_body
 from millrace.serve.openai import embeddings as openai_embeddings
 from millrace.serve.openai import routes as openai
-from millrace.serve.openai.kept import prefixes
+from millrace.serve.openai.kept import prefixes, routes_tenants
 from millrace.serve.openai.kept import routes_moves as moves
 from millrace.serve.openai.kept import routes_sessions as sessions
 from millrace.serve.openai.kept import routes_stored as stored_chat
@@ -135,6 +135,7 @@ DELETE: dict[str, Handler] = {
     "/v1/conversations/{conversation_id}": conversations.delete,
     "/v1/conversations/{conversation_id}/items/{item_id}": conversations.delete_item,
     "/v1/cache/{name}": prefixes.delete,
+    "/v1/tenants/{tenant}/cache": routes_tenants.forget,
     "/v1/sessions/{session_id}": sessions.delete,
     "/v1/files/{file_id}": files.delete,
     "/v1/requests/{request_id}": requests.cancel,

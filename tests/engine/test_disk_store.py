@@ -13,13 +13,14 @@ import torch
 
 from millrace.config import Config, replace
 from millrace.engine.disk.copier import DiskCopier
-from millrace.engine.disk.forms import BlockForm, EncryptedForm, read_disk_key
+from millrace.engine.disk.forms import BlockForm, EncryptedForm
+from millrace.engine.disk.owner_keys import OwnerKeys, read_disk_key
 from millrace.engine.disk.store import PLAIN, BlockStore, UnreadableBlock, entry_bytes, open_store
 from millrace.errors import ConfigError
 from millrace.plan.step import BlockCopies
 from millrace.run.device.host_blocks import HostBlocks
 
-SLOTS, BYTES, NAME = 4, 96, 10
+SLOTS, BYTES, NAME = 4, 96, 40
 
 
 def opened(folder: Path, num_slots: int = SLOTS, form: BlockForm = PLAIN) -> BlockStore:
@@ -29,7 +30,12 @@ def opened(folder: Path, num_slots: int = SLOTS, form: BlockForm = PLAIN) -> Blo
 
 
 def name(number: int) -> bytes:
+    """Its owner's mark is eight times the number."""
     return bytes([number]) * NAME
+
+
+def encrypted(folder: Path, key: int = 0) -> EncryptedForm:
+    return EncryptedForm(OwnerKeys(folder / "keys", bytes([key] * 32)))
 
 
 def content(number: int) -> list[memoryview]:
@@ -44,13 +50,13 @@ def read(store: BlockStore, slot: int, wanted: bytes) -> list[bytes]:
 
 
 def test_with_a_key_nothing_is_readable_without_it(tmp_path: Path) -> None:
-    store = opened(tmp_path, form=EncryptedForm(bytes(32)))
+    store = opened(tmp_path, form=encrypted(tmp_path))
     for slot, number in ((2, 65), (1, 70)):
         store.write(slot, name(number), content(number))
     store.close()
-    stored = b"".join(file.read_bytes() for file in tmp_path.iterdir())
+    stored = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
     assert not any(bytes([byte] * 6) in stored for byte in (65, 66, 70, 71))
-    store = opened(tmp_path, form=EncryptedForm(bytes(32)))
+    store = opened(tmp_path, form=encrypted(tmp_path))
     assert store.stored() == [(2, name(65)), (1, name(70))]
     assert read(store, 2, name(65)) == [bytes(part) for part in content(65)]
     with pytest.raises(UnreadableBlock):
@@ -61,9 +67,51 @@ def test_with_a_key_nothing_is_readable_without_it(tmp_path: Path) -> None:
     with pytest.raises(UnreadableBlock):
         read(store, 2, name(65))
     store.close()
-    store = opened(tmp_path, form=EncryptedForm(bytes([1] * 32)))
+    store = opened(tmp_path, form=encrypted(tmp_path, 1))
     assert store.stored() == []
     store.close()
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_a_forgotten_owner_has_nothing_on_the_disk(tmp_path: Path, is_encrypted: bool) -> None:
+    def form() -> BlockForm:
+        return encrypted(tmp_path) if is_encrypted else PLAIN
+
+    store = opened(tmp_path, form=form())
+    for slot, number in enumerate((65, 70, 65)):
+        store.write(slot, name(number), content(number))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert not is_encrypted or len([*(tmp_path / "keys").iterdir()]) == 2, "a key for each owner"
+    store.forget(bytes([65] * 8))
+    with pytest.raises(UnreadableBlock):
+        read(store, 0, name(65))
+    assert read(store, 1, name(70)) == [bytes(part) for part in content(70)]
+    store.close()
+    assert not any(bytes([65] * 6) in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    store = opened(tmp_path, form=form())
+    assert store.stored() == [(1, name(70))]
+    store.write(0, name(65), content(66))
+    store.close()
+    if is_encrypted:  # Files that somebody copied before are unreadable, too, also with the owner's new key.
+        for path in (tmp_path / "blocks", tmp_path / "entries"):
+            path.write_bytes(before[path])
+        store = opened(tmp_path, form=form())
+        assert store.stored() == [(1, name(70))]
+        with pytest.raises(UnreadableBlock):
+            read(store, 0, name(65))
+        store.close()
+
+
+def test_two_processes_use_one_key_of_an_owner(tmp_path: Path) -> None:
+    first, second = (OwnerKeys(tmp_path / "keys", bytes(32)) for _ in range(2))
+    mark = bytes([5] * 8)
+    sealed = first.make(mark).seal(b"text", b"")
+    assert second.make(mark).open(sealed, b"") == b"text"
+    first.destroy(mark)
+    second.destroy(mark)
+    assert first.find(mark) is second.find(mark) is None
+    assert first.make(mark).open(sealed, b"") is None
+    assert OwnerKeys(tmp_path / "keys", bytes([1] * 32)).find(mark) is None
 
 
 def test_every_byte_of_the_key_file_counts(tmp_path: Path) -> None:
@@ -166,6 +214,8 @@ class HangingFile:
 
     def write(self, offset: int, parts: Sequence[memoryview]) -> None:
         assert self.go.wait(60)
+
+    def sync(self) -> None: ...
 
     def close(self) -> None: ...
 

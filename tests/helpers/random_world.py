@@ -14,17 +14,21 @@ from helpers.toy_device import ToyDevice, lone_run
 from millrace.params import Retain
 from millrace.plan.budget import StepTarget
 from millrace.plan.drafts import DraftSettings
+from millrace.plan.kv.block_hash import owner_mark
 from millrace.plan.kv.disk_tier import DiskTier, DiskTierSettings
 from millrace.plan.kv.eviction import EvictionSettings
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.host_tier import HostTierSettings
 from millrace.plan.kv.retention import RetentionSettings
 from millrace.plan.pacing.step_time import StepRates
+from millrace.plan.planner.block_names import mark_in
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import BlockCopies, StepPlan
 
 VOCAB = 11
+SECRETIVE, OWN_SALT = "a", b"\0a\0"
+"""A tenant whose blocks may be its own, and the salt of these."""
 
 
 class World:
@@ -80,6 +84,9 @@ class World:
         self.torn: set[int] = set()
         """Slots of the disk whose last write did not end."""
         self.num_writes = 0
+        self.is_forgotten = False
+        """True while nothing of the tenant that was forgotten may be found."""
+        self.num_forgotten: Counter[str] = Counter()
         self.outputs: dict[int, list[int]] = {}
         self.ended: dict[int, str] = {}
         self.cancelled: set[int] = set()
@@ -94,6 +101,8 @@ class World:
         if room < 1:
             return
         max_tokens = rng.randrange(1, min(room, 40) + 1)
+        tenant = rng.choice(["", "b"] if self.is_forgotten else ["", SECRETIVE, SECRETIVE, "b"])
+        salts = [b"", OWN_SALT, OWN_SALT, OWN_SALT] if tenant == SECRETIVE else [b"", b"", b"", b"other"]
         self.asked[request_id] = {
             "id": request_id,
             "prompt": np.asarray(prompt, np.int32),
@@ -101,10 +110,10 @@ class World:
             "end_token_ids": tuple(rng.sample(range(VOCAB), rng.choice([0, 1, 1, 6]))),
             "min_tokens": rng.randrange(0, max_tokens + 1) if rng.random() < 0.3 else 0,
             "priority": rng.randrange(3),
-            "tenant": rng.choice(["", "a", "b"]),
+            "tenant": tenant,
             "weight": rng.choice([0.5, 1.0, 4.0]),
             "arrival": self.now,
-            "salt": b"" if rng.random() < 0.8 else b"other",
+            "salt": rng.choice(salts),
             "deadline": self.now + rng.randrange(1, 60) if rng.random() < 0.1 else math.inf,
             "can_draft": rng.random() < 0.8,
             "read_cache": rng.random() < 0.9,
@@ -150,6 +159,31 @@ class World:
     def copy_handle(self) -> None:
         name, owner, copied = (self.rng.choice(names) for names in (["a", "b"], ["", "a", "b"], ["b", "c"]))
         self.scheduler.copy_handle(name, owner, copied, self.now)
+
+    def forget(self) -> None:
+        """A tenant is forgotten, and later sends requests again."""
+        if self.is_forgotten:
+            self.is_forgotten = False
+            return
+        for request_id, request in self.requests.items():
+            if request.tenant == SECRETIVE and request_id not in self.ended:
+                assert self.scheduler.abort(request_id)
+        self.collect(self.scheduler.take_ended())
+        found = self.scheduler.forget(SECRETIVE)
+        self.num_forgotten += Counter(found.blocks)
+        assert found.mark == owner_mark(SECRETIVE.encode())
+        # The disk's writer erases after the writes that were issued before.
+        self.stored = {slot: one for slot, one in self.stored.items() if mark_in(one[1]) != found.mark}
+        self.is_forgotten = True
+        self.check_forgotten()
+
+    def check_forgotten(self) -> None:
+        mark, pool = owner_mark(SECRETIVE.encode()), self.scheduler.pool
+        locations = [pool.digests(), *(index.digests() for index in self.scheduler.tiers.indexes)]
+        locations.append([name[1:25] for _, name in self.stored.values()])
+        assert not any(digest.endswith(mark) for digests in locations for digest in digests)
+        assert not any(pool._hash_of[block] for block in pool._free)
+        assert all(one.owner != SECRETIVE for one in self.scheduler.handles(None, self.now).handles)
 
     def cancel(self) -> None:
         alive = [request_id for request_id in self.requests if request_id not in self.ended]
@@ -206,6 +240,9 @@ class World:
             self.device.end_copies(copies, failed)
             if copies.target == "disk" and not failed:
                 for slot, name in zip(copies.slots.tolist(), copies.names, strict=True):
+                    if self.is_forgotten and mark_in(name) == owner_mark(SECRETIVE.encode()):
+                        self.stored.pop(slot, None)  # Written and then erased.
+                        continue
                     self.num_writes += 1
                     self.stored[slot] = self.num_writes, name
                     self.torn.discard(slot)
@@ -236,6 +273,8 @@ class World:
             self.scheduler.tiers.disk.check()
         if self.scheduler.prefix.checkpoints is not None:
             self.scheduler.prefix.checkpoints.slots.check()
+        if self.is_forgotten:
+            self.check_forgotten()
 
     def check_repeated(self, plan: StepPlan) -> None:
         before, self.last_plan = self.last_plan, plan

@@ -12,7 +12,7 @@ from millrace.terminal.parser import UsageError
 from millrace.terminal.server_options import add_server, ask_server, download, send_to_server, upload
 from millrace.terminal.table import print_table
 
-USAGE = "millrace cache {ls,show,warm,rm,export,import} [NAME] [options]"
+USAGE = "millrace cache {ls,show,warm,rm,export,import,forget} [NAME] [options]"
 EXAMPLES = """\
 A prompt that begins with a kept one starts behind it. Memory for this: --kv-retained.
 
@@ -22,12 +22,15 @@ examples:
   millrace cache show manual
   millrace cache export manual --file manual.kv                  a signed file, for a replica of the same model
   millrace cache rm manual
-  millrace cache import manual --file manual.kv"""
+  millrace cache import manual --file manual.kv
+  millrace cache forget acme                                     what a tenant has in the cache (operators)"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", metavar="WHAT", help="ls, show, warm, rm, export or import")
-    parser.add_argument("name", nargs="?", default="", metavar="NAME", help="name of the handle")
+    parser.add_argument("what", metavar="WHAT", help="ls, show, warm, rm, export, import or forget")
+    parser.add_argument(
+        "name", nargs="?", default="", metavar="NAME", help="name of the handle, or of the tenant (forget)"
+    )
     parser.add_argument(
         "--file", type=Path, metavar="FILE", help="the text to keep cached (warm), or the signed file (export, import)"
     )
@@ -44,11 +47,13 @@ def run(args: argparse.Namespace) -> int:
         "rm": _remove,
         "export": _export,
         "import": _import,
+        "forget": _forget,
     }
     if args.what not in actions:
         raise UsageError(f"Unknown action '{args.what}'. Actions: {', '.join(actions)}.")
     if args.what != "ls" and not args.name:
-        raise UsageError(f"`cache {args.what}` needs the NAME of a handle.")
+        of_what = "tenant" if args.what == "forget" else "handle"
+        raise UsageError(f"`cache {args.what}` needs the NAME of a {of_what}.")
     actions[args.what](args)
     return 0
 
@@ -110,6 +115,18 @@ def _import(args: argparse.Namespace) -> None:
         raise UsageError("`cache import` needs --file FILE with an exported prompt.")
     made = upload(args, "/v1/cache/import" + _of_model(args, name=args.name), args.file)
     print(json.dumps(made) if args.json else f"{made['id']}: {made['tokens']:,} tokens kept, none computed.")
+
+
+def _forget(args: argparse.Namespace) -> None:
+    gone = send_to_server(args, "DELETE", f"/v1/tenants/{quote(args.name, safe='')}/cache")
+    if args.json:
+        print(json.dumps(gone))
+        return
+    counts = [f"{gone[name]:,} {name}" for name in ("requests", "sessions", "handles")]
+    counts += [f"{count:,} KV blocks ({location})" for location, count in gone["blocks"].items()]
+    print(f"{args.name} is forgotten: {', '.join(counts)}.")
+    if gone["shares_prefixes"]:
+        print("Its prefixes are shared with all tenants; they stay until they are evicted.")
 
 
 def _of_model(args: argparse.Namespace, **query: str) -> str:

@@ -243,8 +243,8 @@ def _cannot(known: Known, failure: str) -> str:
 
 
 def adapter_salt(digest: str, salt: bytes) -> bytes:
-    """Requests of one adapter share blocks with each other only."""
-    return b"adapter\0" + bytes.fromhex(digest) + salt
+    """Requests of one adapter share blocks with each other only. The salt still begins with its tenant."""
+    return salt + b"adapter\0" + bytes.fromhex(digest)
 
 
 def unknown_adapter(name: str, names: list[str]) -> str:

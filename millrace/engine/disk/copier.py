@@ -84,6 +84,12 @@ class DiskCopier:
         threads.put(pending)
         return pending
 
+    def forget(self, mark: bytes) -> PendingCopy:
+        """Erase what the disk has of the owner with this mark, after the writes that were asked for before."""
+        pending = _DiskCopy(lambda: self._store.forget(mark))
+        self._writes.put(pending)
+        return pending
+
     def close(self) -> None:
         """No copy follows. A disk that hangs keeps its threads and its lock until the process ends."""
         for _ in range(NUM_READERS):

@@ -18,6 +18,9 @@ class BlockFile(Protocol):
 
     def write(self, offset: int, parts: Sequence[memoryview]) -> None: ...
 
+    def sync(self) -> None:
+        """Return once the disk has what was written."""
+
     def close(self) -> None: ...
 
 
@@ -52,6 +55,10 @@ class OpenFile:
             while done < len(part):
                 done += os.pwritev(self._fd, [part[done:]], offset + done)
             offset += len(part)
+
+    def sync(self) -> None:
+        if self._is_writable:
+            os.fsync(self._fd)
 
     def close(self) -> None:
         os.close(self._fd)

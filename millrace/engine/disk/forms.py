@@ -1,18 +1,15 @@
-"""How blocks are stored: as they are with a checksum, or encrypted under a key of the operator."""
+"""How blocks are stored: as they are with a checksum, or encrypted under a key of their owner."""
 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Protocol
 
-from millrace.errors import ConfigError
+from millrace.engine.disk.owner_keys import SEAL_BYTES, OwnerKeys
+from millrace.plan.planner.block_names import OWNER_BYTES, mark_in
 
 CHECKSUM_BYTES = 16
-NONCE_BYTES, TAG_BYTES = 12, 16
-MIN_KEY_BYTES = 32
 _OF_NAME = b"name"
 _NO_CHECKSUM = bytes(CHECKSUM_BYTES)
 
@@ -21,10 +18,11 @@ Parts = Sequence[memoryview]
 
 class BlockForm(Protocol):
     extra_bytes: int
-    """By how much a stored block, and a stored name, is longer than it is."""
+    """By how much a stored block is longer than it is."""
+    extra_name_bytes: int
 
     def store(self, name: bytes, parts: Parts) -> tuple[bytes, Parts, bytes]:
-        """Name, content and checksum as they are stored."""
+        """Name, content and checksum as they are stored. Raises OSError."""
 
     def name_of(self, stored: bytes) -> bytes | None:
         """None if it is unreadable."""
@@ -32,9 +30,13 @@ class BlockForm(Protocol):
     def load(self, name: bytes, parts: Parts, checksum: bytes, read: Callable[[Parts], None]) -> bool:
         """Fill the parts with what `read` reads. False if that is not the block with this name."""
 
+    def forget(self, mark: bytes) -> None:
+        """What was stored of the owner with this mark cannot be read any longer, if the form can do that. Raises
+        OSError."""
+
 
 class PlainForm:
-    extra_bytes = 0
+    extra_bytes = extra_name_bytes = 0
 
     def store(self, name: bytes, parts: Parts) -> tuple[bytes, Parts, bytes]:
         return name, parts, _checksum(name, parts)
@@ -46,35 +48,36 @@ class PlainForm:
         read(parts)
         return _checksum(name, parts) == checksum
 
+    def forget(self, mark: bytes) -> None: ...
+
 
 class EncryptedForm:
-    """AES-256-GCM with random nonces. A content is bound to its name, so it needs no further checksum."""
+    """AES-256-GCM with random nonces, under a key of each block's owner (`owner_keys.py`). A content is bound to its
+    name, so it needs no further checksum. Names are encrypted twice: outside, with the owner's mark, under the
+    operator's key."""
 
-    extra_bytes = NONCE_BYTES + TAG_BYTES
+    extra_bytes = SEAL_BYTES
+    extra_name_bytes = 2 * SEAL_BYTES + OWNER_BYTES
 
-    def __init__(self, key: bytes) -> None:
-        """`key`: 32 bytes. Raises ConfigError without the package that has the cipher."""
-        try:
-            from cryptography.exceptions import InvalidTag
-            from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-        except ImportError as error:
-            raise ConfigError(
-                "--kv-disk-key needs the package cryptography: pip install 'cryptography>=44'.",
-                param="memory.kv_disk_key",
-            ) from error
-        self._cipher, self._invalid = AESGCM(key), InvalidTag
+    def __init__(self, keys: OwnerKeys) -> None:
+        self._keys = keys
 
     def store(self, name: bytes, parts: Parts) -> tuple[bytes, Parts, bytes]:
-        sealed = self._seal(b"".join(parts), name)
-        return self._seal(name, _OF_NAME), [memoryview(sealed)], _NO_CHECKSUM
+        mark = mark_in(name)
+        own = self._keys.make(mark)
+        content = own.seal(b"".join(parts), name)
+        return self._keys.operator.seal(mark + own.seal(name, _OF_NAME), _OF_NAME), [memoryview(content)], _NO_CHECKSUM
 
     def name_of(self, stored: bytes) -> bytes | None:
-        return self._open(stored, _OF_NAME)
+        inner = self._keys.operator.open(stored, _OF_NAME)
+        own = None if inner is None else self._keys.find(inner[:OWNER_BYTES])
+        return None if own is None or inner is None else own.open(inner[OWNER_BYTES:], _OF_NAME)
 
     def load(self, name: bytes, parts: Parts, checksum: bytes, read: Callable[[Parts], None]) -> bool:
         sealed = bytearray(sum(map(len, parts)) + self.extra_bytes)
         read([memoryview(sealed)])
-        content, at = self._open(sealed, name), 0
+        own = self._keys.find(mark_in(name))
+        content, at = None if own is None else own.open(sealed, name), 0
         if content is None:
             return False
         for part in parts:
@@ -82,32 +85,8 @@ class EncryptedForm:
             at += len(part)
         return True
 
-    def _seal(self, content: bytes, about: bytes) -> bytes:
-        nonce = os.urandom(NONCE_BYTES)
-        return nonce + self._cipher.encrypt(nonce, content, about)
-
-    def _open(self, sealed: bytes | bytearray, about: bytes) -> bytes | None:
-        view = memoryview(sealed)
-        try:
-            return self._cipher.decrypt(bytes(view[:NONCE_BYTES]), view[NONCE_BYTES:], about)
-        except self._invalid:
-            return None
-
-
-def read_disk_key(path: str) -> bytes:
-    """Raises ConfigError."""
-    try:
-        secret = Path(path).expanduser().read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"--kv-disk-key {path} cannot be read: {error.strerror}.", param="memory.kv_disk_key"
-        ) from error
-    if len(secret) < MIN_KEY_BYTES:
-        raise ConfigError(
-            f"--kv-disk-key {path} has {len(secret)} bytes; write at least {MIN_KEY_BYTES} random ones into it.",
-            param="memory.kv_disk_key",
-        )
-    return hashlib.blake2b(secret, digest_size=32, person=b"millrace-disk").digest()
+    def forget(self, mark: bytes) -> None:
+        self._keys.destroy(mark)
 
 
 def _checksum(name: bytes, parts: Parts) -> bytes:

@@ -6,12 +6,14 @@ import hashlib
 from pathlib import Path
 
 from millrace.config import Config
-from millrace.engine.disk.forms import BlockForm, EncryptedForm, read_disk_key
+from millrace.engine.disk.forms import BlockForm, EncryptedForm
+from millrace.engine.disk.owner_keys import OwnerKeys, read_disk_key
 from millrace.engine.disk.store import PLAIN, BlockStore, entry_bytes, open_store
-from millrace.plan.kv.disk_tier import DiskTierSettings, name_bytes
+from millrace.plan.kv.disk_tier import DiskTierSettings
+from millrace.plan.planner.block_names import name_bytes
 
 GIB = 1 << 30
-LAYOUT = "1"
+LAYOUT = "2"
 """Of the files. Another one has other folders."""
 
 
@@ -21,14 +23,14 @@ def open_disk(config: Config, identity: str, block_bytes: int) -> BlockStore | N
     if not config.memory.kv_disk:
         return None
     key = read_disk_key(config.memory.kv_disk_key) if config.memory.kv_disk_key else b""
-    form: BlockForm = EncryptedForm(key) if key else PLAIN
-    size, extra = name_bytes(config.plan.block_size), form.extra_bytes
-    num_slots = int(config.memory.kv_disk_gib * GIB) // (block_bytes + extra + entry_bytes(size + extra))
+    directory, own = Path(config.memory.kv_disk).expanduser(), hashlib.sha256(key).hexdigest()
+    form: BlockForm = EncryptedForm(OwnerKeys(directory / f"keys-{own[:24]}", key)) if key else PLAIN
+    size = name_bytes(config.plan.block_size)
+    slot_bytes = block_bytes + form.extra_bytes + entry_bytes(size + form.extra_name_bytes)
+    num_slots = int(config.memory.kv_disk_gib * GIB) // slot_bytes
     parts = (identity, LAYOUT, block_bytes, config.plan.block_size, config.plan.drafter, config.run.deterministic)
-    own = (hashlib.sha256(key).hexdigest(),) if key else ()
-    name = hashlib.sha256("\n".join(map(str, (*parts, *own))).encode()).hexdigest()[:24]
-    folder = Path(config.memory.kv_disk).expanduser() / name
-    return open_store(folder, num_slots=num_slots, block_bytes=block_bytes, name_bytes=size, form=form)
+    name = hashlib.sha256("\n".join(map(str, (*parts, own) if key else parts)).encode()).hexdigest()[:24]
+    return open_store(directory / name, num_slots=num_slots, block_bytes=block_bytes, name_bytes=size, form=form)
 
 
 def disk_settings(store: BlockStore | None) -> DiskTierSettings:

@@ -19,6 +19,7 @@ import numpy as np
 from millrace.engine.disk.files import BlockFile, FolderLock, OpenFile
 from millrace.engine.disk.forms import CHECKSUM_BYTES, BlockForm, PlainForm
 from millrace.errors import ConfigError
+from millrace.plan.planner.block_names import mark_in
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class BlockStore:
         form: BlockForm = PLAIN,
     ) -> None:
         self.num_slots, self._form = num_slots, form
-        self._slot_bytes, name_bytes = block_bytes + form.extra_bytes, name_bytes + form.extra_bytes
+        self._slot_bytes, name_bytes = block_bytes + form.extra_bytes, name_bytes + form.extra_name_bytes
         self._blocks, self._entries, self._lock = blocks, entries, lock
         self._name_bytes, self._entry_bytes = name_bytes, entry_bytes(name_bytes)
         self._checksums = np.zeros((num_slots, CHECKSUM_BYTES), np.uint8)
@@ -98,6 +99,16 @@ class BlockStore:
         if not self._form.load(name, parts, self._checksums[slot].tobytes(), read_slot):
             raise UnreadableBlock(f"the KV block in slot {slot} of the disk is damaged")
 
+    def forget(self, mark: bytes) -> None:
+        """Erase what the files have of the owner with this mark, and destroy its key. Not beside writes. Raises
+        OSError."""
+        for slot in [slot for _, slot, _, name in self._read_entries() if mark_in(name) == mark]:
+            self._entries.write(slot * self._entry_bytes, [memoryview(bytes(self._entry_bytes))])
+            self._blocks.write(slot * self._slot_bytes, [memoryview(bytes(self._slot_bytes))])
+        for file in (self._entries, self._blocks):
+            file.sync()
+        self._form.forget(mark)
+
     def close(self) -> None:
         self._blocks.close()
         self._entries.close()
@@ -116,7 +127,7 @@ def open_store(
         if not lock.is_writable:
             log.warning("%s is read-only: KV blocks are read from it, but none is stored", folder)
         slot_bytes = block_bytes + form.extra_bytes
-        sizes = {"blocks": slot_bytes, "entries": entry_bytes(name_bytes + form.extra_bytes)}
+        sizes = {"blocks": slot_bytes, "entries": entry_bytes(name_bytes + form.extra_name_bytes)}
         files = [
             OpenFile(folder / name, num_slots * size, is_writable=lock.is_writable) for name, size in sizes.items()
         ]

@@ -15,7 +15,15 @@ from millrace.params import FinishReason
 from millrace.plan.encoding.rows import EncodeRows
 from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.planner.journal import WatchedBlocks
-from millrace.plan.planner.protocol import NO_HANDLES, NONE_FORCED, ChosenRows, Forced, HandleList, PlannerFigures
+from millrace.plan.planner.protocol import (
+    NO_HANDLES,
+    NONE_FORCED,
+    ChosenRows,
+    Forced,
+    Forgotten,
+    HandleList,
+    PlannerFigures,
+)
 from millrace.plan.queue.delays import Cause, Delays
 from millrace.plan.queue.fair_shares import FairShares
 from millrace.plan.queue.policy import FirstCome
@@ -267,6 +275,9 @@ class EncodePlanner:
 
     def drop_handles(self, name: str, owner: str | None) -> int:
         return 0
+
+    def forget(self, owner: str) -> Forgotten:
+        return Forgotten(b"")
 
     def settle(self, now: float) -> None: ...
 

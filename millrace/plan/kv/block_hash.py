@@ -1,4 +1,4 @@
-"""Block hashes: a chained hash over everything that determines a block's content.
+"""Block hashes: a chained hash over everything that determines a block's content, and a mark of whose block it is.
 
 The root is a constant, so equal blocks have equal hashes in every process.
 """
@@ -7,13 +7,24 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-HASH_BYTES = 16
+from millrace.plan.planner.block_names import HASH_BYTES, OWNER_BYTES
+
 ROOT = b"millrace-kv-v1"
+NOBODY = bytes(OWNER_BYTES)
+"""Mark of blocks that belong to no tenant alone."""
+MARK = b"\0"
+"""Before and after the name of a tenant at the beginning of a salt, see `serve/tenancy/cache_scope.py`."""
 
 
 def root_hash(salt: bytes) -> bytes:
     """The parent hash of a first block. Requests with different salts never share blocks."""
-    return blake2b(salt, digest_size=HASH_BYTES, key=ROOT).digest()
+    name = salt[1:].partition(MARK)[0] if salt.startswith(MARK) else b""
+    return blake2b(salt, digest_size=HASH_BYTES, key=ROOT).digest() + owner_mark(name)
+
+
+def owner_mark(name: bytes) -> bytes:
+    """The last bytes in the hashes of all blocks that are this tenant's own."""
+    return blake2b(name, digest_size=OWNER_BYTES, key=ROOT).digest() if name else NOBODY
 
 
 _EMPTY = blake2b(digest_size=HASH_BYTES)
@@ -22,5 +33,5 @@ _EMPTY = blake2b(digest_size=HASH_BYTES)
 def block_hash(parent: bytes, tokens: bytes) -> bytes:
     """`tokens` are the block's token ids as int32 bytes."""
     state = _EMPTY.copy()  # A third faster than giving the options again.
-    state.update(parent + tokens)
-    return state.digest()
+    state.update(parent[:HASH_BYTES] + tokens)
+    return state.digest() + parent[HASH_BYTES:]

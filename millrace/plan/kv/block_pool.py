@@ -327,11 +327,13 @@ class BlockPool:
                 is_dirty = False
         return is_dirty
 
-    def _uncache(self, block: int) -> None:
+    def _uncache(self, block: int) -> bool:
+        """False if the block was not cached."""
         for order in (self._cached, self._dirty, self._retained, self._retained_dirty):
             if block in order:
                 order.remove(block)
-                return
+                return True
+        return False
 
     # -- handles ---------------------------------------------------------------------------------------------------
 
@@ -362,6 +364,23 @@ class BlockPool:
     def _named(self, digest: bytes) -> list[int]:
         """The blocks with this hash, of all groups."""
         return [by_hash[digest] for by_hash in self._by_hash if digest in by_hash]
+
+    def forget(self, mark: bytes) -> int:
+        """Nobody finds the blocks of the owner with this mark any longer; those that no row uses are free at once.
+        Returns how many blocks there were."""
+        count = 0
+        for group, by_hash in enumerate(self._by_hash):
+            for digest in [one for one in reversed(by_hash) if one.endswith(mark)]:
+                block = by_hash.pop(digest)
+                if group == 0:
+                    self._leave_parent(block)
+                    if self.journal is not None:
+                        self.journal.note("evicted", "device", digest)
+                self._hash_of[block] = self._tokens_of[block] = None
+                count += 1
+                if self._uncache(block):
+                    self._free.append(block)
+        return count
 
     def num_leading(self, digests: Iterable[bytes]) -> int:
         """How many of these hashes, from the first on, have a block in group 0."""

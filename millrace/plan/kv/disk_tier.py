@@ -21,12 +21,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from millrace.plan.kv.block_hash import HASH_BYTES
 from millrace.plan.kv.copy_rate import CopyRate
 from millrace.plan.kv.host_tier import HostTier, Loading
 from millrace.plan.kv.prefix import Match, PrefixIndex
 from millrace.plan.kv.slot_index import SlotIndex
 from millrace.plan.kv.tier import CacheKey, EvictionCause, Place, Tier
+from millrace.plan.planner.block_names import name_of, read_name
 from millrace.plan.request import Request
 from millrace.plan.step import BlockCopies, Location
 
@@ -47,20 +47,6 @@ RATE_HOLDS_S = 60.0
 class DiskTierSettings:
     num_slots: int = 0
     """Blocks that the disk holds; 0 turns the tier off."""
-
-
-def name_of(key: CacheKey, tokens: bytes) -> bytes:
-    """What is stored beside a block."""
-    return bytes((key[0],)) + key[1] + tokens
-
-
-def name_bytes(block_size: int) -> int:
-    return 1 + HASH_BYTES + 4 * block_size
-
-
-def read_name(name: bytes) -> tuple[CacheKey, bytes]:
-    end = 1 + HASH_BYTES
-    return (name[0], name[1:end]), name[end:]
 
 
 class _Pause:

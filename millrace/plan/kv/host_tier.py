@@ -199,6 +199,7 @@ class HostTier:
 
     def _end_load(self, load: _Load, failed: bool, is_readable: bool = True) -> None:
         arrival = load.arrival
+        failed = failed or self.index.read(load.key) is None  # It was forgotten meanwhile.
         self.index.touch(load.key)
         self.index.unpin(load.key, failed=not is_readable)
         if failed:

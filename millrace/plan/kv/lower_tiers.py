@@ -75,6 +75,10 @@ class LowerTiers:
             return "started"
         return self.host.load(request, match) if self.host is not None else "none"
 
+    def forget(self, mark: bytes) -> dict[str, int]:
+        """Drop the blocks of the owner with this mark. Returns how many each location had."""
+        return {index.location: index.forget(mark) for index in self.indexes}
+
     def take_copies(self) -> list[BlockCopies]:
         """Copies to issue now. Each must end with `copies_done`."""
         return [copies for tier in (self.host, self.disk) if tier is not None for copies in tier.take_copies()]

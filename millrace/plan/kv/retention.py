@@ -212,6 +212,13 @@ class Retention:
             self._drop(handle)
         return len(found)
 
+    def forget(self, owner: str) -> int:
+        """End all handles of this owner. Returns how many there were."""
+        found = self._of(owner)
+        for handle in found:
+            self._drop(handle)
+        return len(found)
+
     def listed(self, owner: str | None, now: float, below: Mapping[str, Collection[bytes]] = NOTHING) -> HandleList:
         """The handles of this owner (None: of all). `below`: the names of blocks at the locations below the device,
         nearest first."""

@@ -26,7 +26,7 @@ class SlotIndex:
         self.listeners: list[TierListener] = []
         self.journal: KvJournal | None = None
         """Notes the blocks of group 0; None while nobody reads it."""
-        self.num_evicted: dict[EvictionCause, int] = {"room": 0, "failed": 0}
+        self.num_evicted: dict[EvictionCause, int] = {"room": 0, "failed": 0, "forgotten": 0}
         self._free = list(range(num_slots - 1, -1, -1))
         self._order: OrderedDict[CacheKey, None] = OrderedDict()
         """Ready and pinned blocks, the least recently used first."""
@@ -35,7 +35,7 @@ class SlotIndex:
         """Number of copies that read each pinned slot."""
         self._slot_of: dict[CacheKey, int] = {}
         self._tokens_of: dict[CacheKey, bytes | None] = {}
-        """None if the content turned out unreadable: the entry is dropped once no copy reads it."""
+        """None if the content is unreadable or forgotten: the entry is dropped once no copy uses it."""
 
     @property
     def num_used(self) -> int:
@@ -86,8 +86,8 @@ class SlotIndex:
     def filled(self, key: CacheKey, failed: bool) -> None:
         self._filling.remove(key)
         self._order[key] = None
-        if failed:
-            self._drop(key, "failed")
+        if failed or self._tokens_of[key] is None:
+            self._drop(key, "failed" if failed else "forgotten")
             return
         if self.journal is not None and key[0] == 0:
             self.journal.note("filled", self.location, key[1])
@@ -105,6 +105,17 @@ class SlotIndex:
             del self._pins[key]
             if self._tokens_of[key] is None:
                 self._drop(key, "failed")
+
+    def forget(self, mark: bytes) -> int:
+        """Drop the blocks of the owner with this mark; those that copies use once these have ended. Returns how many
+        blocks there were."""
+        keys = [key for key in self._slot_of if key[1].endswith(mark)]
+        for key in keys:
+            if key in self._filling or key in self._pins:
+                self._tokens_of[key] = None
+            else:
+                self._drop(key, "forgotten")
+        return len(keys)
 
     def restore(self, entries: Iterable[tuple[int, CacheKey, bytes]]) -> None:
         """Blocks that slots hold already, least recently used first: slot, key and tokens of each."""
@@ -125,7 +136,7 @@ class SlotIndex:
             listener.evicted(self, key, cause)
 
     def digests(self) -> list[bytes]:
-        return [digest for group, digest in self._slot_of if group == 0 and (group, digest) not in self._filling]
+        return [key[1] for key in self._slot_of if key[0] == 0 and self.read(key) is not None]
 
     def check(self) -> None:
         """Check the equation, and that no slot is used twice."""

@@ -85,6 +85,12 @@ class StateSlots:
         else:
             self._ready[digest] = slot
 
+    def forget(self, mark: bytes) -> None:
+        """Drop the checkpoints of the owner with this mark that no row is about to read or write."""
+        for digest in [one for one in self._ready if one.endswith(mark)]:
+            self._free.append(self._ready.pop(digest))
+            self._minor.discard(digest)
+
     def _evict(self, digest: bytes) -> None:
         self._free.append(self._ready.pop(digest))
         self._minor.discard(digest)

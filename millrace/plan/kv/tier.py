@@ -12,8 +12,8 @@ from millrace.plan.step import Location
 
 CacheKey = tuple[int, bytes]
 """KV group and block hash. The hash covers the parent's, the tokens, and at the root the salt (`block_hash.py`)."""
-EvictionCause = Literal["room", "failed"]
-"""Room was needed for another block, or a copy failed."""
+EvictionCause = Literal["room", "failed", "forgotten"]
+"""Room was needed for another block, a copy failed, or the block's tenant was forgotten."""
 
 
 class Place(NamedTuple):

@@ -7,7 +7,7 @@ thread at a time.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
 
@@ -152,6 +152,17 @@ class HandleList:
     """That all owners' handles may keep together."""
 
 
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """What was dropped of an owner."""
+
+    mark: bytes
+    """In the names of its blocks."""
+    handles: int = 0
+    blocks: Mapping[str, int] = field(default_factory=dict)
+    """By location."""
+
+
 NO_HANDLES = HandleList([], 0, 0)
 
 
@@ -252,6 +263,9 @@ class Planner(Protocol):
 
     def drop_handles(self, name: str, owner: str | None) -> int:
         """End those with this name, of this owner or of any. Returns how many there were."""
+
+    def forget(self, owner: str) -> Forgotten:
+        """Drop the owner's handles, and its own blocks wherever they are. Its requests have been aborted."""
 
     # -- copies between locations
 

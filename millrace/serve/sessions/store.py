@@ -166,6 +166,11 @@ def delete(database: sqlite3.Connection, session_id: str, owner: str) -> Session
     return session
 
 
+def forget(database: sqlite3.Connection, owner: str) -> int:
+    """Delete all sessions of this owner. Returns how many there were."""
+    return database.execute("DELETE FROM sessions WHERE owner = ?", (owner,)).rowcount
+
+
 def listing(database: sqlite3.Connection, owner: str, page: Page) -> tuple[list[Session], bool]:
     """The sessions of a page, and whether there are more."""
     order, beyond = ("DESC", "<") if page.newest_first else ("ASC", ">")

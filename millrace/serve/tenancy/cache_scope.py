@@ -24,7 +24,7 @@ MAX_HEADER_CHARS = 128
 
 def gateway_salt(tenant: Tenant, secret: bytes, *, share_prefixes: bool) -> str:
     """What a gateway sends for a tenant whose prefixes are its own; empty for one who shares them."""
-    if tenant is DEFAULT_TENANT or not _is_private(tenant, share_prefixes=share_prefixes):
+    if tenant is DEFAULT_TENANT or shares_prefixes(tenant, is_default=share_prefixes):
         return ""
     return hmac.new(secret, b"cache salt of " + tenant.name.encode(), hashlib.sha256).hexdigest()
 
@@ -36,15 +36,16 @@ def salted(given: str, salt: str) -> str:
     return f"{given}{_MARK}{salt}" if given else salt
 
 
-def _is_private(tenant: Tenant, *, share_prefixes: bool) -> bool:
-    return tenant.private_cache if tenant.private_cache is not None else not share_prefixes
+def shares_prefixes(tenant: Tenant, *, is_default: bool) -> bool:
+    """`is_default`: the server's setting, for tenants that do not say."""
+    return is_default if tenant.private_cache is None else not tenant.private_cache
 
 
 def scope_of(tenant: Tenant, salt: str, *, share_prefixes: bool) -> str:
     """`salt`: the request's `cache_salt`. `share_prefixes`: the server's setting, for tenants that do not say."""
     if tenant is DEFAULT_TENANT:  # There are no tenants to keep apart.
         return salt
-    if _is_private(tenant, share_prefixes=share_prefixes):
+    if not shares_prefixes(tenant, is_default=share_prefixes):
         return f"{_MARK}{tenant.name}{_MARK}{salt}"
     return f"{_MARK}{_MARK}{salt}" if salt.startswith(_MARK) else salt
 

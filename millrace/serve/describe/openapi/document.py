@@ -22,7 +22,7 @@ from millrace.serve.http.error_bodies import ErrorAnswer
 from millrace.serve.ollama import embed
 from millrace.serve.ollama import schemas as schemas_ollama
 from millrace.serve.openai import answers, embeddings, schemas
-from millrace.serve.openai.kept import prefixes, routes_stored, stored_chat
+from millrace.serve.openai.kept import prefixes, routes_stored, routes_tenants, stored_chat
 from millrace.serve.openai.kept import routes_sessions as sessions
 from millrace.serve.responses import schemas as schemas_responses
 from millrace.serve.responses import schemas_items as response_items
@@ -55,7 +55,7 @@ _TYPES = (
     answers.TokenizerInfo,
     *(stored_chat.StoredList, stored_chat.StoredDeleted, routes_stored.ChatUpdate),
     *(prefixes.CacheRequest, prefixes.CreatedHandle, prefixes.CacheHandle),
-    *(prefixes.CacheHandles, prefixes.DeletedHandle, prefixes.ImportedHandle),
+    *(prefixes.CacheHandles, prefixes.DeletedHandle, prefixes.ImportedHandle, routes_tenants.TenantForgotten),
     *(sessions.SessionRequest, sessions.SessionChange, sessions.SessionAnswer),
     *(sessions.SessionList, sessions.SessionDeleted),
     *(adapters.AdapterRequest, adapters.AdapterInfo, adapters.AdapterInfoList, adapters.DeletedAdapter),

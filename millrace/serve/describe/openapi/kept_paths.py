@@ -118,7 +118,10 @@ def cache_paths() -> dict[str, Any]:
     make = operation("cache", "createCacheHandle", "Keep a prompt cached", "CreatedHandle", unstreamed())
     example = {"prompt": "A long manual.", "name": "manual", "ttl_s": 3600}
     of_tenant = in_query("tenant", type="string")
+    forget = ("cache", "forgetTenant", "Forget what a tenant has in the cache (operators)", "TenantForgotten")
+    refused = ("400", "403", "409", "500", "503")
     return {
+        "/v1/tenants/{tenant}/cache": {"delete": operation(*forget, refused, parameters=[in_path("tenant")])},
         "/v1/cache": {
             "post": {**make, "requestBody": body_of("CacheRequest", example)},
             "get": operation(
