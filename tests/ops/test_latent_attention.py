@@ -10,6 +10,8 @@ from helpers.triton_mode import device, interpreted
 from millrace.ops.attention import latent as versions
 from millrace.ops.attention.latent import NativeLatentAttention, PagedLatentAttention, ReferenceLatentAttention
 from millrace.ops.attention.rows import PlainRows
+from millrace.ops.linear.dense import NativeLinear
+from millrace.ops.linear.per_head import LoopPerHead, NativePerHead
 
 HALF = torch.float16 if interpreted else torch.bfloat16
 """Triton's interpreter cannot multiply bfloat16."""
@@ -100,3 +102,12 @@ def test_native_sums_depend_on_the_context_alone() -> None:
         )
         found = attention(queries[token : token + 1], kv, attention.prepare(alone, 16, None))
         assert torch.equal(found[0], whole[token])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 5])
+def test_heads_in_one_call_are_those_one_after_the_other(rows: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(6, 24, 20).to(dtype), torch.randn(rows, 6, 33).to(dtype)[:, :, :20]
+    native, loop = (make(weight, NativeLinear) for make in (NativePerHead, LoopPerHead))
+    assert torch.equal(native(x), loop(x))

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.ops.base.activation_kind import ClampedSwiglu
+from millrace.ops.base.activation_kind import ClampedSwiglu, ExpertActivation
 from millrace.ops.elementwise.activation import gated_reference
 from millrace.ops.linear.dense import NativeLinear, PlainLinear
-from millrace.ops.moe.experts import DenseExperts, ExpertWeights, GroupedExperts, LoopExperts, gate
+from millrace.ops.moe.experts import DenseExperts, ExpertWeights, GroupedExperts, LoopExperts, NativeExperts, gate
 from millrace.ops.moe.router import route
 
 
@@ -33,7 +33,7 @@ def plain(
     num_experts=st.integers(1, 9),
     top_k=st.integers(1, 4),
     renormalise=st.booleans(),
-    make=st.sampled_from([LoopExperts, DenseExperts]),
+    make=st.sampled_from([LoopExperts, NativeExperts, DenseExperts]),
     linear=st.sampled_from([PlainLinear, NativeLinear]),
 )
 def test_experts(
@@ -48,13 +48,14 @@ def test_experts(
     torch.testing.assert_close(found.double(), plain(x, weights, ids, pairs), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("make", [LoopExperts, DenseExperts])
+@pytest.mark.parametrize("make", [LoopExperts, NativeExperts, DenseExperts])
 def test_biases_and_a_clamped_activation(make: type) -> None:
     torch.manual_seed(3)
+    linear = NativeLinear if make is NativeExperts else PlainLinear
     pairs = [(torch.randn(24, 10), torch.randn(10, 12)) for _ in range(4)]
     biases, x = (torch.randn(4, 24), torch.randn(4, 10)), torch.randn(9, 10)
     weights, ids = route(torch.randn(9, 4), 2, True)
-    experts = make(ExpertWeights(4, iter(pairs), biases), ClampedSwiglu(slope=1.7, limit=2.0), PlainLinear)
+    experts = make(ExpertWeights(4, iter(pairs), biases), ClampedSwiglu(slope=1.7, limit=2.0), linear)
     wanted = torch.zeros(9, 10)
     for token, chosen in enumerate(ids.tolist()):
         for place, expert in enumerate(chosen):
@@ -88,11 +89,15 @@ def test_route_weights() -> None:
     torch.testing.assert_close(weights[0, 0] / weights[0, 1], shares[0, 2] / shares[0, 1])
 
 
-def test_experts_do_not_depend_on_the_batch() -> None:
+@pytest.mark.parametrize(
+    ("make", "activation"),
+    [(LoopExperts, "silu"), (NativeExperts, "silu"), (NativeExperts, "gelu"), (NativeExperts, ClampedSwiglu(1.7, 7.0))],
+)
+def test_experts_do_not_depend_on_the_batch(make: type, activation: ExpertActivation) -> None:
     torch.manual_seed(1)
     for dtype in (torch.float32, torch.bfloat16):
         pairs = [(torch.randn(64, 48).to(dtype), torch.randn(48, 32).to(dtype)) for _ in range(5)]
-        experts = LoopExperts(ExpertWeights(5, pairs), "silu", NativeLinear)
+        experts = make(ExpertWeights(5, pairs), activation, NativeLinear)
         x = torch.randn(60, 48).to(dtype)
         weights, ids = route(torch.randn(60, 5), 2, True)
         whole = experts(x, weights, ids)
@@ -110,3 +115,21 @@ def test_the_clamped_activation_of_a_token_does_not_depend_on_the_batch(inner: i
     for count in (1, 3):
         parts = [gate(x[first : first + count].clone(), activation) for first in range(0, 7, count)]
         assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_experts_in_one_call_are_those_one_after_the_other(rows: int, dtype: torch.dtype) -> None:
+    """Up to the rounding between the activation and its product, which the call does once, in float32."""
+    torch.manual_seed(4)
+    pairs = [(torch.randn(160, 48).to(dtype), (torch.randn(48, 80) * 0.1).to(dtype)) for _ in range(5)]
+    biases = (torch.randn(5, 160).to(dtype), torch.randn(5, 48).to(dtype))
+    x, activation = torch.randn(rows, 48).to(dtype), ClampedSwiglu(1.702, 7.0)
+    weights, ids = route(torch.randn(rows, 5), 3, True)
+    found, wanted = (
+        make(ExpertWeights(5, pairs, biases), activation, NativeLinear)(x, weights, ids)
+        for make in (NativeExperts, LoopExperts)
+    )
+    assert found.dtype == dtype
+    tolerance = 1e-4 if dtype == torch.float32 else 0.1
+    torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)

@@ -84,6 +84,11 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "linear": (None, (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int, c_int)),
     "has_decode_kernel": (c_int, (c_void_p,)),
     "gated_mlp": (c_int, (c_void_p, c_void_p, c_int, c_void_p, c_int64, c_void_p, c_int64)),
+    "experts": (
+        None,
+        (c_int, c_void_p, c_void_p, c_int64, c_int, c_float, c_float, *[c_void_p] * 4, c_int64, c_int64),
+    ),
+    "per_head": (None, (c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
     "norm": (None, (c_int, *[c_void_p] * 5, c_int64, c_int64, c_float)),
     "gated": (None, (c_int, c_int, c_void_p, c_void_p, c_int64, c_int64)),
     "prepare_qkv": (None, (c_int, c_int, *[c_void_p] * 7, *[c_int64] * 7, c_float)),

@@ -173,6 +173,14 @@ class NativeParts(Head):
         return out
 
 
+def addresses_of(linears: Sequence[Linear]) -> ctypes.Array[ctypes.c_void_p] | None:
+    """A table of their descriptors for the C++ kernels, valid as long as they live. None unless all are in C++."""
+    native_parts = [linear for linear in linears if isinstance(linear, NativeParts)]
+    if len(native_parts) < len(linears):
+        return None
+    return (ctypes.c_void_p * len(linears))(*(ctypes.addressof(linear.native) for linear in native_parts))
+
+
 class NativeLinear(NativeParts):
     """A linear layer in C++ over one unquantised weight."""
 

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from millrace.ops.base.version import Version
-from millrace.ops.linear.dense import Linear
+from millrace.ops.cpp.native import DTYPES, native, native_missing
+from millrace.ops.linear.dense import Linear, addresses_of
 
 PerHead = Callable[[Tensor], Tensor]
 """[T, H, K] -> [T, H, N]"""
@@ -27,6 +28,23 @@ class LoopPerHead:
 
     def __call__(self, x: Tensor) -> Tensor:
         return torch.stack([head(x[:, index].contiguous()) for index, head in enumerate(self._heads)], dim=1)
+
+
+class NativePerHead(LoopPerHead):
+    """All heads in one call, in C++, if their linears are; else as the reference."""
+
+    def __init__(self, weight: Tensor, linear: MakeLinear) -> None:
+        super().__init__(weight, linear)
+        self._out_features, self._table = weight.shape[1], addresses_of(self._heads)
+        self._call = native().without_gil.per_head
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._table is None:
+            return super().__call__(x)
+        x = x.contiguous()
+        out = x.new_empty((*x.shape[:2], self._out_features))
+        self._call(self._table, x.shape[1], x.data_ptr(), out.data_ptr(), x.shape[0])
+        return out
 
 
 class BatchedPerHead:
@@ -44,6 +62,16 @@ VERSIONS = (
         make=BatchedPerHead,
         when="torch's batched matrix product over all heads",
         devices=("cuda",),
+    ),
+    Version(
+        op="per_head_linear",
+        name="native",
+        make=NativePerHead,
+        when="C++: all heads in one call",
+        devices=("cpu",),
+        dtypes=tuple(DTYPES),
+        invariant_on=("cpu",),
+        missing=native_missing,
     ),
     Version(
         op="per_head_linear",

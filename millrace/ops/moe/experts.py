@@ -21,8 +21,9 @@ from millrace.ops.base.activation_kind import Activation, ClampedSwiglu, ExpertA
 from millrace.ops.base.capability import capability
 from millrace.ops.base.unsummed import Unsummed
 from millrace.ops.base.version import Shape, Version
-from millrace.ops.elementwise.activation import activate
-from millrace.ops.linear.dense import Linear
+from millrace.ops.cpp.native import DTYPES, native, native_missing
+from millrace.ops.elementwise.activation import ACTIVATION_CODES, activate
+from millrace.ops.linear.dense import Linear, addresses_of
 from millrace.ops.moe.router import Route
 from millrace.ops.triton import triton_missing
 
@@ -57,6 +58,8 @@ class Experts(ABC):
 
 
 MakeLinear = Callable[[Any, Tensor | None], Linear]
+CLAMPED = 3
+"""Code of `ClampedSwiglu` in cpp/experts.cpp, beside `ACTIVATION_CODES`."""
 
 
 def gate(gate_up: Tensor, activation: ExpertActivation) -> Tensor:
@@ -112,6 +115,30 @@ class LoopExperts(Experts):
                 outputs[chosen] = down(gate(gate_up(inputs[chosen]), self.activation))
                 start += count
         return combine(outputs, order, weights)
+
+
+class NativeExperts(LoopExperts):
+    """All experts in one call, in C++, if all their weights have C++ kernels; else as the reference."""
+
+    def __init__(self, weights: ExpertWeights, activation: ExpertActivation, linear: MakeLinear) -> None:
+        super().__init__(weights, activation, linear)
+        tables = [addresses_of([pair[half] for pair in self.experts]) for half in (0, 1)]
+        self._tables = None if None in tables else tables
+        self._call = native().without_gil.experts
+        self._gate = (
+            (CLAMPED, activation.slope, activation.limit)
+            if isinstance(activation, ClampedSwiglu)
+            else (ACTIVATION_CODES[activation], 0.0, 0.0)
+        )
+
+    def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
+        if self._tables is None:
+            return super().__call__(x, weights, expert_ids)
+        x, weights, expert_ids = x.contiguous(), weights.contiguous(), expert_ids.long().contiguous()
+        out, count = torch.empty_like(x), len(self.experts)
+        inputs = (x.data_ptr(), expert_ids.data_ptr(), weights.data_ptr(), out.data_ptr())
+        self._call(DTYPES[x.dtype], *self._tables, count, *self._gate, *inputs, *expert_ids.shape)
+        return out
 
 
 class StackedExperts(Experts):
@@ -233,6 +260,16 @@ def _is_simple(shape: Shape) -> bool:
 
 
 VERSIONS = (
+    Version(
+        op="experts",
+        name="native",
+        make=NativeExperts,
+        when="C++: all experts, their activation and the weighted sum in one call",
+        devices=("cpu",),
+        dtypes=tuple(DTYPES),
+        invariant_on=("cpu",),
+        missing=native_missing,
+    ),
     Version(
         op="experts",
         name="triton",
