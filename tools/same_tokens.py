@@ -1,12 +1,14 @@
-"""Holds two proofs over HTTP, with float32 on a CPU: drafts change no token, and the host tier neither.
+"""Holds proofs over HTTP, with float32 on a CPU: drafts, the host tier and ranks change no token.
 
     python tools/same_tokens.py drafts [--prompts 200] [--max-tokens 16] [--speculate ngram]
     python tools/same_tokens.py host-tier [--prompts 24]
+    python tools/same_tokens.py ranks [--prompts 200] [--model qwen2.5-coder-1.5b] [--ranks 2,3]
 
 `drafts`: the same prompts to a server without drafts and to one with them, at 1, 4 and 16 at once; every answer must
 have the same token ids. A quarter of the prompts have a JSON schema. `host-tier`: prompts that fill the KV pool three
 times over are sent twice, to a server with a host tier and to one without; the repeats must have the same token ids,
-and the time of both is printed.
+and the time of both is printed. `ranks`: the prompts of `drafts`, 8 at once, to a server of one process, and to servers
+whose model is split over `--ranks` processes.
 """
 
 from __future__ import annotations
@@ -117,17 +119,37 @@ async def host_tier(options: argparse.Namespace) -> bool:
     return all(answers == alone for answers in found.values())
 
 
+async def ranks(options: argparse.Namespace) -> bool:
+    bodies, found = [asked(number) for number in range(options.prompts)], {}
+    own = ["--dtype", "float32", "--device", "cpu"]
+    for size in (1, *map(int, options.ranks.split(","))):
+        with LocalServer([*options.model, *own, "--tensor-parallel", str(size)]) as server:
+            await server.wait_ready()
+            began = time.monotonic()
+            found[size] = await Client(server.url, options.max_tokens).answers(bodies, 8)
+            print(f"{size} ranks: {time.monotonic() - began:.1f} s", flush=True)
+    for size, answers in found.items():
+        wrong = [number for number, pair in enumerate(zip(answers, found[1], strict=True)) if pair[0] != pair[1]]
+        print(f"{size} ranks: {len(wrong)} of {len(answers)} answers differ {wrong[:5]}")
+    return all(answers == found[1] for answers in found.values())
+
+
+PROOFS = {"drafts": drafts, "host-tier": host_tier, "ranks": ranks}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("proof", choices=("drafts", "host-tier"))
+    parser.add_argument("proof", choices=tuple(PROOFS))
     parser.add_argument("--prompts", type=int, default=0)
     parser.add_argument("--max-tokens", type=int, default=12)
+    parser.add_argument("--model", nargs=1, default=[], help="ranks: the model (default: the server's)")
+    parser.add_argument("--ranks", default="2,3", help="numbers of processes, with commas")
     parser.add_argument("--speculate", default="ngram")
     parser.add_argument("--pool", type=int, default=4000, help="tokens of the KV pool")
     parser.add_argument("--words", type=int, default=120)
     options = parser.parse_args()
-    options.prompts = options.prompts or (200 if options.proof == "drafts" else 24)
-    same = asyncio.run(drafts(options) if options.proof == "drafts" else host_tier(options))
+    options.prompts = options.prompts or (24 if options.proof == "host-tier" else 200)
+    same = asyncio.run(PROOFS[options.proof](options))
     print("the same tokens" if same else "TOKENS DIFFER")
     sys.exit(not same)
 

@@ -23,6 +23,7 @@ examples:
   millrace faults kill-engine --seconds 120                  kill the engine under load, repeatedly
   millrace faults kill-front --seconds 120                   kill the second front under load, repeatedly
   millrace faults kill-rank --seconds 120                    kill a rank of a split model under load, repeatedly
+  millrace faults kill-rank --kills 50 --clients 4           the same 50 times, under 4 streams each time
   millrace faults overload --seconds 60                      twice the capacity, in three priority classes
 
 Each run starts its own server; gateway starts a gateway and null replicas. The exit code is 1 if a check failed."""
@@ -55,10 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds", type=float, metavar="X", help="duration (default: 60; with --kills: until they are done)"
     )
     parser.add_argument(
-        "--kills", type=int, default=0, metavar="N", help="gateway: only kill replicas, this many times"
+        "--kills",
+        type=int,
+        default=0,
+        metavar="N",
+        help="kill this many times; of gateway: only replicas, and nothing else",
     )
     parser.add_argument(
-        "--clients", type=int, metavar="N", help="concurrent clients of disconnects (default: 2000) and gateway (32)"
+        "--clients",
+        type=int,
+        metavar="N",
+        help="concurrent clients of disconnects (default: 2000), gateway and kills (32)",
     )
     parser.add_argument(
         "--factor", type=float, default=2.0, metavar="X", help="load of overload, times the capacity (default: 2)"
@@ -73,8 +81,9 @@ def run(args: argparse.Namespace) -> int:
     from millrace.serve.app import allow_many_connections
 
     allow_many_connections()
-    if args.kills and args.what != "gateway":
-        raise UsageError("--kills is for `millrace faults gateway`.")
+    can_kill = [name for name, action in _ACTIONS.items() if action is _kill]
+    if args.kills and args.what not in ("gateway", *can_kill):
+        raise UsageError(f"--kills is for gateway, {', '.join(can_kill)}.")
     if args.what != "gateway" and args.seconds is None:
         args.seconds = DEFAULT_S
     return asyncio.run(_gateway(args) if args.what == "gateway" else _with_server(args))
@@ -83,18 +92,10 @@ def run(args: argparse.Namespace) -> int:
 async def _with_server(args: argparse.Namespace) -> int:
     from millrace.bench.local_server import LocalServer
 
-    actions: dict[str, Callable[[argparse.Namespace, str, int, Say], Awaitable[list[str]]]] = {
-        "disconnects": _disconnects,
-        "fuzz": _fuzz,
-        "kill-engine": _kill,
-        "kill-front": _kill,
-        "kill-rank": _kill,
-        "overload": _overload,
-    }
     with LocalServer(_SERVER_OPTIONS[args.what]) as server:
         await server.wait_ready()
         said: list[str] = []
-        failures = await actions[args.what](args, server.url, server.pid, said.append if args.json else print)
+        failures = await _ACTIONS[args.what](args, server.url, server.pid, said.append if args.json else print)
     return _report(args, said, failures)
 
 
@@ -149,7 +150,7 @@ async def _kill(args: argparse.Namespace, url: str, pid: int, say: Say) -> list[
     from millrace.faults.kills import PARTS, kill_repeatedly
 
     part = PARTS[args.what]
-    result = await kill_repeatedly(url, pid, part, args.seconds)
+    result = await kill_repeatedly(url, pid, part, args.seconds, args.kills, args.clients or 32)
     times = sorted(result.recovery_s)
     say(
         f"{result.kills} kills of the {part}. Streams: {result.failed} ended with an error event,"
@@ -199,3 +200,13 @@ def _leaks(readings: IdleReadings | None, seconds: float, say: Say) -> list[str]
     if after.open_files - before.open_files > FILES_SLACK:
         failures.append(f"{after.open_files - before.open_files} more files are open")
     return failures
+
+
+_ACTIONS: dict[str, Callable[[argparse.Namespace, str, int, Say], Awaitable[list[str]]]] = {
+    "disconnects": _disconnects,
+    "fuzz": _fuzz,
+    "kill-engine": _kill,
+    "kill-front": _kill,
+    "kill-rank": _kill,
+    "overload": _overload,
+}

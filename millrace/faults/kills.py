@@ -26,6 +26,8 @@ _MODULES: dict[Part, str] = {
 }
 RECOVERY_LIMIT_S = 120.0
 STREAM_LIMIT_S = 300.0
+BEFORE_KILL_S = 1.5
+"""From the start of streams to the kill."""
 
 
 @dataclass(slots=True)
@@ -43,12 +45,15 @@ class KillResult:
     """From each kill until the server was ready again."""
 
 
-async def kill_repeatedly(url: str, pid: int, part: Part, seconds: float, num_streams: int = 32) -> KillResult:
+async def kill_repeatedly(
+    url: str, pid: int, part: Part, seconds: float, num_kills: int = 0, num_streams: int = 32
+) -> KillResult:
+    """Kill this many times, or at least once and until the time is over."""
     address, result = Address.of(url), KillResult(part)
     end = time.monotonic() + seconds
-    while time.monotonic() < end or result.kills == 0:
+    while result.kills < num_kills if num_kills else time.monotonic() < end or result.kills == 0:
         streams = [asyncio.create_task(_stream(address, result)) for _ in range(num_streams)]
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(BEFORE_KILL_S)
         os.kill(_child(pid, part), signal.SIGKILL)
         result.kills += 1
         recovery = asyncio.create_task(asyncio.to_thread(_await_recovery, url, pid, part))
