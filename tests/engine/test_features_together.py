@@ -2,8 +2,9 @@
 
 Each case draws settings and requests at random: drafts, host tier, a small pool, odd block sizes, short steps, KV
 formats, prefix sharing, sampling, grammars with forced tokens, log-probabilities, penalties, predictions, bad words,
-allowed tokens, and vectors wanted at the same time. A mirror runs every step too and draws the same; or, as the two
-exclude each other, there is a disk, from which blocks return after a restart too. Preemption is crossed with drafts, KV
+allowed tokens, and vectors wanted at the same time. A mirror runs every step too and draws the same; or, as these
+exclude each other, there is a disk, from which blocks return after a restart too, or the model is split over two ranks.
+Preemption is crossed with drafts, KV
 groups and copies in tests/plan. A new feature adds itself to `SETTINGS` or `requests_of`.
 """
 
@@ -112,12 +113,15 @@ DRAFTING: dict[str, Any] = {"kv_tokens": 4000, "max_running": 3, "draft_tokens":
 DRAFTING["drafter"] = DEFAULT_MODEL
 # Host memory for about 50 blocks, which is less than a round has.
 ON_DISK: dict[str, Any] = TIGHT | {"kv_host_gib": 0.01, "kv_disk_gib": 0.25, "block_size": 16, "prefix_cache": True}
+# Host memory for about 30 blocks. Neither a disk nor a mirror goes with ranks.
+SPLIT: dict[str, Any] = TIGHT | {"tensor_parallel": 2, "kv_host_gib": 0.01, "prefix_cache": True, "speculate": "ngram"}
 
 
 @pytest.mark.parametrize(
     ("kv_dtype", "all_limits"),
     [
         ("float16", (TIGHT, DRAFTING | {"speculate": "draft"})),
+        ("full", (SPLIT | {"draft_tokens": 3},)),
         ("int8", (TIGHT, ON_DISK)),
         ("int4", (TIGHT, DRAFTING | {"speculate": "auto"})),
     ],
@@ -136,7 +140,9 @@ def test_any_combination_gives_the_answers_of_lone_runs(
         settings = {name: rng.choice(values) for name, values in SETTINGS.items()} | limits
         if not settings["prefix_cache"]:
             settings["kv_host_gib"] = 0.0  # the host tier holds blocks of the prefix cache
-        settings |= {"kv_disk": str(tmp_path)} if "kv_disk_gib" in limits else {"mirror": True}
+        if "kv_disk_gib" in limits:
+            settings["kv_disk"] = str(tmp_path)
+        settings["mirror"] = not limits.keys() & {"kv_disk_gib", "tensor_parallel"}
         settings |= {"dtype": "float32", "kv_dtype": kv_dtype}
         with LLM(**settings) as llm, ThreadPoolExecutor(1) as beside:
             for index in (0, 1, 0):
@@ -148,6 +154,8 @@ def test_any_combination_gives_the_answers_of_lone_runs(
             if stats.mirror is not None:
                 assert (stats.mirror.is_up, stats.mirror.differences) == (True, 0), settings
                 assert stats.mirror.steps > 20
+            if "tensor_parallel" in limits:
+                assert min(stats.accepted_tokens, stats.prefix_hit_tokens, stats.host_tokens_loaded) > 0, settings
             num_hits += stats.prefix_hit_tokens
             num_forced += stats.forced_tokens
             num_guided += sum(stats.drafts["grammar"].accepted) if "grammar" in stats.drafts else 0
