@@ -40,11 +40,8 @@ def adapters_in(folder: Path, runner: Runner | CudaRunner) -> list[Adapter]:
     found = []
     for index, (rank, targets) in enumerate(SHAPES):
         path = write_adapter(folder / f"a{index}", model, rank=rank, targets=targets, seed=index, size=1.5)
-        found.append(
-            read_adapter(
-                path, targets_of(spec), torch.float32, max_rank=64, max_bytes=1 << 30, is_pinned=not interpreted
-            )
-        )
+        adapter = read_adapter(path, targets_of(spec), torch.float32, max_rank=64, max_bytes=1 << 30)
+        found.append(adapter if interpreted else adapter.on(adapter.data.pin_memory()))
     return found
 
 

@@ -7,14 +7,15 @@ from pathlib import Path
 import torch
 
 from millrace.config import AdapterConfig, Config
+from millrace.engine.adapters.reader import AdapterReader
 from millrace.engine.adapters.requests import AdaptedRequests
 from millrace.engine.adapters.service import EngineAdapters
 from millrace.engine.adapters.slots import Fill
-from millrace.engine.adapters.store import AdapterStore, Read, parse_adapters
+from millrace.engine.adapters.store import AdapterStore, parse_adapters
 from millrace.engine.figures.shares import Shares
 from millrace.errors import AdapterError, ConfigError, ModelError
 from millrace.models.adapters.config import read_config
-from millrace.models.adapters.read import Adapter, read_adapter
+from millrace.models.adapters.files import Limits
 from millrace.models.adapters.targets import targets_of
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.sources.adapters.find import adapter_folder
@@ -68,19 +69,12 @@ def make_adapters(
     none."""
     if not config.num_slots:
         return None
-    store = AdapterStore(_reader(config, spec, dtype, is_pinned=device_bytes > 0), config.max_bytes)
-    for name, path in _find(config, offline=True).items():
+    found = _find(config, offline=True)
+    limits = Limits(config.max_lora_rank, config.max_bytes)
+    reader = AdapterReader(targets_of(spec), dtype, limits, is_pinned=device_bytes > 0)
+    store = AdapterStore(reader, config.max_bytes)
+    for name, path in found.items():
         store.declare(name, path)
     requests = AdaptedRequests(store, config.num_slots, fill, max_bytes=device_bytes or None)
     folder = Path(config.adapter_dir).expanduser() if config.adapter_dir else None
-    return EngineAdapters(requests, lambda: shares, folder, allows_adding=config.allow_adapters)
-
-
-def _reader(config: AdapterConfig, spec: ModelSpec, dtype: torch.dtype, *, is_pinned: bool) -> Read:
-    targets = targets_of(spec)
-
-    def read(folder: Path) -> Adapter:
-        limits = {"max_rank": config.max_lora_rank, "max_bytes": config.max_bytes}
-        return read_adapter(folder, targets, dtype, **limits, is_pinned=is_pinned)
-
-    return read
+    return EngineAdapters(requests, lambda: shares, folder, allows_adding=config.allow_adapters, on_end=reader.close)

@@ -67,6 +67,10 @@ class AdaptedRequests:
         self._turn: _Held | None = None
         """The request that is not passed any more. Its adapter stays in host memory."""
         self._turn_digest = ""
+        self._giving_way: frozenset[str] = frozenset()
+        """Versions whose slots become free for it."""
+        self._is_full = False
+        """The last look for a free slot found none."""
         self._failed: list[Failed] = []
         self._doomed: dict[int, Request] = {}
         """Those of `_failed`, until they are dropped."""
@@ -96,6 +100,7 @@ class AdaptedRequests:
             self._fail(request, _cannot(known, failure))
             return True
         held = _Held(request, params, known, self._clock())
+        self._is_full = False
         self._choose_turn()
         if self._seated(held):
             return False
@@ -106,11 +111,14 @@ class AdaptedRequests:
     def take_ready(self) -> list[tuple[Request, SamplingParams]]:
         """Requests that have a slot now, in the order in which they came."""
         self.slots.finish_copies()
-        ready = []
+        self._is_full, ready = False, []
+        self._choose_turn()
         for held in list(self._held.values()):
-            self._choose_turn()
+            had_turn = held is self._turn
             if self._seated(held):
                 ready.append((held.request, held.params))
+            if had_turn and self._turn is None:
+                self._choose_turn()
         return ready
 
     def take_failed(self) -> list[Failed]:
@@ -183,15 +191,18 @@ class AdaptedRequests:
         known, passed = held.known, self._passed_by(held)
         slot = self.slots.get(known.digest)
         if slot is not None:
-            must_yield = passed is not None and slot in self.slots.giving_way(passed.known.num_bytes)
-            return None if must_yield else slot
+            return None if passed is not None and slot.digest in self._giving_way else slot
         adapter = self.store.adapter(known)
         if adapter is None:
             if not held.needs_files:
                 held.needs_files, held.asked_at = True, self._clock()
                 self.store.load(known)
             return None
-        return None if passed is not None else self.slots.give(known.name, adapter, self._clock())
+        if passed is not None or self._is_full:
+            return None
+        slot = self.slots.give(known.name, adapter, self._clock())
+        self._is_full = slot is None
+        return slot
 
     def _late(self, held: _Held, slot: Slot | None) -> str:
         now = self._clock()
@@ -219,6 +230,7 @@ class AdaptedRequests:
         """The first request to lack nothing but room, once it has waited for long."""
         until = self._clock() - MAX_PASSED_S
         if self._turn is not None and self.slots.get(self._turn.known.digest) is None:
+            self._set_turn(self._turn)
             return
         for held in self._held.values():
             if held.since >= until:
@@ -230,12 +242,15 @@ class AdaptedRequests:
         self._set_turn(None)
 
     def _set_turn(self, held: _Held | None) -> None:
-        if self._turn is not None:
-            self.store.unpin(self._turn_digest)
-        self._turn = held
-        if held is not None:
-            self._turn_digest = held.known.digest
-            self.store.pin(self._turn_digest)
+        if held is not self._turn:
+            if self._turn is not None:
+                self.store.unpin(self._turn_digest)
+            self._turn = held
+            if held is not None:
+                self._turn_digest = held.known.digest
+                self.store.pin(self._turn_digest)
+        slots = [] if held is None else self.slots.giving_way(held.known.num_bytes)
+        self._giving_way = frozenset(slot.digest for slot in slots)
 
 
 def _cannot(known: Known, failure: str) -> str:

@@ -48,10 +48,12 @@ class EngineAdapters:
         folder: Path | None = None,
         *,
         allows_adding: bool = True,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`shares`: figures by adapter. `folder`: watched. `allows_adding`: while the engine runs."""
+        """`shares`: figures by adapter. `folder`: watched. `allows_adding`: while the engine runs. `on_end`: what is
+        being read fails."""
         self._requests, self._store, self._shares, self._folder = requests, requests.store, shares, folder
-        self._allows_adding = allows_adding
+        self._allows_adding, self._on_end = allows_adding, on_end
         self._adding: list[_Adding] = []
         self._dropped: list[tuple[int, Reply]] = []
         self._scanned: dict[str, Signature] = {}
@@ -93,6 +95,7 @@ class EngineAdapters:
         self._requests.close(request_id)
 
     def shut_down(self) -> None:
+        self._on_end()
         self._store.close()
 
     # -- files -----------------------------------------------------------------------------------------------------

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from millrace.models.spec.layout import AttentionLayout, Matrix, MoeLayout, layout_of
-from millrace.models.spec.model_spec import ModelSpec
+if TYPE_CHECKING:
+    from millrace.models.spec.layout import Matrix
+    from millrace.models.spec.model_spec import ModelSpec
 
 QKV, OUT, GATE_UP, DOWN = range(4)
 NUM_KINDS = 4
@@ -39,6 +41,8 @@ class AdapterTargets:
 
 
 def targets_of(spec: ModelSpec) -> AdapterTargets:
+    from millrace.models.spec.layout import AttentionLayout, MoeLayout, layout_of  # local: imports torch
+
     linears: list[TargetLinear | None] = []
     for layer in layout_of(spec).layers:
         mlp = (None, None) if isinstance(layer.mlp, MoeLayout) else layer.mlp
