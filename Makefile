@@ -21,7 +21,7 @@ SIZE ?= 100
 SEED := $(or $(SEED),$(shell date +%s))
 FUZZED := tests/contract tests/plan tests/engine/test_cycle_properties.py tests/text tests/sources
 
-.PHONY: help serve chat docs test test-agents test-clients test-gpu test-models fuzz lint format screenshots bench bench-peers setup setup-dev fetch clean
+.PHONY: help serve chat docs test prove test-agents test-clients test-gpu test-models fuzz lint format screenshots bench bench-peers setup setup-dev fetch clean
 
 help: ## Show this list
 	@echo "Millrace: an LLM serving engine. Each command does all the set-up it needs."
@@ -38,6 +38,11 @@ chat: setup ## Talk to the default model in this terminal
 
 test: lint fetch ## Check style, types, architecture, and run the tests with the real default model
 	@tools/run_tests $(WORKERS) $(TESTS)
+
+prove: setup-dev ## Run the tests five times on a clean clone: two with busy cores, one with 4 GiB less memory
+	@$(BIN)/python tools/prove_suite.py --runs 2 --workers $(WORKERS)
+	@$(BIN)/python tools/prove_suite.py --runs 2 --workers $(WORKERS) --busy
+	@$(BIN)/python tools/prove_suite.py --runs 1 --workers $(WORKERS) --less-memory 4GiB
 
 test-gpu: setup-dev ## Run the tests that need a GPU: kernels, whole models, graphs, determinism
 	@$(BIN)/python -m pytest -m gpu -n auto --maxprocesses 12 --dist loadfile $(TESTS)
