@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 from helpers.fake_openai import FakeServer, running
+from helpers.ports import free_port
 from helpers.served import wait_until
 
 from millrace.bench.errors import BenchError
 from millrace.bench.figures import Figure
 from millrace.bench.http.workloads import RequestShape, Workload, mixed, shared_prefix, single
-from millrace.bench.local_server import ServerProcess, free_port
+from millrace.bench.local_server import ServerProcess
 from millrace.bench.peers import compared_engine
 from millrace.bench.peers.bars import BARS, Bar, ResultTable, bars_for, wanted_workloads
 from millrace.bench.peers.compared_engine import ComparedEngine

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from helpers.fake_openai import FakeServer, running
+from helpers.ports import free_port
 from helpers.served import wait_until
 
 from millrace.bench.errors import BenchError
@@ -21,7 +22,7 @@ from millrace.bench.http.suite import SuiteOptions, run_remote
 from millrace.bench.http.target import Sample, Target
 from millrace.bench.http.workload_figures import figures_of
 from millrace.bench.http.workloads import RequestShape, Workload, mixed, shared_prefix, single, suite
-from millrace.bench.local_server import cpu_seconds, descendants, free_port, resident_mib
+from millrace.bench.local_server import cpu_seconds, descendants, resident_mib
 from millrace.cli import main
 
 pytestmark = pytest.mark.live

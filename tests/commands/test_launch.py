@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from helpers.fake_openai import FakeServer, running
+from helpers.ports import free_port
 from helpers.served import wait_until
 from helpers.tiny_server import tiny_source
 
-from millrace.bench.local_server import free_port
 from millrace.cli import main
 from millrace.terminal.agents.coding_agents import AGENTS, Endpoint
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tomllib
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 from helpers import fake_replica
+from helpers.ports import free_port
 from helpers.served import wait_until
 
 from millrace.cli import main
@@ -32,17 +32,9 @@ asyncio.run(fleet.run(lambda: print("ready", flush=True)))
 """
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
 class Fleet:
     def __init__(self, directory: Path, extra: str = "") -> None:
-        self.ports = free_ports(3)
+        self.ports = [free_port() for _ in range(3)]
         self.file, self.state = directory / "fleet.toml", directory / ".millrace-fleet"
         tables = [f'[[serve]]\nname = "r{n}"\nmodel = "m"\nport = {self.ports[n]}\n' for n in (0, 1)]
         tables.append(f"[gateway]\nport = {self.ports[2]}\n")
@@ -141,7 +133,7 @@ def test_a_fleet_lives_through_kills_and_a_restart_and_ends(tmp_path: Path, caps
 
 
 def test_a_replica_that_cannot_start_waits_longer_each_time_and_harms_no_other(tmp_path: Path) -> None:
-    [port] = free_ports(1)
+    port = free_port()
     fleet = Fleet(tmp_path, f'[[serve]]\nname = "bad"\nmodel = "broken"\nport = {port}\n')
     command = [sys.executable, "-c", CODE, str(fleet.file), fake_replica.__file__]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:

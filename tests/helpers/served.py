@@ -53,13 +53,17 @@ class Served:
         return Stream(self.port, {"model": MODEL, "prompt": "Once", "stream": True, "ignore_eos": True, **fields})
 
     def child(self, word: str) -> int:
-        """The child process whose command line contains `word`."""
-        found = [
-            pid
-            for pid in descendants(self.process.pid)
-            if word in Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
-        ]
-        assert len(found) == 1, found
+        """The child process whose command line contains `word`, once there is exactly one.
+
+        For a moment a process that it starts has its command line too, and one that was killed has none.
+        """
+        found: list[int] = []
+
+        def is_found() -> bool:
+            found[:] = (pid for pid in descendants(self.process.pid) if word in command_line(pid))
+            return len(found) == 1
+
+        wait_until(is_found, f"one child process {word}")
         return found[0]
 
     def metric(self, name: str) -> float:
@@ -109,6 +113,14 @@ def serving(*options: str) -> Iterator[Served]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def command_line(pid: int) -> str:
+    """Empty if the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def is_ready(served: Served) -> bool:

@@ -24,7 +24,7 @@ def in_thread(work: Callable[[], None]) -> list[int | None]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    thread.join(10)
+    thread.join(60)
     return seen
 
 

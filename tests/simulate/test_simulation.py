@@ -100,7 +100,7 @@ def test_a_process_that_dies_ends_the_simulation_with_a_sentence(already_ended: 
     process = fleet._elsewhere[1]._process
     process.kill()  # as the kernel does when memory runs out
     if already_ended:  # else it may end before the call is sent, or after
-        process.join(10)
+        process.join(60)
     with pytest.raises(MillraceError, match="lack of memory"):
         fleet.run_until(1.0)
     fleet.close()

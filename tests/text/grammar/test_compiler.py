@@ -10,10 +10,10 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import msgspec
 import pytest
+from helpers.served import command_line
 
 from millrace.bench.local_server import descendants
 from millrace.errors import BadRequest, Overloaded
@@ -271,8 +271,7 @@ def test_a_check_process_that_somebody_ended_is_replaced() -> None:
 
 def check_processes() -> set[int]:
     """Ids of this process's children that check grammars and run."""
-    files = {pid: Path(f"/proc/{pid}/cmdline") for pid in descendants(os.getpid())}
-    return {pid for pid, file in files.items() if file.exists() and b"check_server" in file.read_bytes()}
+    return {pid for pid in descendants(os.getpid()) if "check_server" in command_line(pid)}
 
 
 @pytest.mark.live
