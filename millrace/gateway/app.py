@@ -73,6 +73,8 @@ def build_app(state: GatewayState, fleet_file: Path | None = None) -> web.Applic
     get(f"/v1/models/{AUTO}", routes_fleet.show_auto)
     for path in ("/v1/files", "/v1/batches", "/v1/requests", "/v1/sessions", "/v1/cache", "/v1/chat/completions"):
         get(path, lists.merged_list)
+    for path in ("/api/tags", "/api/ps"):
+        get(path, lists.ollama_models)
     get("/v1/requests/{request_id}/explain", routes_fleet.explain)
     get("/v1/fleet", routes_fleet.fleet)
     post("/v1/fleet/replicas", routes_fleet.add_replica)

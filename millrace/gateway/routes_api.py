@@ -19,7 +19,7 @@ from millrace.gateway.relay import CLIENT_STALL_S, ClientGone, StreamRelay, outc
 from millrace.gateway.replica_http.connection import Answer
 from millrace.gateway.routing.candidates import Asked
 from millrace.gateway.routing.homes import stored_as, stored_at
-from millrace.gateway.routing.request_facts import RequestFacts, computes, facts_of, is_own_path, named_model
+from millrace.gateway.routing.request_facts import RequestFacts, computes, facts_of, is_own_path, is_turn, named_model
 from millrace.gateway.state import STATE, GatewayState
 from millrace.gateway.upstream import (
     LOST,
@@ -74,7 +74,8 @@ async def generate(request: web.Request) -> web.StreamResponse:
     raw = await read_body(request, state.settings.body_limit_mb << 20)
     tenant = owner_of(request)
     facts = facts_of(request.path, raw, request.headers, request_id, tenant, state.settings.long_tokens)
-    state.check_model(tenant_of(request), facts.asked.model)
+    if facts.asked.model or not is_turn(request.path):  # A turn goes on with the model of its session.
+        state.check_model(tenant_of(request), facts.asked.model)
     record = state.fleet.decisions.begin(request_id, tenant)
     sender = Sender(state.fleet, state.client, request, request_id, facts, record)
     sender.salt, sender.owner = state.salt_of(tenant_of(request)), state.owner_of(tenant_of(request))

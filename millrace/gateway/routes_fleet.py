@@ -15,11 +15,13 @@ from millrace.gateway.kept.finding import replica_headers
 from millrace.gateway.replica import Replica
 from millrace.gateway.routes_api import pass_on
 from millrace.gateway.routing.decisions import RequestRecord
+from millrace.gateway.routing.model_list import Entry
 from millrace.gateway.settings import checked, replica_name, without_credentials
 from millrace.gateway.state import STATE, GatewayState
 from millrace.gateway.upstream import LOST
 from millrace.model_router.router import AUTO
 from millrace.observe.metrics import CONTENT_TYPE
+from millrace.serve.anthropic import models as anthropic
 from millrace.serve.http.body import read_body
 from millrace.serve.http.error_bodies import RETRY_AFTER_S
 from millrace.serve.http.json_answer import json_answer
@@ -58,14 +60,25 @@ async def list_models(request: web.Request) -> web.StreamResponse:
     replicas = state.fleet.open_replicas()
     if replicas and not any(one.models.entries for one in replicas):
         return await pass_on(request)
-    merged: dict[str, object] = {}
+    merged: dict[str, Entry] = {}
     for replica in replicas:
         for entry in replica.models.entries:
             if state.may_use(tenant, str(entry["id"])):
                 merged.setdefault(str(entry["id"]), entry)
     if state.auto is not None and state.may_use(tenant, AUTO):
         merged.setdefault(AUTO, _AUTO_ENTRY)
+    if anthropic.is_anthropic(request):
+        return anthropic.answer_with(request, [_as_anthropic(one) for one in merged.values()])
     return json_answer(request, {"object": "list", "data": list(merged.values())})
+
+
+def _as_anthropic(entry: Entry) -> anthropic.AnthropicModel:
+    created, max_context = entry.get("created"), entry.get("max_model_len")
+    return anthropic.described_as(
+        str(entry["id"]),
+        created if isinstance(created, int) else 0,
+        max_context if isinstance(max_context, int) else None,
+    )
 
 
 async def show_auto(request: web.Request) -> web.StreamResponse:

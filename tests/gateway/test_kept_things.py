@@ -137,6 +137,12 @@ def test_models_are_made_and_deleted_at_all_replicas(pair: tuple[Served, Served]
                 assert (await gateway.post("/v1/chat/completions", asked))[0] == 200
             for one in pair:
                 assert one.request("POST", "/api/show", {"model": "mario"})[0] == 200
+            for headers in ({}, {"anthropic-version": "2023-06-01"}):
+                _, listed = await gateway.get("/v1/models", headers=headers)
+                assert [one["id"] for one in listed["data"]].count("mario") == 1
+            assert listed["last_id"] == listed["data"][-1]["id"]
+            tags = (await gateway.get("/api/tags"))[1]["models"]
+            assert [one["name"] for one in tags].count("mario") == 1
             status, refused = await gateway.post("/api/create", {"model": "luigi", "from": "nothing"})
             assert (status, "nothing" in refused["error"]) == (404, True)
             assert pair[0].request("DELETE", "/api/delete", {"model": "mario"})[0] == 200

@@ -19,6 +19,7 @@ ENTRIES = ModelList(
         {"id": "mario", "root": QWEN, "parent": QWEN},
         {"id": "jack", "root": f"{QWEN}:pirate", "parent": QWEN},
         {"id": "other", "root": "other", "status": "unloaded"},
+        {"id": "llama3:latest"},
     ]
 )
 
@@ -32,12 +33,14 @@ ENTRIES = ModelList(
         ("pirate", {f"{QWEN}:pirate", "qwen:pirate", "pirate", "jack"}),
         ("qwen:*", {f"{QWEN}:pirate", "qwen:pirate", "pirate", "jack"}),
         ("jack", {"jack"}),
-        ("o*", {"", QWEN, "qwen", f"{QWEN}:pirate", "qwen:pirate", "pirate", "mario", "jack", "other"}),
+        ("o*", {"", QWEN, "qwen", f"{QWEN}:pirate", "qwen:pirate", "pirate", "mario", "jack", "other", "other:latest"}),
         ("new", {"new"}),
+        ("other", {"other", "other:latest"}),
+        ("llama3", {"llama3", "llama3:latest"}),
     ],
 )
 def test_keys_may_name_a_model_by_any_of_its_names(allowed: str, asked: set[str]) -> None:
-    names = {"", *ENTRIES.ids, "qwen:pirate", "pirate", "new"}
+    names = {"", *ENTRIES.ids, "qwen:pirate", "pirate", "new", "other:latest", "llama3"}
     tenant = Tenant(models=(allowed,))
     assert {name for name in names if may_use(tenant, [ENTRIES, ModelList()], name)} == asked
     assert may_use(Tenant(), [ENTRIES], "anything")

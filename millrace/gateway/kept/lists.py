@@ -17,6 +17,7 @@ from millrace.gateway.state import STATE, GatewayState
 from millrace.gateway.upstream import LOST
 from millrace.serve.http.ids import WARNING_HEADER
 from millrace.serve.http.json_answer import json_answer
+from millrace.serve.tenancy.owner import tenant_of
 
 Page = dict[str, Any]
 _SUMS = frozenset({"total", "used_bytes", "max_bytes"})
@@ -54,6 +55,20 @@ async def merged_list(request: web.Request) -> web.Response:
         if page.get("has_more"):
             break
     return json_answer(request, _merged(found), status=200, **_warning(missing))
+
+
+async def ollama_models(request: web.Request) -> web.Response:
+    """Ollama's lists of models that are known or loaded: those of all replicas, each once."""
+    state, tenant = request.app[STATE], tenant_of(request)
+    replicas = [one for one in state.fleet.open_replicas() if one.settings.kind in ("millrace", "ollama")]
+    merged: dict[str, Any] = {}
+    for page in await asyncio.gather(*(_page(state, request, one, {}) for one in replicas)):
+        if isinstance(page, web.Response):
+            return page
+        for entry in (page or {}).get("models", []):
+            if state.may_use(tenant, str(entry.get("name", ""))):
+                merged.setdefault(str(entry["name"]), entry)
+    return json_answer(request, {"models": list(merged.values())})
 
 
 def _merged(found: list[Page]) -> Page:

@@ -10,6 +10,8 @@ import msgspec
 from millrace.serve.tenancy.keyring import Tenant
 
 Entry = dict[str, Any]
+LATEST = ":latest"
+"""What Ollama's clients and servers add to a name without a tag."""
 
 
 class ModelList:
@@ -32,7 +34,8 @@ class ModelList:
         """Of a model or adapter by any of its names; without one, of the first model."""
         if not asked:
             return self.entries[0] if self.entries else None
-        return self._by_id.get(asked) or self._adapter(asked)
+        plain = asked.removesuffix(LATEST)
+        return self._by_id.get(plain) or self._by_id.get(plain + LATEST) or self._adapter(plain)
 
     def is_loaded(self, asked: str) -> bool:
         """True also for what is not known."""
@@ -46,7 +49,7 @@ class ModelList:
             return ()
         name, root, parent = str(found["id"]), str(found.get("root") or found["id"]), found.get("parent")
         if not parent:
-            return (name, root, *self._aliases(root))
+            return (name, name.removesuffix(LATEST), root, *self._aliases(root))
         if name != root:  # Made of a model, or of its adapter.
             return (name, root, *(self.names_of(root) if root in self._by_id else ()))
         adapter = name.removeprefix(f"{parent}:")

@@ -110,8 +110,13 @@ def named_model(path: str, facts: RequestFacts) -> str | None:
     return given or None
 
 
+def is_turn(path: str) -> bool:
+    """Of a session."""
+    return _TURN.fullmatch(path) is not None
+
+
 def generates(path: str) -> bool:
-    return path in GENERATING or _TURN.fullmatch(path) is not None
+    return path in GENERATING or is_turn(path)
 
 
 def is_own_path(path: str) -> bool:
@@ -125,7 +130,7 @@ def computes(path: str) -> bool:
 
 
 def _stored(path: str, body: dict[str, Any], headers: Mapping[str, str]) -> str:
-    if _TURN.fullmatch(path) is not None:
+    if is_turn(path):
         return stored_at(path)
     if path in NAMED_BY and isinstance(name := body.get(NAMED_BY[path]), str):
         return f"{path.removeprefix('/v1/')}/{name}"

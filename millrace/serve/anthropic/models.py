@@ -44,17 +44,26 @@ def is_anthropic(request: web.Request) -> bool:
 
 def described(state: FrontState, model: ServedModel[FrontState], name: str) -> AnthropicModel:
     limits = model.client.limits
-    max_context = limits.max_context if limits is not None else None
-    at = datetime.fromtimestamp(state.started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return described_as(name, state.started, limits.max_context if limits is not None else None)
+
+
+def described_as(name: str, created: int, max_context: int | None) -> AnthropicModel:
+    at = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return AnthropicModel(
         id=name, display_name=name, created_at=at, max_input_tokens=max_context, max_tokens=max_context
     )
 
 
 def list_models(request: web.Request) -> web.Response:
+    state = request.app[STATE]
+    listed = state.models.listed(tenant_of(request).may_use)
+    return answer_with(request, [described(state, model, name) for model, name, _ in listed])
+
+
+def answer_with(request: web.Request, models: list[AnthropicModel]) -> web.Response:
+    """The page that the request asks for."""
     check_query(request, ("limit", "after_id", "before_id"))
-    state, limit = request.app[STATE], page_of(request, most=MAX_PAGE, usual=20).limit
-    models = [described(state, model, name) for model, name, _ in state.models.listed(tenant_of(request).may_use)]
+    limit = page_of(request, most=MAX_PAGE, usual=20).limit
     if (before := request.query.get("before_id")) is not None:
         earlier = models[: _place(models, before, "before_id")]
         page, has_more = earlier[-limit:], len(earlier) > limit
