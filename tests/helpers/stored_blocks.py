@@ -31,6 +31,8 @@ HALVES = {
     **dict.fromkeys(("IQ4_XS", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S"), (0,)),
     "IQ1_M": (),
     "MXFP4": (),
+    "NVFP4": (),
+    "TQ1_0": (52,),
     "TQ2_0": (64,),
 }
 """Offsets of the float16 numbers in a block of each format."""

@@ -126,7 +126,7 @@ def test_int8_products_are_close_to_exact_ones_and_need_no_float32_copy(
 
 
 def test_choices_name_the_stored_weights(tmp_path: Path, folder: Path) -> None:
-    spec, source = source_of(LLAMA, {**MIXED, "down_proj.weight": "TQ2_0"}, tmp_path)
+    spec, source = source_of(LLAMA, {**MIXED, "down_proj.weight": "NVFP4"}, tmp_path)
     choices = build(spec, source).choices
     kept = {"qkv_linear", "out_linear", "gate_up_linear", "head"}
     assert all((choices[key].version.op, choices[key].version.name) == ("stored_linear", "native") for key in kept)

@@ -1,7 +1,8 @@
 """GGUF files on a GPU: the blocks of each format as a weight that the GPU's kernels read.
 
 Q4_0, Q4_1, Q8_0, IQ4_NL and MXFP4 are codes with a scale per 32 inputs, as other quantised checkpoints have them, and
-take as many bytes when rewritten. The other formats stay as the file's blocks.
+take as many bytes when rewritten. The ternary numbers of TQ1_0 and TQ2_0 become Q2_K, a quarter larger than TQ2_0. The
+other formats stay as the file's blocks.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from millrace.models.formats.compressed_tensors import E2M1
 from millrace.models.spec.layout import ModelLayout, all_tensors
 from millrace.ops.linear.block_weight import BlockWeight
 from millrace.ops.linear.grouped_weight import GroupedWeight
+from millrace.ops.linear.stored import as_kernels_read
 
+TERNARY: Final = ("TQ1_0", "TQ2_0")
 KINDS: Final = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
-    *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M"),
+    *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", *TERNARY),
 )
-"""The formats that the GPU's kernels read: the keys of `ops/triton/blocks/decode.py`, and MXFP4."""
+"""The formats that the GPU's kernels read: the keys of `ops/triton/blocks/decode.py`, MXFP4, and those of
+TERNARY, rewritten."""
 _BLOCK: Final = 32
 
 
@@ -50,7 +54,7 @@ class GgufMatrices:
             kind = source.stored_format(part.name) if len(part.shape) == 2 else None
             if kind in KINDS and kind is not None:
                 shape = (part.shape[0], part.shape[1])
-                items, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+                items, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType["Q2_K" if kind in TERNARY else kind]]
                 self._matrices[part.name] = QuantisedMatrix(
                     label=kind,
                     shape=shape,
@@ -74,9 +78,11 @@ class GgufMatrices:
 
 
 def weight_of_blocks(kind: str, rows: Tensor, inputs: int, dtype: torch.dtype) -> GroupedWeight | BlockWeight:
-    """uint8 [N, bytes] of a file as a weight with the same numbers and as many bytes."""
+    """uint8 [N, bytes] of a file as a weight with the same numbers and, but for TERNARY, as many bytes."""
     if kind == "MXFP4":
         return _mxfp4(rows, inputs, dtype)
+    if kind in TERNARY:
+        return BlockWeight("Q2_K", torch.from_numpy(as_kernels_read(kind, rows.numpy())), inputs, dtype)
     if kind not in ("Q4_0", "Q4_1", "Q8_0", "IQ4_NL"):
         return BlockWeight(kind, rows, inputs, dtype)
     outputs = rows.shape[0]

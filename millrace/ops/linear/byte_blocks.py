@@ -1,8 +1,9 @@
-"""Rewrites blocks of GGUF's I-quants and of MXFP4 as integers, which the CPU kernels read.
+"""Rewrites blocks of GGUF's I-quants, of MXFP4 and of ternary numbers as integers that the kernels read.
 
-Their codes are places in tables, which no integer product can take. IQ4_NL becomes Q8_0, MXFP4 becomes Q5_0. Of the
-others, 256 inputs become one block of 274 bytes: a float16, sixteen signed 8-bit scales and 256 integers, where a value
-is integer * (float16 * (scale / 8)). The numbers stay the same, bit by bit; scales of MXFP4 below 2^-23 become 0.
+Most codes are places in tables, which no integer product can take. IQ4_NL becomes Q8_0, MXFP4 becomes Q5_0. TQ1_0 and
+TQ2_0, whose numbers are -1, 0 and 1 times a scale, become Q2_K. Of the others, 256
+inputs become one block of 274 bytes: a float16, sixteen signed 8-bit scales and 256 integers, where a value is
+integer * (float16 * (scale / 8)). The numbers stay the same, bit by bit; scales of MXFP4 below 2^-23 become 0.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class Parts(NamedTuple):
 
 
 def byte_blocks(kind: str, rows: Bytes) -> Bytes:
-    """Rows [N, bytes] as rows of Q8_0 (IQ4_NL), Q5_0 (MXFP4), else of blocks of 274 bytes."""
+    """Rows [N, bytes] as rows of Q8_0 (IQ4_NL), Q5_0 (MXFP4), Q2_K (TQ1_0, TQ2_0), else of blocks of 274 bytes."""
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
     blocks = np.ascontiguousarray(rows).reshape(-1, size)
-    plain = {"IQ4_NL": _q8_0, "MXFP4": _q5_0}
+    plain = {"IQ4_NL": _q8_0, "MXFP4": _q5_0, "TQ1_0": _q2_k_of_thirds, "TQ2_0": _q2_k}
     write: Callable[[Bytes], Bytes] = plain.get(kind) or (lambda some: _written(_DECODERS[kind](some)))
     written = [write(blocks[start : start + CHUNK_BLOCKS]) for start in range(0, len(blocks), CHUNK_BLOCKS)]
     return np.concatenate(written).reshape(len(rows), -1)
@@ -67,6 +68,21 @@ def _q5_0(blocks: Bytes) -> Bytes:
     low = (integers[:, :16] & 15) | (integers[:, 16:] & 15) << 4
     upper = np.packbits(integers >> 4, axis=1, bitorder="little")
     return np.concatenate((np.ldexp(np.float16(1), exponents).view(np.uint8), upper, low), axis=1)
+
+
+def _q2_k(blocks: Bytes) -> Bytes:
+    """Codes minus one, times the scale: the offset of every 16 inputs is the scale too."""
+    ones = np.full((len(blocks), 16), 0x11, dtype=np.uint8)
+    return np.concatenate((ones, blocks, blocks[:, 64:]), axis=1)
+
+
+def _q2_k_of_thirds(blocks: Bytes) -> Bytes:
+    """Each byte holds five numbers to the base of three."""
+    unscaled = blocks.copy()
+    unscaled[:, 52:] = np.array([1], dtype=np.float16).view(np.uint8)
+    numbers = gguf.quants.dequantize(unscaled, gguf.GGMLQuantizationType.TQ1_0).reshape(-1, 2, 4, 32)
+    codes = (numbers + 1).astype(np.uint8) << np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
+    return _q2_k(np.concatenate((codes.sum(axis=2, dtype=np.uint8).reshape(len(blocks), -1), blocks[:, 52:]), axis=1))
 
 
 # --- parts of blocks ---

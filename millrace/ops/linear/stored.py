@@ -31,6 +31,8 @@ FORMATS: Final = {
     "Q6_K": 11,
     "IQ4_NL": 6,  # rewritten as Q8_0
     "MXFP4": 4,  # rewritten as Q5_0
+    "TQ1_0": 7,  # rewritten as Q2_K
+    "TQ2_0": 7,
     # Rewritten as bytes.
     **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), 12),
 }
@@ -87,8 +89,8 @@ def pack_stored(kind: str, blocks: Any, rows: int, columns: int, order: Order = 
 
 
 def as_kernels_read(kind: str, blocks: Any) -> Any:
-    """I-quants as bytes, MXFP4 as Q5_0, other formats unchanged."""
-    if not kind.startswith("IQ") and kind != "MXFP4":
+    """I-quants as bytes, MXFP4 as Q5_0, ternary numbers as Q2_K, other formats unchanged."""
+    if not kind.startswith(("IQ", "TQ")) and kind != "MXFP4":
         return blocks
     from millrace.ops.linear.byte_blocks import byte_blocks  # imports gguf, which is slow
 
