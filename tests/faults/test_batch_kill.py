@@ -11,7 +11,7 @@ import pytest
 from contract.real_server import TINY, RealServer, real_server, tiny_model
 from serve.wire import CHAT, eventually, get, post, request
 
-pytestmark = [pytest.mark.live, pytest.mark.alone]
+pytestmark = pytest.mark.live
 
 LINES = 40
 

@@ -11,7 +11,7 @@ from helpers.served import MODEL, serving, wait_until
 
 from millrace.serve.tenancy.keyring import digest_of
 
-pytestmark = [pytest.mark.live, pytest.mark.alone]
+pytestmark = pytest.mark.live
 
 
 def test_request_can_be_explained_and_cancelled(tmp_path: Path) -> None:

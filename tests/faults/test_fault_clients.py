@@ -10,7 +10,7 @@ from helpers.waiting import LIMIT_S
 from millrace.faults import kills
 from millrace.faults.wire import Address
 
-pytestmark = [pytest.mark.live, pytest.mark.alone]
+pytestmark = pytest.mark.live
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 EVENT = b'e\r\ndata: {"x":1}\n\r\n'

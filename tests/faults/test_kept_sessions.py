@@ -11,7 +11,7 @@ import pytest
 from helpers.served import Served, serving, wait_until
 from helpers.tiny_server import tiny_options
 
-pytestmark = [pytest.mark.live, pytest.mark.alone]
+pytestmark = pytest.mark.live
 
 
 def say(served: Served, session: str) -> int:

@@ -16,7 +16,7 @@ from helpers.tiny_server import NAME, tiny_options
 
 from millrace.plan.kv.block_hash import block_hash, root_hash
 
-pytestmark = [pytest.mark.live, pytest.mark.alone]
+pytestmark = pytest.mark.live
 
 KV_TOKENS = 2048
 

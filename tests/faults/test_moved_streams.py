@@ -14,7 +14,7 @@ import pytest
 from helpers.served import Served, serving
 from helpers.tiny_server import NAME, tiny_options
 
-pytestmark = [pytest.mark.live, pytest.mark.alone]
+pytestmark = pytest.mark.live
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LETTERS = {"type": "string", "minLength": 4, "maxLength": 4}

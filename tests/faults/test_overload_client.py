@@ -13,7 +13,7 @@ from millrace.faults.overload import ClassResult, _send_one
 from millrace.faults.wire import Address
 from millrace.serve.generate import heartbeat
 
-pytestmark = [pytest.mark.live, pytest.mark.alone]
+pytestmark = pytest.mark.live
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -34,7 +34,6 @@ def counts(served: Served) -> list[float]:
 
 
 @pytest.mark.live
-@pytest.mark.alone
 def test_a_search_is_one_request() -> None:
     with serving("--fronts", "2") as served:
         wait_until(lambda: served.metric("millrace_fronts_up") == 2, "two fronts")

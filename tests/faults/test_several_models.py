@@ -14,7 +14,7 @@ from helpers.tiny_server import tiny_source
 from millrace.bench.local_server import descendants
 from millrace.supervise.engine_child import ENGINE_NAME
 
-pytestmark = [pytest.mark.live, pytest.mark.alone]
+pytestmark = pytest.mark.live
 
 # A stream of the first model lasts while engines of the others come and go, so only that one is a real model.
 SETTINGS = f"""
