@@ -247,9 +247,9 @@ class Ledger:
             self._remember(entry)
         self.cached_tokens += finish.cached_tokens
         self.finished[finish.reason] += 1
-        self.tenants.count(entry.tenant, finish)
+        self.tenants.count(entry.tenant, finish, entry.diagnostics)
         if entry.adapter:
-            self.adapters.count(entry.adapter, finish)
+            self.adapters.count(entry.adapter, finish, entry.diagnostics)
         self.histograms.observe_finish(finish, entry.priority, entry.arrival - entry.received)
 
     def _remember(self, entry: Entry) -> None:

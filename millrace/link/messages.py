@@ -290,6 +290,8 @@ class TenantFigures(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    loaded_tokens: int = 0  # Of the cached ones: from host memory or the disk.
+    read_tokens: int = 0  # From the disk.
 
 
 class DraftStats(msgspec.Struct, frozen=True):
@@ -400,9 +402,7 @@ class EngineStats(msgspec.Struct, frozen=True):
     """KV blocks that could not be written, or that were unreadable."""
     disk_blocks_lost: int = 0
     """KV blocks that host memory evicted before they were written."""
-    host_evictions: int = 0
-    """KV blocks that left host memory to make room."""
-    disk_evictions: int = 0
+    evictions_below: dict[str, dict[str, int]] = {}  # KV blocks, by tier and cause.
     grammars: GrammarStats = GrammarStats()
     histograms: bytes = b""
     """float64 counts and sums of latencies and lengths, as `observe.histograms` lays them out."""

@@ -14,7 +14,7 @@ from prometheus_client.core import (
     Metric,
 )
 
-from millrace.link.messages import EngineReady, EngineStats
+from millrace.link.messages import EngineReady, EngineStats, TenantFigures
 from millrace.observe.histograms import SPECS, Floats, Histograms, HistogramSpec
 from millrace.observe.sketch import Sketch
 from millrace.observe.token_use import token_use
@@ -250,8 +250,6 @@ def _counters(stats: EngineStats) -> Iterator[Metric]:
         ("disk_blocks_written", "KV blocks written to the disk.", stats.disk_blocks_written),
         ("disk_copies_failed", "KV blocks not written to the disk, or unreadable there.", stats.disk_copies_failed),
         ("disk_blocks_lost", "KV blocks that host memory evicted before they were written.", stats.disk_blocks_lost),
-        ("host_evictions", "KV blocks that left host memory to make room.", stats.host_evictions),
-        ("disk_evictions", "KV blocks that left the disk to make room.", stats.disk_evictions),
         ("prompt_tokens", "Prompt tokens of requests that got their first token.", stats.prompt_tokens),
         ("cached_tokens", "Prompt tokens of ended requests found in the prefix cache.", stats.cached_tokens),
         ("output_tokens", "Output tokens.", stats.output_tokens),
@@ -304,32 +302,7 @@ def _labelled_counters(stats: EngineStats) -> Iterator[Metric]:
     reasons.add_metric(["memory"], stats.preemptions - stats.yields)
     reasons.add_metric(["priority"], stats.yields)
     yield reasons
-    evicted = CounterMetricFamily(
-        "millrace_engine_evictions_by_reason", "KV blocks evicted from the prefix cache, by reason.", labels=["reason"]
-    )
-    evicted.add_metric(["new_tokens"], stats.evictions - stats.evicted_for_arrivals)
-    evicted.add_metric(["arrival"], stats.evicted_for_arrivals)
-    retained = CounterMetricFamily(
-        "millrace_engine_retained_evictions", "KV blocks evicted although a handle was to keep them."
-    )
-    retained.add_metric([], stats.evicted_retained)
-    yield retained
-    refused = CounterMetricFamily(
-        "millrace_engine_retentions_refused", "Prefixes that no handle keeps, although that was asked for."
-    )
-    refused.add_metric([], stats.retentions_refused)
-    yield refused
-    yield evicted
-    tiers = CounterMetricFamily(
-        "millrace_engine_prefix_tokens", "Prompt tokens by where their KV blocks were found.", labels=["tier"]
-    )
-    loaded = min(stats.host_tokens_loaded, stats.prefix_hit_tokens)  # It was on the device when it was looked up.
-    tiers.add_metric(["device"], stats.prefix_hit_tokens - loaded)
-    read = min(stats.disk_tokens_read, loaded)
-    tiers.add_metric(["host"], loaded - read)
-    tiers.add_metric(["disk"], read)
-    tiers.add_metric(["none"], stats.prefix_query_tokens - stats.prefix_hit_tokens)
-    yield tiers
+    yield from _cache_counters(stats)
     finished = CounterMetricFamily("millrace_engine_finished", "Ended sequences, by finish reason.", labels=["reason"])
     for reason, count in stats.finished.items():
         finished.add_metric([reason], count)
@@ -349,6 +322,42 @@ def _labelled_counters(stats: EngineStats) -> Iterator[Metric]:
     yield length
 
 
+def _cache_counters(stats: EngineStats) -> Iterator[Metric]:
+    evicted = CounterMetricFamily(
+        "millrace_engine_evictions_by_reason", "KV blocks evicted from the prefix cache, by reason.", labels=["reason"]
+    )
+    evicted.add_metric(["new_tokens"], stats.evictions - stats.evicted_for_arrivals)
+    evicted.add_metric(["arrival"], stats.evicted_for_arrivals)
+    retained = CounterMetricFamily(
+        "millrace_engine_retained_evictions", "KV blocks evicted although a handle was to keep them."
+    )
+    retained.add_metric([], stats.evicted_retained)
+    yield retained
+    refused = CounterMetricFamily(
+        "millrace_engine_retentions_refused", "Prefixes that no handle keeps, although that was asked for."
+    )
+    refused.add_metric([], stats.retentions_refused)
+    yield refused
+    yield evicted
+    below = CounterMetricFamily(
+        "millrace_engine_tier_evictions", "KV blocks that left host memory or the disk.", labels=["tier", "cause"]
+    )
+    for tier, causes in stats.evictions_below.items():
+        for cause, count in causes.items():
+            below.add_metric([tier, cause], count)
+    yield below
+    tiers = CounterMetricFamily(
+        "millrace_engine_prefix_tokens", "Prompt tokens by where their KV blocks were found.", labels=["tier"]
+    )
+    loaded = min(stats.host_tokens_loaded, stats.prefix_hit_tokens)  # It was on the device when it was looked up.
+    tiers.add_metric(["device"], stats.prefix_hit_tokens - loaded)
+    read = min(stats.disk_tokens_read, loaded)
+    tiers.add_metric(["host"], loaded - read)
+    tiers.add_metric(["disk"], read)
+    tiers.add_metric(["none"], stats.prefix_query_tokens - stats.prefix_hit_tokens)
+    yield tiers
+
+
 def tenant_metrics(engine: EngineView) -> Iterator[Metric]:
     """Only on servers with tenants: without keys, every request belongs to the same one."""
     stats = engine.stats
@@ -360,7 +369,14 @@ def tenant_metrics(engine: EngineView) -> Iterator[Metric]:
     tokens = CounterMetricFamily(
         "millrace_tenant_tokens", "Tokens of ended sequences by tenant and kind.", labels=["tenant", "kind"]
     )
+    found = CounterMetricFamily(
+        "millrace_tenant_prefix_tokens",
+        "Prompt tokens of ended sequences by tenant and by where their KV blocks were found.",
+        labels=["tenant", "tier"],
+    )
     for one in stats.tenants:
+        for tier, num_tokens in tokens_by_tier(one).items():
+            found.add_metric([one.name, tier], num_tokens)
         requests.add_metric([one.name, "running"], one.running)
         requests.add_metric([one.name, "waiting"], one.waiting)
         tokens.add_metric([one.name, "prompt"], one.prompt_tokens - one.cached_tokens)
@@ -368,6 +384,17 @@ def tenant_metrics(engine: EngineView) -> Iterator[Metric]:
         tokens.add_metric([one.name, "output"], one.output_tokens)
     yield requests
     yield tokens
+    yield found
+
+
+def tokens_by_tier(one: TenantFigures) -> dict[str, int]:
+    """Prompt tokens by where their KV blocks were found."""
+    return {
+        "device": one.cached_tokens - one.loaded_tokens,
+        "host": one.loaded_tokens - one.read_tokens,
+        "disk": one.read_tokens,
+        "none": one.prompt_tokens - one.cached_tokens,
+    }
 
 
 def _histograms(stats: EngineStats) -> Iterator[Metric]:

@@ -48,6 +48,10 @@ class Diagnostics:
     """Name of its adapter."""
     adapter_wait_s: float = 0.0
     """How long it waited for its adapter to be on the device."""
+    loaded_tokens: int = 0
+    """Tokens whose blocks returned from host memory for it."""
+    read_tokens: int = 0
+    """Tokens whose blocks returned from the disk for it."""
     preempted_for: list[str] = field(default_factory=list)
     """One sentence per preemption, for the first few."""
 

@@ -54,10 +54,13 @@ def test_a_restart_finds_what_the_disk_has() -> None:
         before.answer(prompt)
     rest(before)
     figures = before.scheduler.figures(0.0)
-    assert figures.disk_evictions == 0 < figures.host_evictions
+    assert figures.evictions_below["disk"] == {"room": 0, "failed": 0, "forgotten": 0}
+    assert figures.evictions_below["host"]["room"] > 0
     after = restarted(before)
     assert [after.answer(prompt) for prompt in texts] == [FOUND] * WORKING_SET
     assert after.disk.tokens_read == FOUND * WORKING_SET
+    noted = [request.diagnostics for request in after.requests.values()]
+    assert [(one.read_tokens, one.loaded_tokens) for one in noted] == [(FOUND, FOUND)] * WORKING_SET
 
 
 def test_what_is_settled_outlives_the_process_though_nothing_was_evicted() -> None:

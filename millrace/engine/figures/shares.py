@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from millrace.link.messages import Finish, TenantFigures
+from millrace.plan.request import Diagnostics
 
 MAX_NAMES = 48
 OTHERS = "(others)"
@@ -19,6 +20,8 @@ class _Share:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    loaded_tokens: int = 0
+    read_tokens: int = 0
 
 
 class Shares:
@@ -53,13 +56,16 @@ class Shares:
         else:
             share.waiting -= 1
 
-    def count(self, name: str, finish: Finish) -> None:
+    def count(self, name: str, finish: Finish, noted: Diagnostics) -> None:
         """A request ended."""
         share = self._share(name)
         share.requests += 1
         share.prompt_tokens += finish.prompt_tokens
         share.cached_tokens += finish.cached_tokens
         share.output_tokens += finish.output_tokens
+        loaded = min(noted.loaded_tokens, finish.cached_tokens)  # Evicted again, it is computed.
+        share.loaded_tokens += loaded
+        share.read_tokens += min(noted.read_tokens, loaded)
 
     def figures(self) -> tuple[TenantFigures, ...]:
         return tuple(
@@ -71,6 +77,8 @@ class Shares:
                 share.prompt_tokens,
                 share.cached_tokens,
                 share.output_tokens,
+                share.loaded_tokens,
+                share.read_tokens,
             )
             for name, share in self._shares.items()
         )

@@ -27,7 +27,7 @@ from millrace.plan.kv.prefix import Match, PrefixIndex
 from millrace.plan.kv.slot_index import SlotIndex
 from millrace.plan.kv.tier import CacheKey, EvictionCause, Place, Tier
 from millrace.plan.planner.block_names import name_of, read_name
-from millrace.plan.request import Request
+from millrace.plan.request import Diagnostics, Request
 from millrace.plan.step import BlockCopies, Location
 
 PATIENCE_S = 5.0
@@ -72,6 +72,8 @@ class _Return:
     digests: list[bytes]
     num_tokens: int
     ends_by: float
+    noted: Diagnostics
+    """Of the request that started it."""
     num_left: int = 0
     failed: bool = False
 
@@ -182,7 +184,9 @@ class DiskTier:
             return "none"
         ends_by = self._now + max(PATIENCE_S, 2 * read_s)
         end = len(longer[0])
-        owner = _Return(-1 - next(self._numbers), request.hashes[match.num_columns : end], num_tokens, ends_by)
+        owner = _Return(
+            -1 - next(self._numbers), request.hashes[match.num_columns : end], num_tokens, ends_by, request.diagnostics
+        )
         for read in self._reads(owner, request, [list(column) for column in zip(*longer, strict=True)]):
             self.index.pin(read.key)
             self._queue.append(read)
@@ -241,7 +245,9 @@ class DiskTier:
         if owner.num_left == 0:
             del self._returns[owner.number]
             self._prefix.end_arrival(owner.digests, owner.number)
-            self.tokens_read += 0 if owner.failed else owner.num_tokens
+            if not owner.failed:
+                self.tokens_read += owner.num_tokens
+                owner.noted.read_tokens += owner.num_tokens
 
     # -- copies ----------------------------------------------------------------------------------------------------
 

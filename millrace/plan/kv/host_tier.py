@@ -26,7 +26,7 @@ from millrace.plan.kv.copy_rate import CopyRate
 from millrace.plan.kv.prefix import Columns, Match, PrefixIndex
 from millrace.plan.kv.slot_index import SlotIndex
 from millrace.plan.kv.tier import CacheKey, Place, Tier
-from millrace.plan.request import Request
+from millrace.plan.request import Diagnostics, Request
 from millrace.plan.step import BlockCopies, Location
 
 PATIENCE_S = 10.0
@@ -68,6 +68,8 @@ class _Arrival:
     """Tokens that need not be computed."""
     held: list[int]
     """All its blocks, those found on the device included, last column first."""
+    noted: Diagnostics
+    """Of the request that started it."""
     failed: bool = False
 
 
@@ -178,7 +180,9 @@ class HostTier:
     def _start(self, request: Request, first: int, longer: Columns[Place], num_tokens: int, num_missing: int) -> None:
         """Allocate blocks for what is missing and queue its copies, first columns first."""
         end, free = len(longer[0]), iter(self._pool.take_held(num_missing))
-        arrival = _Arrival(-1 - next(self._numbers), request.hashes[first:end], num_missing, num_tokens, [])
+        arrival = _Arrival(
+            -1 - next(self._numbers), request.hashes[first:end], num_missing, num_tokens, [], request.diagnostics
+        )
         for column in range(end):
             tokens, parent = self._prefix.tokens_of(request, column), self._prefix.parent_of(request, column)
             for group, places in enumerate(longer):
@@ -212,7 +216,9 @@ class HostTier:
             del self._arrivals[arrival.number]
             self._prefix.end_arrival(arrival.digests, arrival.number)
             self._pool.unhold(arrival.held)
-            self.tokens_loaded += 0 if arrival.failed else arrival.num_tokens
+            if not arrival.failed:
+                self.tokens_loaded += arrival.num_tokens
+                arrival.noted.loaded_tokens += arrival.num_tokens
 
     def _abandon_arrivals(self) -> None:
         """Nobody waits for copies any longer. Blocks of copies in flight stay held until they are acknowledged."""

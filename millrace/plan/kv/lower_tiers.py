@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from millrace.plan.kv.block_pool import BlockPool
 from millrace.plan.kv.disk_tier import DiskTier, DiskTierSettings
@@ -38,7 +39,7 @@ class LowerTiers:
         """Batches in flight to and from the device."""
         return self.host.num_copies if self.host is not None else 0
 
-    def figures(self) -> dict[str, int]:
+    def figures(self) -> dict[str, Any]:
         """Fields of `PlannerFigures`."""
         host, disk = self.host, self.disk
         if host is None:
@@ -48,7 +49,7 @@ class LowerTiers:
             "host_blocks_used": host.index.num_used,
             "host_tokens_loaded": host.tokens_loaded,
             "host_copies_failed": host.copies_failed,
-            "host_evictions": host.index.num_evicted["room"],
+            "evictions_below": {index.location: dict(index.num_evicted) for index in self.indexes},
         }
         if disk is None:
             return found
@@ -59,7 +60,6 @@ class LowerTiers:
             "disk_tokens_read": disk.tokens_read,
             "disk_copies_failed": disk.reads_failed + disk.writes_failed,
             "disk_blocks_lost": disk.num_lost,
-            "disk_evictions": disk.index.num_evicted["room"],
         }
 
     def advance(self, now: float, is_idle: bool) -> None:

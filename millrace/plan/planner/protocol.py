@@ -119,8 +119,7 @@ class PlannerFigures:
     disk_tokens_read: int = 0
     disk_copies_failed: int = 0
     disk_blocks_lost: int = 0
-    host_evictions: int = 0
-    disk_evictions: int = 0
+    evictions_below: dict[str, dict[str, int]] = field(default_factory=dict)
     draft_length: int = 0
     draft_probes: int = 0
     draft_stops: int = 0

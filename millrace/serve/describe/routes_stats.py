@@ -10,6 +10,7 @@ from aiohttp import web
 
 from millrace.errors import BadRequest
 from millrace.link.messages import EngineReady, EngineStats
+from millrace.observe.engine_metrics import tokens_by_tier
 from millrace.observe.history import (
     MAX_POINTS,
     MAX_WINDOW_S,
@@ -179,6 +180,7 @@ def _totals(engine: EngineStats | None, parts: list[FrontPart]) -> dict[str, Any
             "new_tokens": engine.evictions - engine.evicted_for_arrivals,
             "arrival": engine.evicted_for_arrivals,
         },
+        "evictions_below": engine.evictions_below,
     }
 
 
@@ -201,6 +203,7 @@ def _tenants(request: web.Request, engine: EngineStats | None) -> list[dict[str,
             "input_tokens": one.prompt_tokens,
             "cached_tokens": one.cached_tokens,
             "output_tokens": one.output_tokens,
+            "found_in": tokens_by_tier(one),
         }
         for one in (engine.tenants if engine is not None else ())
         if own is None or one.name == own

@@ -15,6 +15,10 @@ const requests = new RunningRequests(byId("requests"), byId("requests-note"), op
 let windowSeconds = 300, timer = 0, openId = null, cost = null, costDue = 0, chosen = "";
 
 const last = values => values?.findLast(value => value !== null) ?? null;
+const hitRates = (found = {}) => {
+  const total = Object.values(found).reduce((sum, tokens) => sum + tokens, 0);
+  return ["device", "host", "disk"].filter(tier => found[tier]).map(tier => `${tier} ${share(found[tier] / total)}`).join(", ") || "–";
+};
 const shown = (value, format) => (value === null || value === undefined ? "–" : format(value));
 
 // ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -39,7 +43,7 @@ function tenants({ tenants: list = [], view }) {
   const named = list.filter(one => one.tenant);
   byId("tenants").hidden = named.length === 0;
   byId("tenants-title").textContent = view?.is_operator ? "Tenants" : "Your figures";
-  byId("tenant-rows").replaceChildren(...named.map(one => el("tr", {}, el("td", {}, one.tenant), ...["running", "waiting", "requests", "input_tokens", "cached_tokens", "output_tokens"].map(name => el("td", { class: "number" }, count(one[name] ?? 0))))));
+  byId("tenant-rows").replaceChildren(...named.map(one => el("tr", {}, el("td", {}, one.tenant), ...["running", "waiting", "requests", "input_tokens", "cached_tokens", "output_tokens"].map(name => el("td", { class: "number" }, count(one[name] ?? 0))), el("td", { class: "number" }, hitRates(one.found_in)))));
 }
 
 /** 99.9 % must not read 100 %. */
