@@ -222,7 +222,7 @@ class MemoryConfig:
     kv_dtype: KvDtype = setting(
         "auto",
         "KV cache format; full: the model's dtype; packed: bfloat16 in 12 bits (GPU); float16: float32 models on a CPU;"
-        " auto: packed on a GPU, float16 beside INT8 products, else full; smaller: fp8 (GPU), int8, int4 (CPU)",
+        " auto: packed on a GPU, float16 beside INT8 products, else full; smaller: fp8 (GPU), int8 (CPU), int4",
     )
     kv_eviction: EvictionName = setting(
         "lru",

@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
     parser.add_argument("--queries", type=int, default=1, help="tokens of each row in a step: one and its drafts")
-    parser.add_argument("--kv-dtype", default="auto", choices=("auto", "full", "packed", "fp8"))
+    parser.add_argument("--kv-dtype", default="auto", choices=("auto", "full", "packed", "fp8", "int4"))
     args = parser.parse_args()
     longest = max(args.batches) * (max(args.contexts) + BLOCK_SIZE)
     steps = LongSteps(known_shapes()[args.shape], args.kv_dtype, longest)

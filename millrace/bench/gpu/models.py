@@ -20,6 +20,7 @@ DEFAULT_MODELS = ("llama-3.1-8b", "llama-3.1-8b+fp8", "qwen3-0.6b", "qwen3-30b-a
 SUFFIXES: Mapping[str, tuple[str, object]] = {
     "fp8": ("model.quantization", "fp8"),
     "fp8kv": ("memory.kv_dtype", "fp8"),
+    "int4kv": ("memory.kv_dtype", "int4"),
     "fullkv": ("memory.kv_dtype", "full"),
     "deterministic": ("run.deterministic", True),
 }

@@ -8,7 +8,7 @@ int8 (CPU). Within a block, each head stores the items of all its tokens, then t
 has its own scale, which maps its largest item to the largest number of the format; so outliers of other tokens or heads
 cost no range, and no calibration is needed.
 
-Four bits (CPU): each layer is [2, blocks, kv_heads, block_size, head_dim / 8 + 1] of int32. Within a block, each head
+Four bits: each layer is [2, blocks, kv_heads, block_size, head_dim / 8 + 1] of int32. Within a block, each head
 stores the bytes of all its tokens, then a word for each with its scale and lowest number, as in `four_bits.py`.
 
 Packed (GPU): each layer is [2, blocks, kv_heads, block_size, 3 · head_dim / 4 + 2] of int16, bfloat16 in twelve bits as
@@ -29,7 +29,7 @@ from millrace.ops.base.quantised import FP8, FP8_MAX
 from millrace.ops.kv.four_bits import from_four_bits, rotate, rotation_size, to_four_bits
 from millrace.ops.kv.packed import pack, packed_items, unpack
 
-CacheFormat = Literal["plain", "packed", "fp8"]
+CacheFormat = Literal["plain", "packed", "fp8", "int4"]
 """Format of a cache on a GPU. Kernels take it as an argument: if their helpers read a module-level constant, Triton's
 cache key of a kernel would depend on what was compiled before it."""
 SCALE_BYTES = 4
@@ -117,6 +117,8 @@ def is_packed(kv: Tensor) -> bool:
 def format_of(kv: Tensor) -> CacheFormat:
     if is_packed(kv):
         return "packed"
+    if is_four_bit(kv):
+        return "int4"
     return "fp8" if is_fp8(kv) else "plain"
 
 

@@ -32,6 +32,8 @@ KvFormat = Literal["full", "packed", "fp8", "float16", "int8", "int4"]
 KvKind = Literal["keys and values", "latents"]
 HEAD_UNIT = 16
 """In the formats of 8 and 4 bits head_dim must be a multiple of this, so that heads are read in whole words."""
+INT4_LEAST_HEAD = 32
+"""On a GPU: half a head is a side of a matrix instruction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +155,14 @@ def float16_objection(dtype: torch.dtype, device: torch.device) -> str:
 
 
 def _few_bits_objection(requested: Literal["fp8", "int8", "int4"], device: torch.device, head_dim: int) -> str:
-    objection = _fp8_objection(device) if requested == "fp8" else _integer_objection(device)
+    objection = {"fp8": _fp8_objection, "int8": _int8_objection, "int4": _int4_objection}[requested](device)
     if not objection and head_dim % HEAD_UNIT:
         return f"needs heads in multiples of {HEAD_UNIT} items, but the model's have {head_dim}. Set --kv-dtype auto."
+    if not objection and requested == "int4" and device.type != "cpu" and head_dim < INT4_LEAST_HEAD:
+        return (
+            f"needs heads of at least {INT4_LEAST_HEAD} items on a GPU, but the model's have {head_dim}. Set --kv-dtype"
+            " auto."
+        )
     return objection
 
 
@@ -172,13 +179,18 @@ def _fp8_objection(device: torch.device) -> str:
     return f"{missing}. Install it, or set --kv-dtype auto." if missing else ""
 
 
-def _integer_objection(device: torch.device) -> str:
+def _int8_objection(device: torch.device) -> str:
     if device.type == "cpu":
         return ""
     return (
         f"is for a CPU, but the model would run on {torch.cuda.get_device_name(device)}. Set --kv-dtype fp8, which"
         " needs as little memory there, or auto."
     )
+
+
+def _int4_objection(device: torch.device) -> str:
+    missing = "" if device.type == "cpu" else triton_missing(device)
+    return f"{missing}. Install it, or set --kv-dtype auto." if missing else ""
 
 
 def bytes_per_token(spec: ModelSpec, dtype: torch.dtype, kv_dtype: KvFormat = "full") -> int:

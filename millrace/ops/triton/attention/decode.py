@@ -37,6 +37,7 @@ from millrace.ops.triton.attention.paged_kv import (
     cache_pointers,
     cache_sizes,
     is_wide,
+    item_strides,
     padded_dim,
     padded_vectors,
     precision,
@@ -163,6 +164,7 @@ def _decode_kernel(
 
     VECTORS: tl.constexpr = GROUP * OWN
     part = tl.arange(0, PART)
+    q_part = tl.arange(0, DP if FORMAT == "int4" else PART)
     g = tl.arange(0, GP)
     heads = head * GROUP + g % GROUP
     queries = turn * OWN + g // GROUP
@@ -178,8 +180,8 @@ def _decode_kernel(
         z = tl.zeros([TILE, GP], tl.float32)
         acc = _zeros(DP, GP, FORMAT)
     else:
-        mine = is_query[:, None] & (part < D)[None, :]
-        q = _load_queries(q_at[:, None] + part[None, :], mine, D, FORMAT)
+        mine = is_query[:, None] & (q_part < D)[None, :]
+        q = _load_queries(q_at[:, None] + q_part[None, :], mine, D, FORMAT)
         z = tl.where(is_query, 0.0, 1.0)
         acc = _zeros(GP, PART, FORMAT)
     for at in tl.range(begin, end, TILE, num_stages=STAGES):
@@ -367,7 +369,7 @@ def decode(
         listed, rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables,
         None if shared is None else shared.length, None if shared is None else shared.partial,
         None if shared is None else shared.lse, sinks,
-        shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1), tuning.splits,
+        shape.scale, queries.stride(0), rows.block_tables.stride(0), item_strides(kv)[1], tuning.splits,
         tuning.min_tiles if listed is None else 1,
         KV_HEADS=shape.num_kv_heads, GROUP=shape.group, QUERIES=queries_per_row, OWN=own,
         GP=padded_vectors(shape), GJ=vectors, **cache_sizes(kv, shape),

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace.ops.triton.attention.four_bits import _load_numbers, _wide_vectors
 from millrace.ops.triton.attention.paged_kv import (
     AttentionShape,
     PagedRows,
@@ -20,6 +21,7 @@ from millrace.ops.triton.attention.paged_kv import (
     _scales_of,
     cache_pointers,
     cache_sizes,
+    item_strides,
     padded_dim,
 )
 
@@ -45,18 +47,25 @@ def _contiguous_kernel(
     k_scales, v_scales = _load_scales(
         k_scales_ptr, v_scales_ptr, blocks, keys, inside, scale_offset, block_stride, BS, True, FORMAT
     )
-    scales = tl.where(kind == 0, k_scales, v_scales)
     to = out_ptr + ((kind * KV_HEADS + head) * num_keys + keys).to(tl.int64)[:, None] * D + d[None, :]
     if FORMAT == "packed":
+        scales = tl.where(kind == 0, k_scales, v_scales)
         numbers = _load_packed(kv_ptr, where, D, BS, tl.float32, False)
         for quarter in tl.static_range(4):
             wide = numbers[quarter] * scales[:, None]
             tl.store(to + quarter * PART, wide.to(out_ptr.dtype.element_ty), mask=inside[:, None])
+    elif FORMAT == "int4":
+        halves = _load_numbers(kv_ptr, where, d, D, DP, tl.float32)
+        scale = tl.where(kind == 0, k_scales[0], v_scales[0])
+        wide = _wide_vectors(halves, scale, tl.where(kind == 0, k_scales[1], v_scales[1]), kind == 0, BLOCK, D, DP)
+        whole = tl.arange(0, DP)[None, :]
+        to = out_ptr + ((kind * KV_HEADS + head) * num_keys + keys).to(tl.int64)[:, None] * D + whole
+        tl.store(to, wide.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (whole < D))
     else:
         mask = inside[:, None] & (d < D)[None, :]
         tile = tl.load(kv_ptr + where, mask=mask, other=0.0)
         if FORMAT == "fp8":
-            tile = tile.to(tl.float32) * scales[:, None]
+            tile = tile.to(tl.float32) * tl.where(kind == 0, k_scales, v_scales)[:, None]
         tl.store(to, tile.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -87,10 +96,10 @@ def contiguous_kv(
     """Keys and values of one row, gathered from their blocks: [2, kv_heads, keys, head_dim]."""
     items, _, k_scales, v_scales = cache_pointers(kv)
     out = torch.empty((2, shape.num_kv_heads, num_keys, shape.head_dim), dtype=dtype, device=kv.device)
-    block = 64
+    block, (kind_stride, block_stride) = 64, item_strides(kv)
     _contiguous_kernel[(triton.cdiv(num_keys, block), shape.num_kv_heads, 2)](
         items, k_scales, v_scales, out, rows.table_rows, rows.block_tables,
-        row, rows.block_tables.stride(0), kv.stride(1), kv.stride(0), num_keys,
+        row, rows.block_tables.stride(0), block_stride, kind_stride, num_keys,
         KV_HEADS=shape.num_kv_heads, **cache_sizes(kv, shape), BLOCK=block,
         num_warps=4,
     )  # fmt: skip

@@ -1,7 +1,9 @@
 """Shared code of the paged attention kernels: reading the KV cache, the online softmax, descriptions of rows and heads.
 
 These functions take the vectors of a head as tuples of parts: one whole vector for a plain or FP8 cache, four quarters
-for a packed one (`ops/kv/packed.py`), whose sums are computed one after the other.
+for a packed one (`ops/kv/packed.py`), two halves for one of four bits (`four_bits.py`), whose sums are computed one
+after the other. With four bits, queries and sums have one more entry: the sum of a query's numbers, and the sum of what
+is added to each value.
 """
 
 from __future__ import annotations
@@ -14,7 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.ops.base.quantised import FP8
-from millrace.ops.kv.cache import SCALE_WORDS, format_of, is_fp8, is_packed
+from millrace.ops.kv.cache import SCALE_WORDS, format_of, is_four_bit, is_fp8, is_packed
+from millrace.ops.triton.attention.four_bits import (
+    _from_halves,
+    _load_numbers,
+    _rotated_queries,
+    _scale_and_offset,
+)
 
 
 @triton.jit
@@ -23,11 +31,14 @@ def _scores(q, k, k_scales, softmax_scale, CAP: tl.constexpr, PRECISION: tl.cons
     s = tl.dot(q[0], tl.trans(k[0]), input_precision=PRECISION)
     for part in tl.static_range(1, len(k)):
         s = tl.dot(q[part], tl.trans(k[part]), s, input_precision=PRECISION)
-    if FORMAT != "plain" and CAP == 0.0:
+    if FORMAT == "int4":
+        return _capped(s * k_scales[0][None, :] + q[2][:, None] * k_scales[1][None, :], softmax_scale, CAP)
+    elif FORMAT != "plain" and CAP == 0.0:
         return s * (k_scales * (softmax_scale * 1.4426950408889634))[None, :]
-    if FORMAT != "plain":
-        s = s * k_scales[None, :]
-    return _capped(s, softmax_scale, CAP)
+    elif FORMAT != "plain":
+        return _capped(s * k_scales[None, :], softmax_scale, CAP)
+    else:
+        return _capped(s, softmax_scale, CAP)
 
 
 @triton.jit
@@ -90,7 +101,10 @@ def _accumulate(
     p = tl.math.exp2(s - safe[:, None])
     alpha = tl.math.exp2(m - safe)
     z = z * alpha + tl.sum(p, 1)
-    if FORMAT != "plain":
+    if FORMAT == "int4":
+        added = acc[2] * alpha + tl.sum(p * v_scales[1][None, :], 1)
+        p = p * v_scales[0][None, :]
+    elif FORMAT != "plain":
         p = p * v_scales[None, :]
     p = p.to(DTYPE)
     if len(acc) == 4:
@@ -99,6 +113,10 @@ def _accumulate(
         third = tl.dot(p, v[2], acc[2] * alpha[:, None], input_precision=PRECISION)
         fourth = tl.dot(p, v[3], acc[3] * alpha[:, None], input_precision=PRECISION)
         return (first, second, third, fourth), m_new, z
+    elif FORMAT == "int4":
+        first = tl.dot(p, v[0], acc[0] * alpha[:, None], input_precision=PRECISION)
+        second = tl.dot(p, v[1], acc[1] * alpha[:, None], input_precision=PRECISION)
+        return (first, second, added), m_new, z
     else:
         values = v[0]
         if FORMAT == "fp8" and HOPPER and DTYPE == tl.bfloat16:
@@ -140,6 +158,8 @@ def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr):
     zeros = tl.zeros([ROWS, COLUMNS], tl.float32)
     if FORMAT == "packed":
         return zeros, zeros, zeros, zeros
+    elif FORMAT == "int4":
+        return zeros, zeros, tl.zeros([ROWS], tl.float32)
     else:
         return (zeros,)
 
@@ -150,19 +170,23 @@ def _whole(parts, ROWS: tl.constexpr, DP: tl.constexpr):
     if len(parts) == 4:
         halves = tl.join(tl.join(parts[0], parts[1]), tl.join(parts[2], parts[3]))
         return tl.reshape(tl.permute(halves, (0, 3, 2, 1)), [ROWS, DP])
+    elif len(parts) == 3:
+        return _from_halves(parts[0], parts[1], ROWS, DP) + parts[2][:, None]
     else:
         return parts[0]
 
 
 @triton.jit
 def _load_queries(at, mask, D: tl.constexpr, FORMAT: tl.constexpr):
-    """The parts of queries; the first is at `at`."""
+    """The parts of queries; the first is at `at`. With four bits, `at` is where whole queries are."""
     if FORMAT == "packed":
         QUARTER: tl.constexpr = D // 4
         first = tl.load(at, mask=mask, other=0.0)
         second = tl.load(at + QUARTER, mask=mask, other=0.0)
         third = tl.load(at + 2 * QUARTER, mask=mask, other=0.0)
         return first, second, third, tl.load(at + 3 * QUARTER, mask=mask, other=0.0)
+    elif FORMAT == "int4":
+        return _rotated_queries(tl.load(at, mask=mask, other=0.0), D)
     else:
         return (tl.load(at, mask=mask, other=0.0),)
 
@@ -184,8 +208,8 @@ def _places(blocks, keys, head_offset, block_stride, d, ITEMS: tl.constexpr, BS:
 @triton.jit
 def _scales_of(head, KV_HEADS: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constexpr, HEAD_ITEMS: tl.constexpr,
                FORMAT: tl.constexpr):  # fmt: skip
-    """Offset of one head's scales in a block: after its own items (FP8), or after the items of all heads (packed)."""
-    if FORMAT == "fp8":
+    """Offset of one head's scales in a block: after its own items, or after the items of all heads (packed)."""
+    if FORMAT == "fp8" or FORMAT == "int4":
         return head * HEAD_ITEMS + BS * ITEMS
     else:
         return KV_HEADS * HEAD_ITEMS + head * (2 * BS)
@@ -194,7 +218,8 @@ def _scales_of(head, KV_HEADS: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constex
 @triton.jit
 def _load_scales(k_ptr, v_ptr, blocks, keys, inside, scale_offset, block_stride, BS: tl.constexpr, WIDE: tl.constexpr,
                  FORMAT: tl.constexpr):  # fmt: skip
-    """Scales [keys] of a head's keys, and of its values; ones for a plain cache."""
+    """Scales [keys] of a head's keys, and of its values: ones for a plain cache, pairs (scale, offset) with four
+    bits."""
     if FORMAT == "plain":
         ones = tl.full(keys.shape, 1.0, tl.float32)
         return ones, ones
@@ -202,13 +227,20 @@ def _load_scales(k_ptr, v_ptr, blocks, keys, inside, scale_offset, block_stride,
         if WIDE:
             blocks = blocks.to(tl.int64)
         first = blocks * block_stride + scale_offset
-        # Offsets count items: bytes (FP8) or 16-bit words (packed).
+        # Offsets count items: bytes (FP8, four bits) or 16-bit words (packed).
         if FORMAT == "packed":
             both = tl.load(k_ptr + ((first >> 1) + keys % BS), mask=inside, other=0)
             return _key_scales(both), _value_scales(both)
         else:
             where = (first >> 2) + keys % BS
-            return tl.load(k_ptr + where, mask=inside, other=0.0), tl.load(v_ptr + where, mask=inside, other=0.0)
+            if FORMAT == "int4":
+                keys, values = (
+                    tl.load(k_ptr + where, mask=inside, other=0),
+                    tl.load(v_ptr + where, mask=inside, other=0),
+                )
+                return _scale_and_offset(keys), _scale_and_offset(values)
+            else:
+                return tl.load(k_ptr + where, mask=inside, other=0.0), tl.load(v_ptr + where, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -246,6 +278,8 @@ def _load_keys(k_ptr, where, d, D: tl.constexpr, DP: tl.constexpr, BS: tl.conste
     """The parts of keys. Those past the row's end may be anything: their scores are masked."""
     if FORMAT == "packed":
         return _load_packed(k_ptr, where, D, BS, DTYPE, HOPPER)
+    elif FORMAT == "int4":
+        return _load_numbers(k_ptr, where, d, D, DP, DTYPE)
     elif DP == D:
         return (tl.load(k_ptr + where).to(DTYPE),)
     else:
@@ -258,6 +292,8 @@ def _load_values(v_ptr, where, inside, d, D: tl.constexpr, DP: tl.constexpr, BS:
     """The parts of values. With MASKED, zero where not `inside`: a NaN would spread even with weight 0."""
     if FORMAT == "packed":
         return _load_packed(v_ptr, where, D, BS, DTYPE, HOPPER)
+    elif FORMAT == "int4":
+        return _load_numbers(v_ptr, where, d, D, DP, DTYPE)
     elif MASKED:
         if DP == D:
             return (tl.load(v_ptr + where, mask=inside[:, None], other=0.0),)
@@ -269,6 +305,8 @@ def _load_values(v_ptr, where, inside, d, D: tl.constexpr, DP: tl.constexpr, BS:
         return (tl.load(v_ptr + where, mask=(d < D)[None, :], other=0.0),)
 
 
+PARTS = {"packed": 4, "int4": 2}
+"""Parts of a vector in formats that have several."""
 TILE_VECTORS = 16
 """Vectors on the shorter side of a matrix instruction."""
 TRITON_TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -314,12 +352,15 @@ def padded_dim(head_dim: int) -> int:
 
 def is_wide(kv: Tensor) -> bool:
     """True if offsets in the cache need 64 bits."""
-    return kv[0].numel() >= 2**31
+    return kv[0].nbytes // item_bytes(kv) >= 2**31
 
 
 def cache_pointers(kv: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Kernel arguments for a layer's cache: keys, values and their scales. A packed cache has one tensor with the
     scales of both, a plain one has none."""
+    if is_four_bit(kv):
+        items = kv.view(torch.uint8)
+        return items[0], items[1], kv[0], kv[1]
     if not is_fp8(kv) and not is_packed(kv):
         return kv[0], kv[1], None, None
     if is_packed(kv):
@@ -334,7 +375,7 @@ def cache_sizes(kv: Tensor, shape: AttentionShape) -> dict[str, int | str]:
     return {
         "D": shape.head_dim,
         "DP": width,
-        "PART": width // 4 if is_packed(kv) else width,
+        "PART": width // PARTS.get(format_of(kv), 1),
         "BS": kv.shape[3],
         "ITEMS": items_apart(kv, shape.head_dim),
         "HEAD_ITEMS": head_items(kv),
@@ -344,12 +385,24 @@ def cache_sizes(kv: Tensor, shape: AttentionShape) -> dict[str, int | str]:
 
 def items_apart(kv: Tensor, head_dim: int) -> int:
     """Distance between keys of one head in a block, in items. A packed cache has three planes."""
-    return head_dim // 4 if is_packed(kv) else head_dim
+    return head_dim // PARTS.get(format_of(kv), 1)
+
+
+def item_bytes(kv: Tensor) -> int:
+    """Bytes of what kernels count offsets in: an element of the tensor, but a byte with four bits."""
+    return 1 if is_four_bit(kv) else kv.dtype.itemsize
+
+
+def item_strides(kv: Tensor) -> tuple[int, int]:
+    """Distance from keys to values, and between blocks, in items."""
+    items = kv.dtype.itemsize // item_bytes(kv)
+    return kv.stride(0) * items, kv.stride(1) * items
 
 
 def head_items(kv: Tensor) -> int:
     """Distance between heads in a block, in items."""
-    return kv.shape[3] * (kv.shape[4] - SCALE_WORDS if is_packed(kv) else kv.shape[4])
+    items = kv.shape[4] * kv.dtype.itemsize // item_bytes(kv)
+    return kv.shape[3] * (items - SCALE_WORDS if is_packed(kv) else items)
 
 
 def precision(queries: Tensor) -> str:

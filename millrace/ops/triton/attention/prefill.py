@@ -32,11 +32,13 @@ from millrace.ops.triton.attention.paged_kv import (
     _places,
     _scales_of,
     _scores,
+    _whole,
     _with_sinks,
     _zeros,
     cache_pointers,
     cache_sizes,
     is_wide,
+    item_strides,
     precision,
 )
 from millrace.ops.triton.dependent_launch import pdl_options
@@ -77,6 +79,7 @@ def _shared_kernel(
     end = tl.minimum(begin + per_part, length)
 
     ROWS: tl.constexpr = BLOCK_M // GROUP
+    KIND: tl.constexpr = "plain" if FORMAT == "packed" else FORMAT
     i = tl.arange(0, BLOCK_M)
     d = tl.arange(0, DP)
     words = tl.arange(0, PART)
@@ -84,14 +87,14 @@ def _shared_kernel(
     g = i % GROUP
     real = (i < ROWS * GROUP) & (row < num_rows)
     q_at = row.to(tl.int64)[:, None] * q_stride + (head * GROUP + g)[:, None] * D + d[None, :]
-    q = _load_queries(q_ptr + q_at, real[:, None] & (d < D)[None, :], D, "plain")
+    q = _load_queries(q_ptr + q_at, real[:, None] & (d < D)[None, :], D, KIND)
     table = tables + tl.load(table_rows).to(tl.int64) * table_stride
     head_offset = head * HEAD_ITEMS
     scale_offset = _scales_of(head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT)
 
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z = tl.zeros([BLOCK_M], tl.float32)
-    acc = _zeros(BLOCK_M, DP, "plain")
+    acc = _zeros(BLOCK_M, DP if FORMAT == "packed" else PART, KIND)
     # Block ids are loaded one tile ahead: a load that depends on another of the same iteration is not pipelined.
     blocks = _blocks_of(table, begin + tl.arange(0, TILE), end, BS)
     for at in tl.range(begin, end, TILE, num_stages=STAGES):
@@ -106,16 +109,15 @@ def _shared_kernel(
             k = _load_unpacked(k_ptr, where, k_scales, D, BS, DTYPE, EARLY)
             v = _load_unpacked(v_ptr, where, v_scales, D, BS, DTYPE, EARLY)
         else:
-            k = _load_keys(k_ptr, where, d, D, DP, BS, DTYPE, FORMAT, EARLY)
-            v = _load_values(v_ptr, where, inside, d, D, DP, BS, False, DTYPE, FORMAT, EARLY)
-        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, "fp8" if FORMAT == "fp8" else "plain")
-        acc, m, z = _accumulate(
-            acc, m, z, s, v, v_scales, DTYPE, PRECISION, "fp8" if FORMAT == "fp8" else "plain", EARLY
-        )  # fmt: skip
+            k = _load_keys(k_ptr, where, words, D, DP, BS, DTYPE, FORMAT, EARLY)
+            v = _load_values(v_ptr, where, inside, words, D, DP, BS, False, DTYPE, FORMAT, EARLY)
+        s = _scores(q, k, k_scales, softmax_scale, CAP, PRECISION, KIND)
+        acc, m, z = _accumulate(acc, m, z, s, v, v_scales, DTYPE, PRECISION, KIND, EARLY)
 
     cell = (row * KV_HEADS + head) * PARTS + part
     to = cell.to(tl.int64)[:, None] * (GROUP * DP) + g[:, None] * DP + d[None, :]
-    tl.store(partial_ptr + to, acc[0] / tl.where(z == 0.0, 1.0, z)[:, None], mask=real[:, None])
+    sums = _whole(acc, BLOCK_M, DP)
+    tl.store(partial_ptr + to, sums / tl.where(z == 0.0, 1.0, z)[:, None], mask=real[:, None])
     tl.store(lse_ptr + cell * GROUP + g, m + tl.math.log2(z), mask=real)
 
 
@@ -284,6 +286,7 @@ def _prefill_kernel(
     context = length - num_queries
 
     QUERIES: tl.constexpr = BLOCK_M // GROUP
+    KIND: tl.constexpr = "plain" if FORMAT == "packed" else FORMAT
     i = tl.arange(0, BLOCK_M)
     d = tl.arange(0, DP)
     local = offset + i // GROUP
@@ -295,8 +298,8 @@ def _prefill_kernel(
     table = tables + tl.load(table_rows + row).to(tl.int64) * table_stride
     head_offset = head * HEAD_ITEMS
     scale_offset = _scales_of(head, KV_HEADS, BS, ITEMS, HEAD_ITEMS, FORMAT)
-    q = _load_queries(mine + d[None, :], real[:, None] & (d < D)[None, :], D, "plain")
-    acc = _zeros(BLOCK_M, DP, "plain")
+    q = _load_queries(mine + d[None, :], real[:, None] & (d < D)[None, :], D, KIND)
+    acc = _zeros(BLOCK_M, DP if FORMAT == "packed" else PART, KIND)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     z = tl.zeros([BLOCK_M], tl.float32)
     if FORMAT == "packed":
@@ -323,11 +326,11 @@ def _prefill_kernel(
         acc, m, z = _attend_pages(
             acc, m, z, q, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr, table, context + offset,
             tl.minimum(context + offset + QUERIES, length), positions,
-            softmax_scale, block_stride, head_offset, scale_offset, d,
+            softmax_scale, block_stride, head_offset, scale_offset, tl.arange(0, PART),
             D, DP, BS, ITEMS, TILE, WINDOW, CAP, WIDE, PRECISION, DTYPE, STAGES, FORMAT, SPLIT, EARLY,
         )  # fmt: skip
 
-    sums = acc[0]
+    sums = _whole(acc, BLOCK_M, DP)
     if sinks_ptr is not None:
         # One of the programs that share the keys has the sinks.
         sinks = tl.load(sinks_ptr + heads, mask=real, other=float("-inf"))
@@ -368,7 +371,7 @@ def shared_prefix(queries: Tensor, kv: Tensor, rows: PagedRows, shape: Attention
     tile, stages = (64, 3) if shape.head_dim <= 128 and queries.dtype != torch.float32 else (32, 2)
     _shared_kernel[(triton.cdiv(num_rows, block_m // shape.group), shape.num_kv_heads, SHARED_PARTS)](
         queries, *cache_pointers(kv), shared.partial, shared.lse, shared.length, rows.table_rows, rows.block_tables,
-        shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1), num_rows,
+        shape.scale, queries.stride(0), rows.block_tables.stride(0), item_strides(kv)[1], num_rows,
         KV_HEADS=shape.num_kv_heads, GROUP=shape.group, **cache_sizes(kv, shape),
         BLOCK_M=block_m, TILE=tile, PARTS=SHARED_PARTS,
         CAP=shape.softcap or 0.0, WIDE=is_wide(kv), PRECISION=precision(queries),
@@ -404,7 +407,7 @@ def prefill(
         queries, *cache_pointers(kv), out,
         None if split is None else split.workspace.partial, None if split is None else split.workspace.lse,
         tiles, rows.query_starts, rows.seq_lens, rows.table_rows, rows.block_tables, sinks,
-        shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1),
+        shape.scale, queries.stride(0), rows.block_tables.stride(0), item_strides(kv)[1],
         KV_HEADS=shape.num_kv_heads, GROUP=shape.group, **cache_sizes(kv, shape),
         BLOCK_M=tuning.block_m, TILE=tuning.tile,
         WINDOW=window, CAP=shape.softcap or 0.0, WIDE=is_wide(kv),

@@ -15,7 +15,15 @@ from torch import Tensor
 from millrace.ops.base.quantised import FP8_MAX
 from millrace.ops.kv.cache import format_of, is_packed
 from millrace.ops.kv.packed import can_pack
-from millrace.ops.triton.attention.paged_kv import _scales_of, cache_pointers, head_items, items_apart
+from millrace.ops.triton.attention.four_bits import _store_four_bits
+from millrace.ops.triton.attention.paged_kv import (
+    _scales_of,
+    cache_pointers,
+    head_items,
+    item_strides,
+    items_apart,
+    padded_dim,
+)
 from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
 
 
@@ -137,9 +145,9 @@ def _store_items(left, right, rest, places, cached, HALF: tl.constexpr, HP: tl.c
 def _qkv_kernel(
     qkv_ptr, angles_ptr, q_norm_ptr, k_norm_ptr, kv_ptr, scales_ptr, blocks_ptr, offsets_ptr, eps,
     qkv_stride, value_stride, block_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HP: tl.constexpr,
-    REST: tl.constexpr, RP: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constexpr, HEAD_ITEMS: tl.constexpr,
-    FORMAT: tl.constexpr, BLOCK_H: tl.constexpr, NORM: tl.constexpr, MOST: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr,
+    HP: tl.constexpr, REST: tl.constexpr, RP: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constexpr,
+    HEAD_ITEMS: tl.constexpr, FORMAT: tl.constexpr, BLOCK_H: tl.constexpr, NORM: tl.constexpr, MOST: tl.constexpr,
     ROTATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The first 2 · HALF items of a head are rotated in pairs (i, i + HALF); REST further items are not."""
@@ -205,6 +213,12 @@ def _qkv_kernel(
         elif FORMAT == "fp8":
             to = scales_ptr + (first_scale + to_values) // 4 + offset
             _store_fp8(left, right, rest, places, to, cached, BLOCK_H, HALF, HP, REST, RP, MOST)
+        elif FORMAT == "int4":
+            tl.debug_barrier()  # heads are read again whole, also what other threads have rotated
+            d = tl.arange(0, DP)
+            whole = tl.load(base + d[None, :], mask=cached[:, None] & (d < D)[None, :], other=0.0)
+            to = scales_ptr + (first_scale + to_values) // 4 + offset
+            _store_four_bits(whole, ~is_value, places, to, cached, BLOCK_H, D, DP)
         else:
             _store_items(left, right, rest, places, cached, HALF, HP, REST, RP)
 
@@ -252,9 +266,9 @@ class PrepareQkvKernel:
         grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h))
         _qkv_kernel[grid](
             qkv, angles, q_norm, k_norm, cache, scales, block_ids, offsets, self._eps,
-            qkv.stride(0), kv.stride(0), kv.stride(1),
-            HEADS=heads, KV_HEADS=kv_heads, D=head_dim, HALF=half, HP=triton.next_power_of_2(half),
-            REST=rest, RP=triton.next_power_of_2(max(rest, 1)), BS=kv.shape[3],
+            qkv.stride(0), *item_strides(kv),
+            HEADS=heads, KV_HEADS=kv_heads, D=head_dim, DP=padded_dim(head_dim), HALF=half,
+            HP=triton.next_power_of_2(half), REST=rest, RP=triton.next_power_of_2(max(rest, 1)), BS=kv.shape[3],
             ITEMS=items_apart(kv, head_dim), HEAD_ITEMS=head_items(kv),
             FORMAT=format_of(kv), MOST=FP8_MAX, BLOCK_H=block_h,
             NORM=q_norm is not None, ROTATE=angles is not None, num_warps=shape.warps, **pdl_options(qkv.device),
