@@ -444,8 +444,6 @@ def _ready(config: Config, decided: Decided, identity: str) -> EngineReady:
 
 def _why_documents_stay(config: Config, decided: Decided) -> str:
     """Why cached documents cannot be used at other positions, as a clause; empty if they can."""
-    if not decided.device.defaults.places_tokens:
-        return "only engines on a CPU copy keys and values to other positions yet"
     if not config.plan.prefix_cache:
         return "the engine runs without --prefix-cache"
     return placing_objection(decided.spec, has_drafter=decided.drafter is not None)

@@ -27,7 +27,7 @@ class Angles:
 
     def turns(self, distance: int) -> list[Tensor]:
         """Per rope float32 [1, rotary_dim]: by how much a key turns when its token moves by so many positions."""
-        at = [torch.tensor([distance], device=frequencies.device) for _, frequencies in self._ropes]
+        at = [torch.full((1,), distance, device=frequencies.device) for _, frequencies in self._ropes]
         return [rope_angles(own, frequencies, 1.0) for own, (_, frequencies) in zip(at, self._ropes, strict=True)]
 
     def upto(self, num_positions: int) -> list[Tensor]:

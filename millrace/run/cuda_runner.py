@@ -39,6 +39,7 @@ from millrace.run.adapter_slots import IsReady
 from millrace.run.device.block_contents import BlockContents
 from millrace.run.device.device import Device, Pending
 from millrace.run.device.host_blocks import HostBlocks
+from millrace.run.device.token_placing import TokenPlacing
 from millrace.run.drafting.device_chain import paged
 from millrace.run.drafting.device_drafts import drafts_of, masks_drafts
 from millrace.run.drafting.models import DrafterModel, kv_spec_of
@@ -99,6 +100,7 @@ class CudaRunner:
         self._table, self._sampler, self._drafts, self._chain = state.table, state.sampler, state.drafts, state.chain
         self._states = state.states
         self._copier = make_copier(state, device, settings)
+        self._placing = TokenPlacing(decoder, state.kv, settings.block_size, device)
         self._adapter_slots, self._filler = state.slots, make_filler(state, device)
         self.contents = BlockContents([state.kv, state.draft_kv], device, settings.kv_dtype)
         shapes = PaddedShapes(_shape_facts(decoder, attention, state, settings, drafter))
@@ -226,6 +228,8 @@ class CudaRunner:
         """Send the step's packet and let a drafter that is a model propose."""
         self._table.update_host(plan)
         self._sampler.update(plan)
+        if plan.placed:
+            self._placing.place(plan.placed)
         if self._states is not None:
             self._states.load(plan.states)
         if self._drafts is not None:

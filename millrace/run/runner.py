@@ -198,7 +198,7 @@ class Runner:
         self._state_pool = make_state_pool(decoder, device, settings)
         pools, slots = [kv for kv in (self._kv, self._draft_kv) if kv], settings.host_slots
         self._copier = JointCopier([OrderedCopier(kv, slots, device) for kv in pools]) if slots else None
-        self._placing = TokenPlacing(decoder, self._kv, settings.block_size)
+        self._placing = TokenPlacing(decoder, self._kv, settings.block_size, device)
         self.contents = BlockContents(pools, device, settings.kv_dtype)
         spec, max_rows = decoder.spec, settings.max_rows
         num_groups = spec.kv_groups.num_groups

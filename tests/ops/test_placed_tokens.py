@@ -34,7 +34,7 @@ def test_placed_tokens_are_as_if_computed_there(items: int, dtype: torch.dtype, 
     before = kv.clone()
     turn = rope_angles(torch.tensor([37]), FREQUENCIES, 1.0).expand(COUNT, -1)
     moved = slots_of(targets, 3, COUNT, BLOCK)
-    place_tokens(kv, slots_of(sources, 1, COUNT, BLOCK), moved, turn)
+    place_tokens(kv, sources, 1, moved, turn)
 
     placed = read_kv(kv, moved.blocks)[:, torch.arange(COUNT), :, moved.offsets]
     there = rope_angles(torch.arange(COUNT + 2) + 37, FREQUENCIES, 1.1)

@@ -20,17 +20,18 @@ class TokenSlots:
 
 
 def slots_of(blocks: Tensor, start: int, count: int, block_size: int) -> TokenSlots:
-    """Of `count` tokens in these blocks (int64), from offset `start` of the first one on."""
+    """Of `count` tokens in these blocks, from offset `start` of the first one on."""
     places = torch.arange(start, start + count, device=blocks.device)
     return TokenSlots(blocks[places // block_size], places % block_size)
 
 
-def place_tokens(kv: Tensor, sources: TokenSlots, targets: TokenSlots, angles: Tensor | None) -> None:
-    """Copy keys and values from `sources` to `targets`, which have no slot in common. Keys are rotated by `angles`
-    [T, rotary_dim], those of the distance; None: not at all."""
-    blocks, index = torch.unique_consecutive(sources.blocks, return_inverse=True)
-    read = read_kv(kv, blocks)[:, index, :, sources.offsets]  # [T, 2, kv_heads, head_dim]
-    keys, values = read.unbind(1)
+def place_tokens(kv: Tensor, blocks: Tensor, start: int, targets: TokenSlots, angles: Tensor | None) -> None:
+    """Copy keys and values to `targets` from these blocks (int64), from offset `start` of the first one on. Sources and
+    targets have no slot in common. Keys are rotated by `angles` [T, rotary_dim], those of the distance; None: not at
+    all."""
+    count, block_size = len(targets.blocks), kv.shape[3]
+    sources = slots_of(torch.arange(len(blocks), device=kv.device), start, count, block_size)
+    keys, values = read_kv(kv, blocks)[:, sources.blocks, :, sources.offsets].unbind(1)  # [T, kv_heads, head_dim]
     if angles is not None:
         keys = rope(keys, angles)
     write_kv(torch.stack((keys, values), dim=1), kv, targets.blocks, targets.offsets)

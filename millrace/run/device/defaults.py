@@ -46,8 +46,6 @@ class DeviceDefaults:
     """Drafts of one row that a step verifies. None: as many as are ever planned."""
     pads_drafts: bool = False
     """Every row of a step is computed with all its places, and one drafter fills them."""
-    places_tokens: bool = False
-    """True if cached tokens can be copied to other positions."""
     can_split: bool = False
     """A model can be split over several processes."""
 
@@ -65,7 +63,6 @@ CPU_DEFAULTS = DeviceDefaults(
     max_kv_tokens=1 << 16,
     # Steps wait for a batch.
     copy_batch_bytes=4 << 20,
-    places_tokens=True,
     can_split=True,
 )
 CUDA_DEFAULTS = DeviceDefaults(

@@ -5,33 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from millrace.models.decoder import Decoder
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.ops.attention.placed import place_tokens, slots_of
-from millrace.plan.step import Int32s, PlacedTokens
+from millrace.plan.step import PlacedTokens
+from millrace.run.device.device import Device
 
 
 class TokenPlacing:
-    def __init__(self, decoder: Decoder, kv: Sequence[Tensor], block_size: int) -> None:
-        self._kv, self._angles, self._block_size = kv, decoder.angles, block_size
+    def __init__(self, decoder: Decoder, kv: Sequence[Tensor], block_size: int, device: Device) -> None:
+        self._kv, self._angles, self._block_size, self._device = kv, decoder.angles, block_size, device
         self._ropes = [layer.rope for layer in decoder.spec.layers]
         self._tensors = [tensor for _, tensor in decoder.spec.kv_groups.places]
 
     def place(self, placed: tuple[PlacedTokens, ...]) -> None:
         for one in placed:
-            sources = slots_of(_index(one.sources), one.source_start, one.count, self._block_size)
-            targets = slots_of(_index(one.targets), one.target_start, one.count, self._block_size)
+            sources, targets = (self._device.upload(blocks.astype(np.int64)) for blocks in (one.sources, one.targets))
+            slots = slots_of(targets, one.target_start, one.count, self._block_size)
             angles = self._angles.turns(one.distance)
             for rope, tensor in zip(self._ropes, self._tensors, strict=True):
                 own = None if rope is None else angles[rope].expand(one.count, -1)
-                place_tokens(self._kv[tensor], sources, targets, own)
-
-
-def _index(blocks: Int32s) -> Tensor:
-    return torch.from_numpy(blocks.astype(np.int64))  # A copy: arrays of a decoded plan are read-only.
+                place_tokens(self._kv[tensor], sources, one.source_start, slots, own)
 
 
 def placing_objection(spec: ModelSpec, *, has_drafter: bool) -> str:

@@ -18,6 +18,7 @@ from msgspec import UNSET, UnsetType
 from millrace.errors import BadRequest, EngineUnavailable
 from millrace.params import NEUTRAL_DEFAULTS, SamplingDefaults
 from millrace.serve.created_models import CreatedModel
+from millrace.serve.generate.fields.documents import documents_note
 from millrace.serve.generate.fields.session import with_session
 from millrace.serve.generate.gate import header_deadline
 from millrace.serve.generate.generation import Generation
@@ -26,6 +27,7 @@ from millrace.serve.generate.respond import respond_to
 from millrace.serve.generate.work import Work
 from millrace.serve.http.body import BodyDecoder, read_body
 from millrace.serve.http.event_stream import JSON_LINES
+from millrace.serve.http.ids import warnings
 from millrace.serve.http.json_answer import json_answer
 from millrace.serve.ollama.keep_alive import check_keep_alive
 from millrace.serve.ollama.schemas import (
@@ -117,7 +119,8 @@ async def _respond(
         nonlocal is_valid
         await state.await_engine(body.model)
         names = CHAT_NAMES if is_chat else GENERATE_NAMES
-        work = keeping_turn(Work(state, await translate(), partial(OllamaWriter, limit_names=names, is_chat=is_chat)))
+        writer, generation = partial(OllamaWriter, limit_names=names, is_chat=is_chat), await translate()
+        work = keeping_turn(Work(state, generation, writer, headers=warnings([documents_note(generation)])))
         is_valid = True
         return work
 

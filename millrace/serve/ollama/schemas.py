@@ -8,6 +8,7 @@ import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
 from millrace.serve.generate.choosing.sampler_fields import SamplerFields
+from millrace.serve.generate.fields.documents import DocumentCache
 from millrace.serve.generate.logprobs import TokenLogprob
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
 
@@ -105,6 +106,9 @@ class OllamaMessage(Strict, kw_only=True):
     tool_name: Annotated[str | None, described("Of a tool message: the function that was called.")] = None
     name: Annotated[str | None, described("The older name of `tool_name`.")] = None
     tool_call_id: Annotated[str | None, described("Of a tool message: the call that it answers.")] = None
+    cache: Annotated[
+        DocumentCache | None, described("Reuse the content wherever it stood before, see /docs/kv.md.")
+    ] = None
 
 
 class OllamaCommon(Strict, kw_only=True):
@@ -309,6 +313,8 @@ class OllamaAnswer(msgspec.Struct):
     eval_count: int | UnsetType = UNSET
     eval_duration: int | UnsetType = UNSET
     truncated_messages: int | UnsetType = UNSET
+    document_tokens: int | UnsetType = UNSET
+    """Where messages are marked as documents: prompt tokens whose KV was taken from another place, approximately."""
     """With `truncate`: messages that were dropped from the beginning."""
     truncated_prompt_tokens: int | UnsetType = UNSET
     """/api/generate with `truncate`: tokens that were cut out of the prompt."""

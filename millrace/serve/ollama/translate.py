@@ -160,7 +160,7 @@ async def ollama_generation(
         stream=body.stream is not False,
         logprobs=chat.params.logprobs,
         format_field=chat.grammar_field,
-        retain=_kept(body),
+        retain=_kept(body) if chat.prompt.documents is None else None,
     )
 
 
@@ -258,6 +258,7 @@ def _message(message: OllamaMessage, at: str, call_prefix: str) -> Message:
         calls,
         message.tool_call_id,
         message.thinking or None,
+        () if message.cache is None or not message.content else (message.cache.marked(message.content),),
     )
 
 

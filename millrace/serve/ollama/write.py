@@ -98,6 +98,7 @@ class OllamaWriter:
             eval_count=usage.output_tokens,
             eval_duration=round(max(0.0, total_s - first_s) * _NS_PER_S),
             truncated_messages=dropped if self._is_chat else UNSET,
+            document_tokens=UNSET if usage.document_tokens is None else usage.document_tokens,
             truncated_prompt_tokens=UNSET if self._is_chat else dropped,
             **fields,
         )

@@ -11,6 +11,7 @@ from millrace.serve.responses.schemas_items import (
     FunctionCallItem,
     FunctionResultItem,
     InputItem,
+    InputText,
     OutputItem,
     ReasoningItem,
 )
@@ -33,7 +34,10 @@ def messages_of(items: Sequence[InputItem | OutputItem]) -> list[Message]:
             texts = [part.text for part in item.content]
             content = texts[0] if len(texts) == 1 else texts
             role: Role = "system" if item.role == "developer" else item.role
-            messages.append(Message(role, content, reasoning=reasoning if role == "assistant" else None))
+            inputs = [part for part in item.content if isinstance(part, InputText)]
+            documents = tuple(part.cache.marked(part.text) for part in inputs if part.cache is not None)
+            thought = reasoning if role == "assistant" else None
+            messages.append(Message(role, content, reasoning=thought, documents=documents))
         reasoning = None
     return messages
 

@@ -11,6 +11,7 @@ from millrace.params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from millrace.serve.generate.chat.reasoning import Effort
 from millrace.serve.generate.chat.verbosity import Verbosity
 from millrace.serve.generate.choosing.sampler_fields import SamplerFields
+from millrace.serve.generate.fields.documents import DocumentCache
 from millrace.serve.generate.fields.priority import PriorityClass, ServiceTier
 from millrace.serve.http.schema import Refused, Strict, described, unsupported
 from millrace.serve.responses.schemas_items import OutputItem, schema_of_input
@@ -26,6 +27,9 @@ class InputTextPart(Strict, kw_only=True, tag_field="type", tag="input_text"):
     """A piece of text."""
 
     text: str
+    cache: Annotated[DocumentCache | None, described("Reuse the part wherever it stood before, see /docs/kv.md.")] = (
+        None
+    )
     prompt_cache_breakpoint: Annotated[
         Raw | UnsetType, described("Accepted, without effect: equal prompt prefixes are always reused.")
     ] = UNSET
@@ -258,6 +262,8 @@ class InputItemList(msgspec.Struct):
 class ResponseInputDetails(msgspec.Struct):
     cached_tokens: int
     cache_write_tokens: int
+    document_tokens: int | UnsetType = UNSET
+    """Where parts are marked as documents: input tokens whose KV was taken from another place, approximately."""
 
 
 class ResponseUsage(msgspec.Struct):

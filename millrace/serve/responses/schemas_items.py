@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
+from millrace.serve.generate.fields.documents import DocumentCache
 from millrace.serve.generate.logprobs import TokenLogprob
 from millrace.serve.http.schema import Strict, described
 
@@ -82,8 +83,9 @@ class OutputText(msgspec.Struct, kw_only=True, tag_field="type", tag="output_tex
     logprobs: list[TokenLogprob] = []
 
 
-class InputText(msgspec.Struct, kw_only=True, tag_field="type", tag="input_text"):
+class InputText(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="type", tag="input_text"):
     text: str
+    cache: DocumentCache | None = None
 
 
 class OutputMessage(msgspec.Struct, kw_only=True, tag_field="type", tag="message"):

@@ -24,9 +24,10 @@ from millrace.serve.generate.checks import (
     refuse_unsupported,
 )
 from millrace.serve.generate.choosing.sampler_fields import sampler_options
+from millrace.serve.generate.fields.documents import DocumentCache, documents_note
 from millrace.serve.generate.fields.priority import ServiceTier, priority_of
 from millrace.serve.generate.fields.retaining import IN_MEMORY_S, retention_of
-from millrace.serve.generate.generation import Generation
+from millrace.serve.generate.generation import Generation, Prompt
 from millrace.serve.generate.grammars import Format, format_of, schema_format
 from millrace.serve.generate.job import Job
 from millrace.serve.generate.messages import Conversation, Message
@@ -153,20 +154,23 @@ def _item(data: bytes, at: str) -> InputItem:
 
 
 def _message_item(message: ResponseInputMessage, at: str) -> InputMessage:
-    parts = [message.content] if isinstance(message.content, str) else _texts(message.content, f"{at}.content")
+    parts: list[tuple[str, DocumentCache | None]]
+    parts = [(message.content, None)] if isinstance(message.content, str) else _texts(message.content, f"{at}.content")
     content: list[InputText | OutputText] = [
-        OutputText(text=text) if message.role == "assistant" else InputText(text=text) for text in parts
+        OutputText(text=text) if message.role == "assistant" and cache is None else InputText(text=text, cache=cache)
+        for text, cache in parts
     ]
     return InputMessage(id=new_id("msg_"), role=message.role, content=content)
 
 
-def _texts(parts: list[ResponsePart], at: str) -> list[str]:
+def _texts(parts: list[ResponsePart], at: str) -> list[tuple[str, DocumentCache | None]]:
+    """Each part's text, and how it may be reused."""
     if not parts:
         raise BadRequest(f"'{at}' is an empty list; send a text.", param=at)
-    found = []
+    found: list[tuple[str, DocumentCache | None]] = []
     for index, part in enumerate(parts):
         if isinstance(part, RefusalPart):
-            found.append(part.refusal)
+            found.append((part.refusal, None))
             continue
         if not isinstance(part, (InputTextPart, OutputTextPart)):
             raise BadRequest(
@@ -175,7 +179,7 @@ def _texts(parts: list[ResponsePart], at: str) -> list[str]:
                 param=f"{at}[{index}].type",
                 code="unsupported_parameter",
             )
-        found.append(part.text)
+        found.append((part.text, part.cache if isinstance(part, InputTextPart) else None))
     return found
 
 
@@ -244,9 +248,8 @@ async def prepare_response(
         opening = msgspec.structs.replace(opening, truncated_input_items=generation.prompts[0].num_dropped)
     make_writer = partial(ResponseWriter, opening=opening, limit_names=LIMIT_NAMES, places=tools.places)
     kept = _Kept(items, owner, queued is not None, conversation_id(body))
-    return keeping_turn(
-        Work(state, generation, make_writer, partial(_conclude, state, kept), warnings([tools.warning]))
-    )
+    said = warnings([tools.warning, documents_note(generation)])
+    return keeping_turn(Work(state, generation, make_writer, partial(_conclude, state, kept), said))
 
 
 async def _session(state: FrontState, body: ResponsesRequest, owner: str) -> Session | None:
@@ -297,7 +300,7 @@ async def _generation(
         deadline=deadline_of(body.timeout, state.config, received),
         asked_priority=priority_of(body.priority, body.service_tier),
         cache_salt=salt_of(body.cache_salt),
-        retain=retention_of(body.prompt_cache_key, body.prompt_cache_retention) or _turns_kept(body),
+        retain=retention_of(body.prompt_cache_key, body.prompt_cache_retention) or _turns_kept(body, chat.prompt),
         stream=bool(body.stream),
         logprobs=num_top,
         writes_details=True,
@@ -306,10 +309,10 @@ async def _generation(
     )
 
 
-def _turns_kept(body: ResponsesRequest) -> Retain | None:
-    """What a stored conversation has computed is likely to be continued."""
+def _turns_kept(body: ResponsesRequest, prompt: Prompt) -> Retain | None:
+    """What a stored conversation has computed is likely to be continued. What follows a document is never kept."""
     name = conversation_id(body)
-    if not name and body.previous_response_id is None:
+    if prompt.documents is not None or (not name and body.previous_response_id is None):
         return None
     return Retain(IN_MEMORY_S, f"conversation:{name}" if name else "", covers_answer=True)
 

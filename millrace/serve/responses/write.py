@@ -250,6 +250,7 @@ def failed(opening: ResponseAnswer, error: MillraceError) -> ResponseAnswer:
 
 
 def _usage(usage: Usage) -> ResponseUsage:
-    details = ResponseInputDetails(usage.cached_tokens, 0)
+    placed = msgspec.UNSET if usage.document_tokens is None else usage.document_tokens
+    details = ResponseInputDetails(usage.cached_tokens, 0, placed)
     output = OutputTokensDetails(usage.reasoning_tokens)
     return ResponseUsage(usage.prompt_tokens, details, usage.output_tokens, output, usage.total_tokens)
