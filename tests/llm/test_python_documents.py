@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.adapter_files import write_adapter
 from helpers.tiny_models import config_of, make_reference
 
 from millrace.errors import BadRequest
@@ -112,3 +113,27 @@ def test_engines_that_cannot_place_tokens_say_so(tmp_path: Path) -> None:
         pytest.raises(BadRequest, match="--prefix-cache"),
     ):
         llm.chat(conversation([0], 0.1), max_tokens=1)
+
+
+def same_as_whole(llm: LLM, before: str, **options: Any) -> list[int]:
+    """The answer with two documents reused, which is that of a whole prefill: the model has one layer."""
+    asked = {**GREEDY, **options}
+    reused, whole = (llm.chat(conversation([2, 1], recompute, before), **asked) for recompute in (0.1, None))
+    assert reused.document_tokens > 100
+    assert reused.token_ids == whole.token_ids
+    return list(reused.token_ids)
+
+
+def test_reuse_goes_with_adapters(tmp_path: Path) -> None:
+    """Documents are computed with the adapter, whose keys and values are its own."""
+    model = make_reference("llama", vocab_size=300, max_position_embeddings=2048, num_hidden_layers=1)
+    path = write_adapter(tmp_path / "adapter", model, rank=4, size=1.5)
+    with opened(tmp_path, 1, adapters=f"own={path}") as llm:
+        assert same_as_whole(llm, "Read.", adapter="own") != same_as_whole(llm, "Read."), "without effect: no proof"
+
+
+@pytest.mark.live
+def test_reuse_goes_with_ranks(tmp_path: Path) -> None:
+    """Every rank copies its own heads."""
+    with opened(tmp_path, 1, tensor_parallel=2) as llm:
+        same_as_whole(llm, "Read.")
