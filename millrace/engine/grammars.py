@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 COMPILE_LIMIT_S = 30.0
-"""Includes loading the vocabulary for the first grammar. The front has compiled the grammar before, within less."""
+"""The front has compiled the grammar before, within less."""
+FIRST_LIMIT_S = 180.0
+"""For grammars that come before the vocabulary is loaded, which takes long on a busy machine."""
 MAX_MASK_THREADS = 12
 MIN_PARALLEL = 16
 """Tokens of a step that are followed in threads."""
@@ -135,7 +137,8 @@ class Grammars:
         except Overloaded as error:
             self._fail(request_id, error.message, "error")
             return
-        self._pending[request_id] = (future, now + COMPILE_LIMIT_S)
+        limit_s = FIRST_LIMIT_S if self._environment is None else COMPILE_LIMIT_S
+        self._pending[request_id] = (future, now + limit_s)
         future.add_done_callback(lambda _: self._compiled.append(request_id))
 
     def take_ready(self, now: float) -> list[int]:
@@ -211,7 +214,7 @@ class Grammars:
         for request_id in [request_id for request_id, (_, until) in self._pending.items() if now > until]:
             del self._pending[request_id]
             self._fail(
-                request_id, f"The grammar was not compiled within {COMPILE_LIMIT_S:g} s; simplify it or try again."
+                request_id, "The grammar was not compiled in time: this server is too busy. Try again later.", "error"
             )
 
     def _fail(self, request_id: int, message: str, reason: FinishReason = "refused") -> None:

@@ -111,6 +111,7 @@ async def run_agent(name: str, url: str, programs: Path, repository: Path, timeo
     home = repository.parent / "home"
     path = f"{programs}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "HOME": str(home), "XDG_CONFIG_HOME": str(home / ".config")}
+    environment["PWD"] = str(repository)  # opencode works where it says.
     child = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "millrace", "launch", name, "--url", url, "--", *HEADLESS[name]),
         cwd=repository,

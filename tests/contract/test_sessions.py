@@ -124,9 +124,9 @@ def test_every_way_to_name_a_session_continues_it(server: RealServer) -> None:
     assert own.status == 200
     assert own.headers["x-session-turn"].startswith("number=1;")
     chat = {"model": NAME, "messages": message, "max_tokens": 4}
-    header = ask(server, "acme", "POST", CHAT, chat, **{"Millrace-Session": session})
+    header = ask(server, "acme", "POST", CHAT, chat, **{"X-Millrace-Session": session})
     assert header.headers["x-session-turn"].startswith("number=2;")
-    anthropic = ask(server, "acme", "POST", "/v1/messages", chat, **{"Millrace-Session": session})
+    anthropic = ask(server, "acme", "POST", "/v1/messages", chat, **{"X-Millrace-Session": session})
     assert anthropic.headers["x-session-turn"].startswith("number=3;"), anthropic.body
     assert anthropic.json["usage"]["cache_read_input_tokens"] > 0
     response = {"model": NAME, "input": "And?", "max_output_tokens": 4, "session_id": session}
@@ -139,7 +139,7 @@ def test_every_way_to_name_a_session_continues_it(server: RealServer) -> None:
     shown = seen(server, session)
     assert (shown["turns"], shown["messages"]) == (6, 13)
     both = {**chat, "session_id": "sess_other"}
-    assert ask(server, "acme", "POST", CHAT, both, **{"Millrace-Session": session}).error["param"] == "session_id"
+    assert ask(server, "acme", "POST", CHAT, both, **{"X-Millrace-Session": session}).error["param"] == "session_id"
 
 
 def test_a_fork_shares_the_past_and_goes_its_own_way(server: RealServer) -> None:

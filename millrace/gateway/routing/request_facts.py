@@ -38,7 +38,7 @@ _PROMPT_FIELDS = (
 )
 """In the order in which templates write them; then those of rerankers and encoders."""
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-_SESSION_HEADERS = ("Millrace-Session", "X-Session-Id")
+_SESSION_HEADERS = ("X-Millrace-Session", "X-Session-Id")
 """The second is sent by agents."""
 _SESSIONS = ("prompt_cache_key", "user", "safety_identifier")
 _STORED = {

@@ -13,7 +13,7 @@ from millrace.link.messages import Finish, TokenLogprobs
 from millrace.serve.generate.messages import Message
 from millrace.serve.generate.resuming.marks import TokenSink
 
-SESSION_HEADER = "Millrace-Session"
+SESSION_HEADER = "X-Millrace-Session"
 """Names a session where a client cannot add the field `session_id`. Not X-Session-Id: agents send ids of their own."""
 TURN_HEADER = "X-Session-Turn"
 """Of an answer: where the tokens of its prompt came from."""
