@@ -87,7 +87,7 @@ class CreatedModels:
 
     def remove(self, name: str) -> CreatedModel | None:
         """Returns what had the name."""
-        return self._change(name, None)
+        return self._change(name, None) if self.get(name) is not None else None
 
     def remove_files(self, model: CreatedModel) -> None:
         """Its own links to them; uploaded files that no model uses stay for a while."""
