@@ -262,7 +262,7 @@ def check_network(config: Config) -> Iterator[Finding]:
         return
     reason = why_unreachable()
     if reason:
-        text = f"The hub at {address} cannot be reached: {reason}. Models on this machine work; none can be fetched from the hub."
+        text = f"The hub at {address} cannot be reached: {reason}. Only models on this machine work."
         yield Finding(
             "network", "warning", text, "Check network and proxy (HTTPS_PROXY), or name a mirror: HF_ENDPOINT"
         )
