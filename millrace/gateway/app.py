@@ -88,9 +88,8 @@ def build_app(state: GatewayState, fleet_file: Path | None = None) -> web.Applic
         post(path, begin)
         get(path, show)
         app.router.add_delete(path, end)
-    for method, path in managing.ROUTES:
-        app.router.add_route(method, path, managing.at_all)
-    post("/api/pull", managing.refuse_pull)
+    for method, path, handler in managing.ROUTES:
+        app.router.add_route(method, path, handler)
     add_pages(app, GATEWAY_PAGES)
     app.router.add_route("*", "/{path:.*}", routes_api.pass_on)
     return app

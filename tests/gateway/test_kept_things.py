@@ -149,6 +149,7 @@ def test_models_are_made_and_deleted_at_all_replicas(pair: tuple[Served, Served]
             assert await delete(gateway, "/api/delete", json={"model": "mario"}) == 200, "it was at one of them"
             assert pair[1].request("POST", "/api/show", {"model": "mario"})[0] == 404
             assert await delete(gateway, "/api/delete", json={"model": "mario"}) == 404
+            assert await delete(gateway, "/v1/tenants/ann/cache") == 200, "at both"
             status, refused = await gateway.post("/api/pull", {"model": "x"})
             assert (status, "each replica" in refused["error"]) == (501, True)
 
@@ -198,6 +199,7 @@ def test_only_operators_change_what_replicas_have(pair: tuple[Served, Served], t
                 headers = {"Authorization": f"Bearer {key}"}
                 assert (await gateway.post("/api/create", body, headers=headers))[0] == status
             assert await delete(gateway, "/api/delete", json={"model": "toad"}, headers=headers) == 200
+            assert await delete(gateway, "/v1/tenants/ann/cache", headers=headers) == 501
         async with over(pair, host="0.0.0.0") as gateway:
             url = gateway.url.replace("0.0.0.0", "127.0.0.1")
             async with gateway.session.post(url + "/api/create", json=body) as answer:

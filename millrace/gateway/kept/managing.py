@@ -19,12 +19,6 @@ from millrace.serve.http.ids import REQUEST_ID_HEADER
 from millrace.serve.tenancy.owner import is_operator
 from millrace.serve.tenancy.trust import is_from_here
 
-ROUTES = (
-    *(("POST", path) for path in ("/v1/adapters", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")),
-    *(("POST", path) for path in ("/api/create", "/api/copy", "/api/blobs/{digest}")),
-    *(("DELETE", path) for path in ("/v1/adapters/{name:.+}", "/api/delete")),
-    ("HEAD", "/api/blobs/{digest}"),
-)
 _MODEL_FIELDS = ("from", "source", "base_model_name")
 """Where bodies name the served model that a change is about."""
 _ADDING = "/v1/adapters"
@@ -82,6 +76,18 @@ async def refuse_pull(request: web.Request) -> web.Response:
     )
 
 
+async def forget_tenant(request: web.Request) -> web.Response:
+    """Where the replicas know the tenants."""
+    state = request.app[STATE]
+    if state.keyring is not None:
+        _check_may_manage(request, state)
+        raise NotImplementedYet(
+            "A gateway with API keys of its own cannot forget a tenant: at replicas its prefixes have a salt, no name."
+            " With another --gateway-key, at the gateway and the replicas, nobody finds them any more."
+        )
+    return await at_all(request)
+
+
 def _check_may_manage(request: web.Request, state: GatewayState) -> None:
     """Replicas without keys take the gateway for a program of their machine, so it must be sure of its client."""
     if state.keyring is None and not is_from_here(request, state.settings.host):
@@ -130,3 +136,13 @@ async def _ask(state: GatewayState, request: web.Request, replica: Replica, raw:
     except LOST as error:
         body = msgspec.json.encode({"error": {"message": f"It was lost: {str(error) or type(error).__name__}"}})
         return Done(replica, 502, body, "application/json")
+
+
+ROUTES = (
+    *(("POST", path, at_all) for path in ("/v1/adapters", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")),
+    *(("POST", path, at_all) for path in ("/api/create", "/api/copy", "/api/blobs/{digest}")),
+    *(("DELETE", path, at_all) for path in ("/v1/adapters/{name:.+}", "/api/delete")),
+    ("HEAD", "/api/blobs/{digest}", at_all),
+    ("POST", "/api/pull", refuse_pull),
+    ("DELETE", "/v1/tenants/{tenant}/cache", forget_tenant),
+)
