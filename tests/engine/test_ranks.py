@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import os
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -225,6 +226,35 @@ def test_an_idle_engine_notices_a_lost_rank(
         wait_until(lambda: llm._client.failure is not None, "the engine's end")
         with pytest.raises(EngineUnavailable, match=f"Rank 1 of 2 {says}"):
             llm.generate(PROMPTS[:1], GREEDY)
+
+
+def test_a_step_that_finds_a_lost_rank_first_blames_no_request(
+    groups: list[RankGroup], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The thread that listens to the rank does not learn of its end in this test."""
+    monkeypatch.setattr(group_module, "EXIT_LIMIT_S", 0.1)
+
+    async def killed(llm: LLM) -> None:
+        params = msgspec.structs.replace(GREEDY, max_tokens=3000)
+        async for _ in llm.stream(PROMPTS[0], params):
+            if not done:
+                done.append(1)
+                process = groups[0]._others[0].process
+                wait = process.wait
+
+                def slow(*args: Any, wait: Callable[..., int] = wait) -> int:
+                    if threading.current_thread().name == "rank-1":
+                        gate.wait(60)
+                    return wait(*args)
+
+                monkeypatch.setattr(process, "wait", slow)
+                kill(process.pid)
+
+    gate, done = threading.Event(), list[int]()
+    with LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000, tensor_parallel=2) as llm:
+        with pytest.raises((EngineUnavailable, RequestFailed), match=r"^Rank 1 of 2 has ended\. The engine ends"):
+            asyncio.run(killed(llm))
+        gate.set()
 
 
 def test_a_rank_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ LOAD_LIMIT_S = 900.0
 """All ranks read their weights at once."""
 WRITE_LIMIT_S = 60.0
 """The ring holds many steps: a rank that takes nothing for so long has stalled."""
+EXIT_LIMIT_S = 5.0
+"""From the end of a rank's sockets to that of its process."""
 READY, SAME, DIFFERENT, FAILED = 1, 2, 3, 4
 """Kinds of replies: the runner is made; a step's draws are equal; a sentence that names a difference; the reason why
 the rank ends."""
@@ -85,7 +87,12 @@ class RankGroup:
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
 
     def check(self) -> None:
-        """Raises `RankLost` if a rank is lost: the engine must end."""
+        """Raises `RankLost` if a rank is lost: the engine must end. A step may find it before other threads do."""
+        if reason := self.mesh.lost:
+            if self.mesh.found_ended:
+                with self._changed:  # The thread that listens knows the exit code.
+                    self._changed.wait_for(lambda: bool(self._lost), EXIT_LIMIT_S)
+            self._lose(reason)
         if self._lost:
             raise RankLost(f"{self._lost} The engine ends with it.")
 

@@ -121,11 +121,18 @@ class SharedMesh(Mesh):
             own.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _WAIT)
         self._closing = threading.Event()
         self._lost = ""
+        self.found_ended = False
+        """True if a step has found that another rank ended."""
 
     @property
     def beats(self) -> Beats:
         """For another thread than that of the steps."""
         return Beats(self._memory)
+
+    @property
+    def lost(self) -> str:
+        """Why no step can run any more; empty while they can."""
+        return self._lost
 
     def beat(self) -> None:
         threading.Thread(target=self._keep_beating, name="rank-beat", daemon=True).start()
@@ -238,4 +245,5 @@ class SharedMesh(Mesh):
             return found
 
     def _ended(self, rank: int) -> str:
+        self.found_ended = True
         return f"Rank {rank} of {self.size} has ended."
