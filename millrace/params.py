@@ -89,6 +89,10 @@ class ThinkingLimit:
     """The prompt has already begun the reasoning."""
 
 
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy: dividing by them would overflow."""
+
+
 class DrawParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a runner reads of a request's parameters. `None` and the neutral value both mean "off"."""
 
@@ -170,6 +174,26 @@ class DrawParams(msgspec.Struct, frozen=True, omit_defaults=True):
             or (self.repeat_last_n > 0 and self.uses_penalties)
             or bool(self.logits_processors)
             or bool(self.bad_word_ids)
+        )
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def is_shaped(self) -> bool:
+        """True if more is needed than a draw from adjusted logits: `run/sampling/shaped_rows.py` draws such rows."""
+        return self.needs_tokens or self.allowed_token_ids is not None or (not self.is_greedy and self.has_further_cuts)
+
+    @property
+    def needs_logits(self) -> bool:
+        """False for rows that a greedy head can draw, once they are past their minimum length."""
+        return (
+            not self.is_greedy
+            or self.logprobs is not None
+            or bool(self.logit_bias)
+            or self.uses_penalties
+            or self.is_shaped
         )
 
     @property
@@ -432,6 +456,11 @@ class RowParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "params", self.params.of_draws())
+
+    @property
+    def has_late_ends(self) -> bool:
+        """End tokens cannot be drawn before a minimum length."""
+        return self.params.min_tokens > 0 and bool(self.end_token_ids)
 
     def to_bytes(self) -> bytes:
         return _row_encoder.encode((self.params, self.end_token_ids, self.scope))

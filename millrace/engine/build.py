@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import torch
 
 from millrace.config import Config, allowed_processors
@@ -145,15 +146,18 @@ def _build_decoding(
     made = _load_runner(config, decided, constrained, build_pool, on_loading, ranks, ranked)
     runner: AnyRunner = made
     if ranks is not None and ranked is not None:
-        ranks.wait_until_ready()
+        ranks.wait_until_ready(made.facts.shapes.digest)
         runner = RankedRunner(runner, ranked)
+    recorders: list[StepRecorder] = []
     if config.plan.step_log:
         steps = StepLog(Path(config.plan.step_log).expanduser())
-        runner = RecordedRunner(runner, StepRecorder(steps, setup))
+        recorders.append(StepRecorder(steps, msgspec.structs.replace(setup, shapes=made.facts.shapes.digest)))
     if mirror is not None and mirrored is not None:
-        mirror.wait_until_ready()
-        runner = RecordedRunner(runner, mirrored)
-    fill = made.fill_slot if mirrored is None else recorded(made, mirrored)
+        mirror.wait_until_ready(made.facts.shapes.digest)
+        recorders.append(mirrored)
+    for recorder in recorders:
+        runner = RecordedRunner(runner, recorder)
+    fill = recorded(made, *recorders) if recorders else made.fill_slot
     disk = disk_settings(store)
     settings = replace(
         decided.scheduler, disk_tier=disk, retention=_retention(config, decided.plan, below=disk.num_slots)

@@ -186,8 +186,6 @@ class Cycle:
         if not runner.is_built:
             runner.build_next()
             return True
-        for head in runner.take_missed():
-            captures.want(head)
         plan = captures.next()
         if plan is not None and not runner.capture(plan):
             captures.stop()
@@ -233,7 +231,7 @@ class Cycle:
         self._runner.forward(plan)
         if plan.masked is None or len(self._launched) == 1:
             self._draws.queue(launched)
-        else:
+        elif plan.draw.waits:
             self._draws.queue_behind_gate(launched)
         self._listener.on_launched(plan, now)
 

@@ -12,6 +12,7 @@ from millrace.plan.repeated_decode import RepeatedDecode, repeated_decode_from
 from millrace.plan.seating import Seating
 from millrace.plan.shapes.choice import ShapeChoice
 from millrace.plan.shapes.declared import StepSizes
+from millrace.plan.shapes.heads import DueRows
 from millrace.plan.step import (
     Admission,
     Bools,
@@ -56,7 +57,7 @@ class Composer:
         admitted = self._admissions(chosen)
         shared_blocks = self._seating.shared_blocks(int(table_rows[0])) if is_plain else 0
         scored, pooled = self._scored(table_rows, starts), self._pooled(table_rows)
-        shape, captures = self._shapes.choose(
+        shape, is_captured = self._shapes.choose(
             StepSizes(
                 *(starts, counts, chosen.longest),
                 num_singles=len(chosen.singles),
@@ -67,6 +68,9 @@ class Composer:
                 adapters=rows.num_adapted > 0 and bool(rows.adapter[table_rows].any()),
             )
         )
+        is_bare = drafts is None and scored is None and pooled is None
+        due = self._due(table_rows, starts + counts, samples, masked, is_bare=is_bare)
+        draw, heads = self._shapes.heads(due, shape)
         self._epoch += 1
         states = self._states(admitted, table_rows, starts + counts) if self._seating.checkpoints is not None else None
         block_groups, block_rows, block_cols, block_ids = self._seating.take_new_blocks()
@@ -87,7 +91,8 @@ class Composer:
             pooled=pooled,
             states=states,
             placed=self._seating.documents.take([one.row for one in admitted]) if admitted else (),
-            captures=captures,
+            draw=draw,
+            captures=(shape, *heads) if is_captured else heads,
             epoch=self._epoch,
         )
         self._in_flight.launch(plan)
@@ -109,6 +114,25 @@ class Composer:
         # The token that this step draws counts as known from here on, although only the device will have it.
         rows.known[table_rows] = known + samples
         return starts, samples, has_silent
+
+    def _due(
+        self, table_rows: Int64s, ends: Int32s, samples: Bools, masked: Bools | None, *, is_bare: bool = True
+    ) -> DueRows | None:
+        """The rows that draw, for the choice of heads. `ends`: positions of the tokens that they draw. `is_bare`: no
+        row has places, or gets anything for its prompt."""
+        rows, shapes = self._rows, self._shapes
+        if not shapes.has_heads:
+            return None
+        if not rows.num_from_logits and masked is None:
+            return DueRows(int(np.count_nonzero(samples)))
+        due = table_rows[samples]
+        from_logits = ends[samples] < rows.logits_until[due]
+        can_wait = False
+        if masked is not None:
+            from_logits |= masked[samples]
+            can_wait = is_bare and len(self._in_flight) > 0 and shapes.can_wait(len(table_rows))
+            can_wait = can_wait and not (rows.num_beyond_head and bool(rows.beyond_head[due].any()))
+        return DueRows(len(due), int(np.count_nonzero(from_logits)), can_wait)
 
     def _states(self, admitted: tuple[Admission, ...], table_rows: Int64s, ends: Int32s) -> StateCopies | None:
         checkpoints, rows = self._seating.checkpoints, self._rows
@@ -135,7 +159,8 @@ class Composer:
         rows.computed[order] = starts + 1
         rows.known[order] = starts + 2
         shared_blocks = self._seating.shared_blocks(int(order[0]))
-        shape, captures = self._shapes.repeat(before.shape, len(order), shared_blocks)
+        shape, is_captured = self._shapes.repeat(before.shape, len(order), shared_blocks)
+        draw, heads = self._shapes.heads(self._due(order, starts + 1, before.samples, before.masked), shape)
         block_groups, block_rows, block_cols, block_ids = self._seating.take_new_blocks()
         plan = StepPlan(
             step_no=self._in_flight.next_step,
@@ -151,7 +176,8 @@ class Composer:
             block_groups=block_groups if self._has_groups else None,
             trained_rests=trained_rests,
             masked=before.masked,
-            captures=captures,
+            draw=draw,
+            captures=(shape, *heads) if is_captured else heads,
             epoch=self._epoch,
         )
         self._in_flight.launch(plan)
@@ -170,7 +196,8 @@ class Composer:
         rows.computed[order] = starts + 1
         rows.known[order] = starts + 2
         shared_blocks = self._seating.shared_blocks(int(order[0]))
-        shape, captures = self._shapes.repeat(before.shape, len(order), shared_blocks)
+        shape, is_captured = self._shapes.repeat(before.shape, len(order), shared_blocks)
+        draw, heads = self._shapes.heads(self._due(order, starts + 1, before.samples, before.masked), shape)
         block_groups, block_rows, block_cols, block_ids = self._seating.take_new_blocks()
         plan = replace(
             before,
@@ -181,7 +208,8 @@ class Composer:
             block_ids=block_ids,
             block_groups=block_groups if self._has_groups else None,
             shape=shape,
-            captures=captures,
+            draw=draw,
+            captures=(shape, *heads) if is_captured else heads,
             shared_blocks=shared_blocks,
             admitted=(),
             released=(),

@@ -147,6 +147,12 @@ class Request:
         return self.max_tokens > 0
 
     @property
+    def beyond_head(self) -> bool:
+        """True if its draws are more than a head of the model: shaped, or with log-probabilities."""
+        params = self.row_params.params
+        return params.is_shaped or params.logprobs is not None
+
+    @property
     def rank(self) -> int:
         """Order among running requests; lower goes first."""
         return self.ticket + self.priority * MAX_OVERTAKES

@@ -17,6 +17,8 @@ from millrace.plan.request import Request
 from millrace.plan.step import Int32s, Int64s
 
 NO_TOKEN = -1
+ALWAYS = np.iinfo(np.int32).max
+"""`Rows.logits_until` of a row that every token is drawn for from logits."""
 TAIL_BLOCKS = 16
 """Tokens of so many blocks are moved to a request's history at once: it is the work of one row in Python."""
 _NO_ROWS = np.zeros(0, np.int64)
@@ -109,6 +111,14 @@ class Rows:
         """True for rows that draw nothing: `Request.draws` is False."""
         self.num_silent = 0
         """Active rows that draw nothing."""
+        self.logits_until = np.zeros(self.capacity, np.int32)
+        """Number of known tokens below which the row is drawn from logits: always, up to its minimum length, or 0."""
+        self.num_from_logits = 0
+        """Active rows for which that is not 0."""
+        self.beyond_head = np.zeros(self.capacity, np.bool_)
+        """True for rows whose draw is more than a head: they are shaped, or get log-probabilities."""
+        self.num_beyond_head = 0
+        """Active rows of that kind."""
         self.adapter = np.zeros(self.capacity, np.int32)
         """`Request.adapter`."""
         self.num_adapted = 0
@@ -227,6 +237,10 @@ class Rows:
         if not request.draws:
             self.silent[row] = True
             self.num_silent += 1
+        until, is_beyond = logits_until(request), request.beyond_head
+        self.logits_until[row], self.beyond_head[row] = until, is_beyond
+        self.num_from_logits += until > 0
+        self.num_beyond_head += is_beyond
 
     def release(self, row: int, fence: int | None) -> tuple[Request, list[list[int]]]:
         """Empty a row. Returns its request, with the full history, and the blocks to release, by group."""
@@ -247,6 +261,9 @@ class Rows:
         if self.num_silent:
             self.num_silent -= not request.draws
             self.silent[row] = False
+        if self.num_from_logits:
+            self.num_from_logits -= bool(self.logits_until[row])
+            self.num_beyond_head -= request.beyond_head
         if request.end_token_ids:
             self.num_with_ends -= 1
             self.end_tokens[row] = NO_TOKEN
@@ -360,3 +377,10 @@ class Rows:
             self.end_tokens = wider
         self.end_tokens[row, : len(end_token_ids)] = end_token_ids
         self.num_with_ends += 1
+
+
+def logits_until(request: Request) -> int:
+    params = request.row_params
+    if params.params.needs_logits:
+        return ALWAYS
+    return request.num_prompt + params.params.min_tokens if params.has_late_ends else 0

@@ -72,6 +72,28 @@ class HeadShape:
 
 
 @dataclass(frozen=True, slots=True)
+class DrawShape:
+    """The heads that a step draws with, on every rank, and how its draw is queued. Without a head the runner draws at
+    the step's own size."""
+
+    full: int = 0
+    """States of the head that draws from logits, padding included; 0: there is none."""
+    greedy: int = 0
+    """States of the head that draws greedily."""
+    waits: bool = False
+    """The draw is queued with the forward pass, and waits on the device for its masks."""
+
+    @property
+    def heads(self) -> tuple[HeadShape, ...]:
+        """In the order in which they draw."""
+        heads = (HeadShape(self.greedy, "greedy"), HeadShape(self.full, "full"))
+        return tuple(head for head in heads if head.states)
+
+
+OWN_DRAW = DrawShape()
+
+
+@dataclass(frozen=True, slots=True)
 class CapturePlan:
     """Capture a graph of this shape, on a step of padding only. Sent between steps, in order, so that every rank has
     the same graphs. A runner that cannot capture it runs the shape uncaptured."""
@@ -220,8 +242,9 @@ class StepPlan:
     """Checkpoints of recurrent states that rows begin with or leave. None if there are none."""
     placed: tuple[PlacedTokens, ...] = ()
     """Tokens of admitted rows that no step computes."""
-    captures: bool = False
-    """True if a graph of `shape` is captured with this step: the shape ran before and has none."""
+    draw: DrawShape = OWN_DRAW
+    captures: tuple[StepShape | HeadShape, ...] = ()
+    """Of the step's shape and heads: those whose graph is captured with this step. They ran before and have none."""
     epoch: int = NO_EPOCH
     """Grows with every change of the step's rows. A plan with the epoch of the plan before decodes the same rows in the
     same order, with no admission or release: each row computes the token it drew in the step before, so whatever

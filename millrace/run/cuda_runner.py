@@ -18,11 +18,8 @@ from torch import Tensor
 from millrace.models.adapters.read import Adapter
 from millrace.models.adapters.slots import AdapterSlots
 from millrace.models.decoder import Decoder
-from millrace.ops.attention import PagedAttention
-from millrace.ops.attention.context_rule import context_parts
-from millrace.ops.attention.long_rows import CUDNN_MIN_QUERIES, LongRow, can_take_long_rows
+from millrace.ops.attention.long_rows import LongRow
 from millrace.ops.triton.drafts import NUM_COUNTS
-from millrace.ops.tuning.load import num_multiprocessors
 from millrace.plan.shapes.declared import DeclaredShapes
 from millrace.plan.step import (
     NO_EPOCH,
@@ -33,20 +30,19 @@ from millrace.plan.step import (
     StepInputs,
     StepPlan,
     StepShape,
-    Variant,
 )
 from millrace.run.adapter_slots import IsReady
 from millrace.run.device.block_contents import BlockContents
 from millrace.run.device.device import Device, Pending
 from millrace.run.device.host_blocks import HostBlocks
 from millrace.run.device.token_placing import TokenPlacing
-from millrace.run.drafting.device_chain import paged
 from millrace.run.drafting.device_drafts import drafts_of, masks_drafts
-from millrace.run.drafting.models import DrafterModel, kv_spec_of
+from millrace.run.drafting.models import DrafterModel
 from millrace.run.facts import RunnerFacts
-from millrace.run.graphs.device_state import DeviceState, make_copier, make_device_state, make_filler
+from millrace.run.graphs.device_state import make_copier, make_device_state, make_filler
 from millrace.run.graphs.graph_cache import GraphCache
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
+from millrace.run.graphs.shape_facts import shape_facts
 from millrace.run.graphs.step_work import UPDATES_IN_PACKET, Accept, StepWork
 from millrace.run.graphs.warm_up import WarmUp
 from millrace.run.packet.packet_ring import RING
@@ -60,18 +56,6 @@ from millrace.run.sampling.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.settings import RunnerSettings
 from millrace.run.shapes.order import build_order, first_request_parts
 from millrace.run.shapes.padded import PaddedShapes
-from millrace.run.shapes.sizes import SPLIT_TOKENS
-from millrace.run.shapes.table import ShapeFacts
-
-HIDDEN_PER_SPLIT_ROW = 5
-"""With fewer greedy rows than hidden_size / HIDDEN_PER_SPLIT_ROW, one head for all rows is faster: a second head reads
-the LM head's matrix (2 bytes x hidden size per token of the vocabulary) again, to save the greedy rows' logits (4 bytes
-per token, written once and read twice). H200: hidden size 1,024 is even at 128 rows and saves 36 us of 824 at 256;
-2,560 loses 63 us at 256 and is even at 512."""
-MIN_JUMP = 3
-"""Draws that appended tokens must save: their step is a mixed one, which takes longer than a decode step."""
-MAX_JUMP_ROWS = 16
-"""In larger batches nothing is appended: all rows would wait for the longer step, and one gains."""
 
 
 @dataclass(slots=True)  # Never modified, but a frozen dataclass takes several times as long to create.
@@ -94,7 +78,6 @@ class CudaRunner:
         build_pool: KernelBuildPool | None = None,
     ) -> None:
         """`drafter`: for the kinds of `settings.speculate` that are models."""
-        attention = paged(decoder.attention)
         self._decoder, self._device = decoder, device
         state = make_device_state(decoder, device, settings, drafter)
         self._table, self._sampler, self._drafts, self._chain = state.table, state.sampler, state.drafts, state.chain
@@ -103,20 +86,20 @@ class CudaRunner:
         self._placing = TokenPlacing(decoder, state.kv, settings.block_size, device)
         self._adapter_slots, self._filler = state.slots, make_filler(state, device)
         self.contents = BlockContents([state.kv, state.draft_kv], device, settings.kv_dtype)
-        shapes = PaddedShapes(_shape_facts(decoder, attention, state, settings, drafter))
+        shapes = PaddedShapes(shape_facts(decoder, state, settings, drafter))
         self._writer = PacketWriter(shapes.table)
         self.facts = RunnerFacts(
             ring_size=RING,
-            min_jump=MIN_JUMP,
-            max_jump_rows=MAX_JUMP_ROWS,
+            min_jump=shapes.facts.sizes.min_jump,
+            max_jump_rows=shapes.facts.sizes.max_jump_rows,
             takes_forced=True,
             # A row has one buffer for its adjusted logits.
             verifies_adjusted=False,
             shapes=shapes,
         )
-        self._shape_table = table = shapes.table
+        table = shapes.table
         self._work = StepWork(decoder, state, self._writer, settings, smallest=table.decode(1))
-        self._graphs = GraphCache(table.decode_sizes, enabled=shapes.can_capture)
+        self._graphs = GraphCache(enabled=shapes.can_capture)
         self._warm_up = WarmUp(
             self._work,
             self._graphs,
@@ -132,8 +115,6 @@ class CudaRunner:
         """The draw plan of the last step."""
         self._epoch = NO_EPOCH
         """Of the last step's plan."""
-        self._missed: dict[HeadShape, None] = {}
-        """Heads that had to use a fallback."""
 
     def copy(self, copies: BlockCopies) -> Pending[float]:
         if self._copier is None:
@@ -169,10 +150,6 @@ class CudaRunner:
     def capture(self, plan: CapturePlan) -> bool:
         return self._warm_up.capture(plan.shape)
 
-    def take_missed(self) -> list[HeadShape]:
-        missed, self._missed = list(self._missed), {}
-        return missed
-
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         self.forward(plan)
         return self.draw(plan)
@@ -206,20 +183,11 @@ class CudaRunner:
         return self._device.launch(lambda: self._draw(plan, forwarded(), masks), self._copy_to_host)
 
     def draw_ahead(self, plan: StepPlan, inputs: StepInputs) -> Pending[StepResult] | None:
-        if self._forwarded is None or self._drafts is not None or not self._work.can_send_masks_ahead:
-            return None
+        assert self._forwarded is not None, "a draw follows the forward pass of its step"
+        if not all(head in self._graphs.captured for head in plan.draw.heads):
+            return None  # Its capture failed. Uncaptured it might allocate, and wait for the whole device.
         forwarded, masks = self._forwarded(), inputs.masks
-        if not self._only_replays(forwarded):
-            return None
         return self._device.launch(lambda: self._draw(plan, forwarded, masks, is_ahead=True), self._copy_to_host)
-
-    def _only_replays(self, forwarded: Forwarded) -> bool:
-        """True if the draw replays graphs and allocates nothing, so that it never waits for the whole device."""
-        draws = forwarded.draws
-        if len(draws.shaped) or len(draws.scored) or forwarded.prompt_logprobs or forwarded.pooled:
-            return False
-        heads = (self._head(variant, count) for variant, count in draws.groups)
-        return forwarded.shape.tokens_per_row == 1 and all(head in self._graphs.captured for head in heads)
 
     def masks_ready(self) -> None:
         self._work.masks_ready()
@@ -244,7 +212,7 @@ class CudaRunner:
         shape = plan.shape
         work.send(plan, shape, draws, records, num_sent)
         if (proposal := work.proposal(shape)) is not None:
-            self._graphs.run(proposal, partial(work.propose_drafts, shape))
+            self._graphs.run(proposal, partial(work.propose_drafts, shape), captures=shape in plan.captures)
         return draws
 
     def _place(self, plan: StepPlan) -> Tensor:
@@ -266,7 +234,7 @@ class CudaRunner:
             long_rows = _long_rows(plan, work.key_of(shape).long_from)
             hidden = work.body(shape, long_rows=long_rows, drawn_only=False)
         else:
-            hidden = self._graphs.run_planned(shape, partial(work.body, shape), captures=plan.captures)
+            hidden = self._graphs.run(shape, partial(work.body, shape), captures=shape in plan.captures)
         if self._states is not None:
             self._states.save(plan.states)
         return Forwarded(draws, shape, *self._read_prompts(plan, hidden))
@@ -287,9 +255,8 @@ class CudaRunner:
         elif masks is not None:
             work.send_masks(masks, draws, shape.tokens_per_row)
         logits: Tensor | None = None
-        for variant, count in draws.groups:
-            head = self._head(variant, count * shape.tokens_per_row)
-            logits = self._graphs.run(head, partial(work.head, head))
+        for head in _heads(plan, draws):
+            logits = self._graphs.run(head, partial(work.head, head), captures=head in plan.captures)
         places = shape.tokens_per_row
         drawn, logprobs = work.drawn(len(draws.due) * places), None
         if len(draws.shaped):
@@ -300,7 +267,7 @@ class CudaRunner:
         result = StepResult(plan.step_no, drawn, *parts, pooled=forwarded.pooled)
         if self._drafts is None or not len(draws.due):
             return result
-        self._graphs.run(Accept.of(shape), partial(work.accept_drafts, shape))
+        self._graphs.run(Accept.of(shape), partial(work.accept_drafts, shape), captures=shape in plan.captures)
         if plan.draft_places is None:
             return result
         result = replace(result, places=places)
@@ -314,26 +281,14 @@ class CudaRunner:
         tokens = self._sampler.draw_shaped(plan.rows[due], (plan.starts + plan.counts)[due])
         drawn[self._device.upload(draws.shaped * places)] = tokens.to(drawn.dtype)
 
-    def _head(self, variant: Variant, num_states: int) -> HeadShape:
-        """The head whose graph to run. After a fallback, the right one is captured when the engine is idle."""
-        wanted = HeadShape(self._shape_table.decode(num_states).rows, variant)
-        size = self._graphs.choose_size(wanted.states, lambda size: HeadShape(size, variant))
-        if size == wanted.states:
-            return wanted
-        self._missed[wanted] = None
-        return HeadShape(size, variant)
-
     def _draw_plan(self, plan: StepPlan, repeats: bool) -> DrawPlan:
         last = self._draws
         if repeats and last is not None and last.is_reusable:
             return last
-        self._draws = draws = plan_draws(plan, self._sampler.row_params, self._is_worth_splitting)
+        is_split = plan.draw.full > 0 and plan.draw.greedy > 0
+        self._draws = draws = plan_draws(plan, self._sampler.row_params, is_split=is_split)
         self._sampler.keep_raw_logits(plan.rows[draws.due], draws)
         return draws
-
-    def _is_worth_splitting(self, num_greedy: int) -> bool:
-        min_rows = self._decoder.spec.hidden_size / HIDDEN_PER_SPLIT_ROW
-        return num_greedy >= min_rows and self._decoder.draws(self._shape_table.decode(num_greedy).rows)
 
     def _score(self, draws: DrawPlan, logits: Tensor, drawn: Tensor, places: int) -> LogprobColumns:
         """`logits`: those of the full group, whose states are the last ones of its head. Scored rows have no drafts:
@@ -354,53 +309,21 @@ class CudaRunner:
         return score_prompts(plan, query_starts, self._table, self._decoder, hidden), pooled
 
 
+def _heads(plan: StepPlan, draws: DrawPlan) -> tuple[HeadShape, ...]:
+    """Those of the plan, which has chosen them for the groups of the draw."""
+    heads, places = plan.draw.heads, plan.shape.tokens_per_row
+    fits = [head.variant for head in heads] == [variant for variant, _ in draws.groups] and all(
+        count * places <= head.states for head, (_, count) in zip(heads, draws.groups, strict=True)
+    )
+    if not fits:
+        raise AssertionError(f"step {plan.step_no} has heads {plan.draw} for groups {draws.groups}")
+    return heads
+
+
 def _with_counts(result: StepResult, counts: Int32s) -> StepResult:
     """`counts`: memory that has NUM_COUNTS numbers of each row when the step has ended."""
     tokens, num_drafts, sources = counts.reshape(-1, NUM_COUNTS).T
     return replace(result, counts=tokens, num_drafts=num_drafts, sources=sources)
-
-
-def _shape_facts(
-    decoder: Decoder,
-    attention: PagedAttention,
-    state: DeviceState,
-    settings: RunnerSettings,
-    drafter: DrafterModel | None,
-) -> ShapeFacts:
-    spec, device, is_tiled = decoder.spec, state.table.block_tables.device, attention.tile_decode_rows
-    drafter_spec = None if drafter is None else kv_spec_of(drafter)
-    # Layers with a window read these steps in their own way, see PagedAttention.
-    has_full = any(window is None for window in spec.windows)
-    takes_long_rows = (
-        not is_tiled
-        and settings.token_budget >= CUDNN_MIN_QUERIES
-        and has_full
-        and all(
-            can_take_long_rows(device, decoder.dtype, own.head_dim, own.attention_softcap)
-            for own in (spec, *(() if drafter_spec is None else (drafter_spec,)))
-        )
-    )
-    return ShapeFacts(
-        max_rows=settings.max_rows,
-        token_budget=settings.token_budget,
-        queries_per_tile=attention.queries_per_tile,
-        block_size=settings.block_size,
-        tile_decode_rows=is_tiled,
-        max_context=state.table.block_tables.shape[2] * settings.block_size,
-        max_parts=_max_parts(attention.queries_per_tile, spec.num_kv_heads, device) if has_full else (),
-        can_share_prefix=not is_tiled and has_full,
-        takes_long_rows=takes_long_rows,
-        has_drafts=state.drafts is not None,
-        needs_all_states=state.chain is not None and state.chain.reads_states and not state.chain.taps,
-        can_capture=settings.graphs and device.type == "cuda",
-        takes_adapters=state.slots is not None,
-    )
-
-
-def _max_parts(queries_per_tile: int, num_kv_heads: int, device: torch.device) -> tuple[int, ...]:
-    """Parts of a context by number of tiles, see `ShapeFacts`."""
-    most_tiles, num_programs = -(-SPLIT_TOKENS // queries_per_tile), num_multiprocessors(device)
-    return tuple(context_parts(tiles, num_kv_heads, num_programs) for tiles in range(1, most_tiles + 1))
 
 
 def _long_rows(plan: StepPlan, long_from: int) -> tuple[LongRow, ...]:

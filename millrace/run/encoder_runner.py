@@ -13,7 +13,7 @@ import torch
 from millrace.models.encoders.encoder import pack
 from millrace.models.encoders.load import LoadedEncoder
 from millrace.plan.shapes.declared import DeclaredShapes
-from millrace.plan.step import Admission, BlockCopies, CapturePlan, HeadShape, Int32s, StepInputs, StepPlan
+from millrace.plan.step import Admission, BlockCopies, CapturePlan, Int32s, StepInputs, StepPlan
 from millrace.run.device.device import Device, Pending
 from millrace.run.facts import RunnerFacts
 from millrace.run.runner import StepResult
@@ -78,9 +78,6 @@ class EncoderRunner:
 
     def capture(self, plan: CapturePlan) -> bool:
         return False
-
-    def take_missed(self) -> list[HeadShape]:
-        return []
 
 
 def _to_host(result: StepResult) -> StepResult:

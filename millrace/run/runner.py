@@ -23,7 +23,6 @@ from millrace.plan.step import (
     BlockCopies,
     Bools,
     CapturePlan,
-    HeadShape,
     Int32s,
     Int64s,
     StepInputs,
@@ -147,8 +146,8 @@ class AnyRunner(Protocol):
         """Queue the draw of the step whose forward pass was queued last. `inputs`: None if no row has a mask."""
 
     def draw_ahead(self, plan: StepPlan, inputs: StepInputs) -> Pending[StepResult] | None:
-        """Queue that draw before its masks are known: they will be in `mask_memory`, and `masks_ready` must be called,
-        whatever fails. None if this draw cannot wait for them."""
+        """Queue that draw before its masks are known, for plans that say so: they will be in `mask_memory`, and
+        `masks_ready` must be called, whatever fails. None if a head has no graph here: then it is queued after them."""
 
     def masks_ready(self) -> None:
         """The masks of that draw are computed: it may begin."""
@@ -169,9 +168,6 @@ class AnyRunner(Protocol):
 
     def capture(self, plan: CapturePlan) -> bool:
         """Capture a graph: some tens of milliseconds, when idle. False if no graph can be captured."""
-
-    def take_missed(self) -> list[HeadShape]:
-        """Heads that ran in a larger graph than theirs since the last call."""
 
 
 class Runner:
@@ -294,9 +290,6 @@ class Runner:
 
     def capture(self, plan: CapturePlan) -> bool:
         return False
-
-    def take_missed(self) -> list[HeadShape]:
-        return []
 
     def _launch(self, work: Callable[[], StepResult]) -> Pending[StepResult]:
         return self._device.launch(lambda: self._mesh.step(work), copy_to_host)

@@ -11,7 +11,7 @@ import torch
 from millrace.engine.steps.repeated import OnTurn
 from millrace.plan.pacing.step_time import CONTEXT, Floats, step_parts
 from millrace.plan.shapes.declared import DeclaredShapes, OwnSizes
-from millrace.plan.step import NO_EPOCH, BlockCopies, CapturePlan, HeadShape, Int32s, Location, StepInputs, StepPlan
+from millrace.plan.step import NO_EPOCH, BlockCopies, CapturePlan, Int32s, Location, StepInputs, StepPlan
 from millrace.run.device.device import Pending
 from millrace.run.runner import StepResult
 from millrace.run.sampling.masks import Uint32s
@@ -253,6 +253,3 @@ class PricedRunner:
 
     def capture(self, plan: CapturePlan) -> bool:
         return False
-
-    def take_missed(self) -> list[HeadShape]:
-        return []

@@ -14,7 +14,9 @@ from helpers.engine_stats import stats_after
 from helpers.tiny_models import config_of, make_reference
 
 from millrace import LLM, SamplingParams
-from millrace.config import load_config
+from millrace.bench.errors import BenchError
+from millrace.bench.micro.replay import replay_log
+from millrace.config import RunConfig, load_config
 from millrace.engine.adapters.build import check_adapters
 from millrace.errors import ConfigError, ModelNotFound
 from millrace.models.spec.families import spec_from_config
@@ -206,14 +208,27 @@ def copied(folder: Path, number: int) -> Path:
     return target
 
 
-def test_the_mirror_draws_the_same_with_adapters(adapted: Adapted) -> None:
+def test_the_mirror_and_the_step_log_draw_the_same_with_adapters(adapted: Adapted, tmp_path: Path) -> None:
     """With few slots, so that they are filled anew between steps."""
-    with adapted.llm(mirror=True, max_adapters=3, speculate="ngram") as llm:
+    file = tmp_path / "steps.log"
+    with adapted.llm(mirror=True, max_adapters=3, speculate="ngram", step_log=str(file)) as llm:
         adapted.check(llm)
         stats = stats_after(llm, len(adapted.models) * len(adapted.prompts)).mirror
         assert stats is not None
         assert (stats.is_up, stats.differences) == (True, 0)
         assert stats.steps > 10
+    done = replay_log(file, RunConfig())
+    assert done.num_steps >= stats.steps
+    assert done.num_different == 0
+    first = adapted.folders["a0"]
+    (weights,) = first.glob("*.safetensors")
+    content = weights.read_bytes()
+    try:
+        weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(BenchError, match="has changed since"):
+            replay_log(file, RunConfig())
+    finally:
+        weights.write_bytes(content)
 
 
 def test_an_unknown_adapter_is_refused_with_the_list(adapted: Adapted) -> None:
@@ -225,7 +240,6 @@ def test_an_unknown_adapter_is_refused_with_the_list(adapted: Adapted) -> None:
     ("settings", "device", "says"),
     [
         ({"run.tensor_parallel": 2}, {}, "--tensor-parallel splits the model: leave one of them out"),
-        ({"plan.step_log": "steps.log"}, {}, "--step-log does not hold adapters"),
         ({}, {"is_encoder": True}, "the model is an encoder"),
         ({}, {"spec": "qwen3_next_dense"}, "the model has recurrent layers"),
         ({}, {"spec": "deepseek_v3"}, "the model has latent attention"),

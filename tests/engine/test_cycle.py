@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from helpers.fake_channel import FakeChannel
 from helpers.fake_clock import FakeClock
-from helpers.fake_runner import FakeDevice, FakeRunner, run_engine
+from helpers.fake_runner import FakeDevice, FakeRunner, run_engine, waiting_shapes
 
 pytest.importorskip("llguidance")
 
@@ -50,7 +50,8 @@ def new_request(request_id: int, prompt_tokens: int, max_tokens: int, grammar: G
 def answers(threads: set[str], runner: FakeRunner, **facts: int) -> dict[int, list[int]]:
     """Half of the requests have a grammar."""
     scheduler = SeenScheduler(
-        SchedulerSettings(num_blocks=1024, block_size=4, max_running=NUM_REQUESTS, token_budget=2048)
+        SchedulerSettings(num_blocks=1024, block_size=4, max_running=NUM_REQUESTS, token_budget=2048),
+        waiting_shapes(NUM_REQUESTS, 2048, 4) if runner.draws_ahead else None,
     )
     scheduler.threads = threads
     tokenizer = build_stand_in({"vocab_size": VOCAB, "eos_token_id": END})
@@ -119,10 +120,8 @@ class Recorder:
 
 def waiting_cycle(runner: FakeRunner, masks: FakeMasks) -> tuple[Cycle, Recorder]:
     """A cycle after the launch of its first step. The next step's draw is queued before its masks are known."""
-    scheduler, recorder = (
-        Scheduler(SchedulerSettings(num_blocks=64, block_size=4, max_running=2, token_budget=64)),
-        Recorder(),
-    )
+    settings = SchedulerSettings(num_blocks=64, block_size=4, max_running=2, token_budget=64)
+    scheduler, recorder = Scheduler(settings, waiting_shapes(2, 64, 4)), Recorder()
     scheduler.submit(Request(id=1, prompt=np.arange(5, dtype=np.int32), max_tokens=6, constrained=True))
     facts = RunnerFacts(max_jump_rows=0)
     cycle = Cycle(scheduler, runner, recorder, facts=facts, clock=FakeClock(), probe=lambda: None, masks=masks)

@@ -11,6 +11,7 @@ import logging
 import random
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -126,10 +127,21 @@ class ToyRunner(FakeRunner):
         assert shape.rows >= len(plan.rows)
         assert not shape.places or shape.places > places or shape.rows * 2 * shape.places > self.device_rows
         assert shape.kind != "decode" or plan.num_tokens == len(plan.rows)
-        if plan.captures:
-            assert shape not in self.captured
+        self.check_heads(plan)
+        assert not self.captured & set(plan.captures)
+        self.captured.update(plan.captures)
+        if shape in plan.captures:
             assert shape.kind != "exact"
-            self.captured.add(shape)
+
+    def check_heads(self, plan: StepPlan) -> None:
+        if isinstance(self.shapes, OwnSizes):
+            assert not plan.draw.heads
+            return
+        states = int(plan.samples.sum()) * plan.shape.tokens_per_row
+        assert sum(head.states for head in plan.draw.heads) >= states
+        assert plan.masked is None or plan.draw.full
+        assert set(plan.captures) <= {plan.shape, *plan.draw.heads}
+        assert not plan.draw.waits or (plan.masked is not None and self.captured.issuperset(plan.draw.heads))
 
     @property
     def device_rows(self) -> int:
@@ -207,7 +219,8 @@ class World:
         max_running, num_blocks, block_size = rng.randrange(1, 7), rng.choice([24, 60]), rng.choice([1, 3, 8])
         budget = rng.choice([2, max_running + 3, 40])
         self.device = ToyDevice(num_blocks, block_size, max_running, VOCAB, windows, seed=rng.randrange(1000))
-        facts = ShapeFacts(max_running, budget, 4, block_size, has_drafts=True, can_capture=True)
+        facts = ShapeFacts(max_running, budget, 4, block_size, has_drafts=True, can_capture=True, min_split=2)
+        facts = replace(facts, greedy_heads=(2, 4), waits_above=(None, 0, 3)[seed % 3])
         self.runner = ToyRunner(self.device, rng, rng.choice([OwnSizes(), PaddedShapes(facts)]))
         self.scheduler = Scheduler(
             SchedulerSettings(

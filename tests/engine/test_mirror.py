@@ -23,6 +23,7 @@ from millrace.errors import EngineUnavailable, RequestFailed
 from millrace.link.messages import MirrorStats
 from millrace.observe.engine_metrics import engine_metrics
 from millrace.plan.queue.admission_forecast import AdmissionForecast
+from millrace.plan.shapes.declared import OwnSizes
 from millrace.plan.step import StepPlan
 from millrace.run.runner import Runner, StepResult
 
@@ -148,6 +149,14 @@ def test_a_mirror_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch,
     with pytest.raises(
         EngineUnavailable, match=r"The mirror \(--mirror\) did not start: its process ended with exit code 1"
     ):
+        LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000, mirror=True).__enter__()
+
+
+def test_a_mirror_with_other_shapes_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only in this process: another kind of device would declare others."""
+    monkeypatch.setattr(OwnSizes, "digest", "others")
+    says = "did not start: it declares other step shapes than rank 0"
+    with pytest.raises(EngineUnavailable, match=says):
         LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000, mirror=True).__enter__()
 
 

@@ -27,6 +27,7 @@ from millrace.engine.ranks.group import RankGroup
 from millrace.errors import ConfigError, EngineUnavailable, RequestFailed
 from millrace.params import Grammar
 from millrace.plan.queue.admission_forecast import AdmissionForecast
+from millrace.plan.shapes.declared import OwnSizes
 from millrace.run.device.defaults import CPU_DEFAULTS
 
 pytestmark = [pytest.mark.live, pytest.mark.alone, pytest.mark.timeout(600)]
@@ -260,6 +261,14 @@ def test_a_step_that_finds_a_lost_rank_first_blames_no_request(
 def test_a_rank_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(group_module, "CHILD", "millrace.engine.ranks.no_such_module")
     says = r"The ranks \(--tensor-parallel 2\) did not start: Rank 1 of 2 has ended: its process has exit code 1"
+    with pytest.raises(EngineUnavailable, match=says):
+        LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000, tensor_parallel=2).__enter__()
+
+
+def test_a_rank_with_other_shapes_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Only in this process: another kind of device would declare others."""
+    monkeypatch.setattr(OwnSizes, "digest", "others")
+    says = r"The ranks \(--tensor-parallel 2\) did not start: Rank 1 declares other step shapes than rank 0"
     with pytest.raises(EngineUnavailable, match=says):
         LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000, tensor_parallel=2).__enter__()
 

@@ -11,11 +11,14 @@ import numpy as np
 import torch
 
 from millrace.engine.loop import Engine
+from millrace.plan.shapes.choice import ShapeChoice
 from millrace.plan.step import BlockCopies, CapturePlan, StepInputs, StepPlan
 from millrace.run.facts import RunnerFacts
 from millrace.run.runner import StepResult
 from millrace.run.sampling.masks import Masks, Uint32s, allowed_tokens, new_masks
 from millrace.run.sampling.prompt_scores import PromptLogprobs
+from millrace.run.shapes.padded import PaddedShapes
+from millrace.run.shapes.table import ShapeFacts
 
 
 def step_result(
@@ -28,6 +31,15 @@ def step_result(
     none = np.zeros(0, np.int64)
     drawn = torch.from_numpy(tokens)
     return StepResult(plan.step_no, drawn, None, none, none.astype(np.int32), prompt_logprobs, counts=counts)
+
+
+def waiting_shapes(max_rows: int, token_budget: int, block_size: int) -> ShapeChoice:
+    """Those of a device that can wait for masks, in steps of any number of rows."""
+    facts = ShapeFacts(max_rows, token_budget, 4, block_size, can_capture=True, waits_above=0)
+    shapes = ShapeChoice(PaddedShapes(facts))
+    while shapes.captures.next() is not None:
+        pass
+    return shapes
 
 
 class FakeDevice:
@@ -103,6 +115,7 @@ class FakeRunner:
         return FakeStep(lambda: self._result(plan, None if inputs is None else inputs.masks))
 
     def draw_ahead(self, plan: StepPlan, inputs: StepInputs) -> Any:
+        assert plan.draw.waits
         if not self.draws_ahead:
             return None
         self.order.append("draw ahead")
@@ -137,9 +150,6 @@ class FakeRunner:
 
     def capture(self, plan: CapturePlan) -> bool:
         return False
-
-    def take_missed(self) -> list[Any]:
-        return []
 
 
 def run_engine(engine: Engine) -> None:

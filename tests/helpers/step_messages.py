@@ -15,6 +15,7 @@ from millrace.plan.step import (
     Appended,
     BlockCopies,
     CapturePlan,
+    DrawShape,
     ForcedDrafts,
     HeadShape,
     Kind,
@@ -106,12 +107,15 @@ def plans(draw: st.DrawFn, step_no: int | None = None, epoch: int | None = None)
         "scored": bools,
         "pooled": bools,
         "states": st.none() | st.integers(1, 4).flatmap(state_copies),
-        "captures": st.booleans(),
+        "draw": st.builds(DrawShape, SMALL, SMALL, st.booleans()),
+        "captures": st.just(()),
         "epoch": st.integers(0, 2**40) if epoch is None else st.just(epoch),
     }
     assert set(given) == {field.name for field in dataclasses.fields(StepPlan)}, "every field is generated"
     values = {name: draw(strategy) for name, strategy in given.items()}
-    return StepPlan(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    plan = StepPlan(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    plan.captures = tuple(part for part in (plan.shape, *plan.draw.heads) if draw(st.booleans()))
+    return plan
 
 
 @st.composite
@@ -132,6 +136,7 @@ def repeated(draw: st.DrawFn, before: StepPlan) -> StepPlan:
         block_groups=other.block_groups,
         trained_rests=other.trained_rests,
         masked=before.masked,
+        draw=other.draw,
         captures=other.captures,
         epoch=before.epoch,
     )

@@ -13,7 +13,8 @@ from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes.choice import ShapeChoice
 from millrace.plan.shapes.declared import StepSizes
-from millrace.plan.step import CapturePlan, HeadShape, StepPlan, StepShape
+from millrace.plan.shapes.heads import DueRows
+from millrace.plan.step import CapturePlan, DrawShape, HeadShape, StepPlan, StepShape
 from millrace.run.shapes.keys import ShapeKey
 from millrace.run.shapes.order import build_order, capture_order
 from millrace.run.shapes.padded import PaddedShapes
@@ -189,7 +190,8 @@ def test_plans_carry_the_shapes_of_the_choice() -> None:
         scheduler.apply(plan.step_no, np.full(int(plan.samples.sum()), 7, np.int32))
     assert [plan.shape.kind for plan in plans] == ["mixed"] + 8 * ["decode"]
     assert {plan.shape.rows for plan in plans[1:]} == {4}
-    assert [plan.captures for plan in plans] == [False, False, True] + 6 * [False]
+    assert {plan.draw for plan in plans} == {DrawShape(full=4)}
+    assert [len(plan.captures) for plan in plans] == [0, 1, 1] + 6 * [0], "the head ran before its shape did"
 
 
 @pytest.mark.parametrize("params", [SamplingParams(prompt_logprobs=0), SamplingParams(max_tokens=0, pooling="last")])
@@ -218,3 +220,53 @@ def test_a_row_that_draws_nothing_is_in_no_decode_shape(params: SamplingParams, 
     assert last is not None
     assert last.shape.kind == "decode"
     assert last.rows.tolist() == [0]
+
+
+def head_choice(**facts: object) -> tuple[ShapeChoice, StepShape]:
+    shapes = choice_of(replace(FACTS, **facts))  # type: ignore[arg-type]
+    shapes.captures._waiting.clear()
+    return shapes, TABLE.decode(8)
+
+
+def test_heads_are_chosen_for_every_rank() -> None:
+    """Greedy rows have a head of their own where that is worth it; the second use of a head captures it."""
+    shapes, shape = head_choice(min_split=3, greedy_heads=(4, 8))
+    assert shapes.heads(DueRows(0), shape) == (DrawShape(), ())
+    mixed = [shapes.heads(DueRows(6, 2), shape) for _ in range(3)]
+    assert [draw for draw, _ in mixed] == 3 * [DrawShape(full=2, greedy=4)]
+    assert [captured for _, captured in mixed] == [(), (HeadShape(2, "full"), HeadShape(4, "greedy")), ()]
+    assert shapes.heads(DueRows(6, 4), shape)[0] == DrawShape(full=8), "two greedy rows are not worth a head"
+    assert shapes.heads(DueRows(3, 3), TABLE.decode(4, places=4))[0] == DrawShape(full=16), "one state for each place"
+    assert shapes.heads(DueRows(3), prompt_shape := TABLE.all_mixed()[0])[0] == DrawShape(greedy=4)
+    assert prompt_shape.kind == "mixed"
+    assert choice_of().heads(None, shape) == (DrawShape(), ())
+
+
+def test_a_head_without_a_graph_is_a_larger_one_until_it_is_captured() -> None:
+    shapes, shape = head_choice()
+    shapes.captures.want(HeadShape(8, "full"))
+    assert len(captured(shapes)) == 1
+    assert shapes.heads(DueRows(4, 4), shape) == (DrawShape(full=8), ())
+    assert shapes.heads(DueRows(4), shape) == (DrawShape(greedy=4), ()), "that head is another one"
+    assert [plan.shape for plan in captured(shapes)] == [HeadShape(4, "full")]
+    assert shapes.heads(DueRows(4, 4), shape) == (DrawShape(full=4), ())
+
+
+def test_a_draw_waits_on_the_device_only_if_its_heads_have_graphs() -> None:
+    shapes, shape = head_choice(waits_above=2)
+    assert (shapes.can_wait(2), shapes.can_wait(3), choice_of().can_wait(3)) == (False, True, False)
+    due = DueRows(4, 4, can_wait=True)
+    assert [shapes.heads(due, shape)[0].waits for _ in range(3)] == [False, False, True]
+    assert shapes.heads(due, TABLE.decode(2, places=2))[0].waits is False
+    assert shapes.heads(DueRows(4, 4), shape)[0] == DrawShape(full=4)
+    shapes.captures.stop()
+    assert shapes.heads(due, shape)[0].waits is False
+
+
+def test_ranks_with_the_same_shapes_have_the_same_digest() -> None:
+    """Graphs are each rank's own; everything that a plan may name is not."""
+    digest = PaddedShapes(FACTS).digest
+    assert PaddedShapes(replace(FACTS, can_capture=False)).digest == digest
+    others = [{"max_rows": 65}, {"waits_above": 16}, {"greedy_heads": (8,)}, {"max_parts": (8,) * 8}]
+    others.append({"sizes": replace(FACTS.sizes, split_context=1)})
+    assert len({digest, *(PaddedShapes(replace(FACTS, **own)).digest for own in others)}) == 1 + len(others)  # type: ignore[arg-type]

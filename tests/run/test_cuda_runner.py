@@ -39,15 +39,21 @@ from millrace.run import cuda_runner
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import CpuDevice, open_device
 from millrace.run.device.kv_pool import KvFormat
+from millrace.run.graphs import shape_facts
 from millrace.run.packet import decode_rows, layout
 from millrace.run.runner import Runner
 from millrace.run.sampling.masks import Masks, words_per_mask
 from millrace.run.settings import RunnerSettings
-from millrace.run.shapes import table
 from millrace.run.shapes.padded import PaddedShapes
+from millrace.run.shapes.sizes import measured_sizes
 
 BLOCK, BLOCKS, ROWS, BUDGET = 4, 200, 6, 40
 SIZES = {"num_blocks": BLOCKS, "block_size": BLOCK, "max_rows": ROWS, "max_context": 128}
+
+
+def change_sizes(monkeypatch: pytest.MonkeyPatch, **changed: int) -> None:
+    sizes = dataclasses.replace(measured_sizes(), **changed)
+    monkeypatch.setattr(shape_facts, "measured_sizes", lambda device: sizes)
 
 
 def decoder_for(case: str, device: torch.device, paged: bool, dtype: torch.dtype = torch.float32) -> Decoder:
@@ -118,8 +124,6 @@ def drive(
 
 def warm_up(runner: CudaRunner, shapes: ShapeChoice) -> None:
     """Capture all that is left to capture, as an idle engine does."""
-    for head in runner.take_missed():
-        shapes.captures.want(head)
     while (plan := shapes.captures.next()) is not None:
         assert runner.capture(plan)
 
@@ -276,7 +280,7 @@ def test_a_cached_prefix_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) 
     """A few tokens after a cached prefix use split KV; with graphs, once its graph is captured."""
     if interpreted:
         want_few_programs(monkeypatch)
-    monkeypatch.setattr(table, "SPLIT_CONTEXT", 8)
+    change_sizes(monkeypatch, split_context=8)
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     decoder = with_kernels(decoder_for("qwen3_heads_of_64", place, True))
     runner = CudaRunner(decoder, device, RunnerSettings(token_budget=BUDGET, kv_dtype="packed", graphs=False, **SIZES))
@@ -311,7 +315,7 @@ def test_work_that_cannot_be_captured_runs_uncaptured(monkeypatch: pytest.Monkey
     asked = [SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)]
     plain = Runner(decoder_for("llama", torch.device("cpu"), False), CpuDevice(1), RunnerSettings(**SIZES))
     fast = CudaRunner(decoder_for("llama", place, True), CpuDevice(1), RunnerSettings(token_budget=BUDGET, **SIZES))
-    fast._graphs.has_graphs = fast._graphs.is_capturing = True
+    fast._graphs.is_capturing = True
     shapes = ShapeChoice(PaddedShapes(dataclasses.replace(fast.shapes.facts, can_capture=True)))
     expected, _ = drive(plain, requests(2, 3, asked))
     with quick_interpreter():
@@ -326,7 +330,7 @@ def test_a_step_is_a_body_and_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = CudaRunner(decoder_for("llama", place, True), device, RunnerSettings(token_budget=BUDGET, **SIZES))
     steps: list[tuple[bool, list[object]]] = []
     # Counts what the runner does itself: tokens do not show it.
-    forward, run = fast._forward, fast._graphs.run_planned
+    forward, run = fast._forward, fast._graphs.run
 
     def forwarded(plan):
         steps.append((bool(plan.samples.any()), []))
@@ -337,7 +341,7 @@ def test_a_step_is_a_body_and_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
         return run(key, work, captures=captures)
 
     monkeypatch.setattr(fast, "_forward", forwarded)
-    monkeypatch.setattr(fast._graphs, "run_planned", ran)
+    monkeypatch.setattr(fast._graphs, "run", ran)
     with quick_interpreter() if interpreted else nullcontext():
         drive(fast, [turn(0, BUDGET + 10, True)])
     assert {draws for draws, _ in steps} == {True, False}
@@ -349,7 +353,7 @@ def test_two_head_groups_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -
     """Greedy rows keep their fused head beside rows that need logits; tokens and log-probabilities are unchanged."""
     if interpreted:
         want_few_programs(monkeypatch)
-    monkeypatch.setattr(cuda_runner, "HIDDEN_PER_SPLIT_ROW", 1 << 20)
+    change_sizes(monkeypatch, hidden_per_split_row=1 << 20)
     plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), RunnerSettings(**SIZES))
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     decoder = decoder_for("qwen3", place, True)
@@ -360,8 +364,8 @@ def test_two_head_groups_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -
     kinds = [GREEDY, SamplingParams(temperature=0.9, seed=3, max_tokens=4, logprobs=1), GREEDY, GREEDY, scored, GREEDY]
     groups = []
     # Counts what the runner does itself: tokens do not show it.
-    draw = fast._head
-    monkeypatch.setattr(fast, "_head", lambda variant, count: groups.append((variant, count)) or draw(variant, count))
+    draw = fast._work.head
+    monkeypatch.setattr(fast._work, "head", lambda head: groups.append((head.variant, head.states)) or draw(head))
     expected, expected_scores = drive(plain, requests(6, 1, kinds))
     with quick_interpreter() if interpreted else nullcontext():
         found, scores = drive(fast, requests(6, 1, kinds))
@@ -468,7 +472,7 @@ def test_full_chunks_use_cudnn_attention(kv_dtype: KvFormat, monkeypatch: pytest
     prompts = [rng.integers(0, VOCAB, length).astype(np.int32) for length in (BUDGET, 3 * BUDGET, 2 * BUDGET + 17)]
 
     def run(worth_it: int) -> tuple[list[float], set[int]]:
-        monkeypatch.setattr(cuda_runner, "CUDNN_MIN_QUERIES", worth_it)
+        monkeypatch.setattr(shape_facts, "CUDNN_MIN_QUERIES", worth_it)
         decoder = decoder_for("qwen3_heads_of_64", place, True, torch.bfloat16)
         runner = CudaRunner(decoder, device, RunnerSettings(token_budget=BUDGET, kv_dtype=kv_dtype, **SIZES))
         shapes = ShapeChoice(runner.shapes)
@@ -516,7 +520,7 @@ def test_a_larger_graph_is_the_fallback_for_a_missing_one(kind: str, monkeypatch
         return graph
 
     monkeypatch.setattr(fast._graphs, "capture", fake_capture)
-    fast._graphs.has_graphs = fast._graphs.is_capturing = True
+    fast._graphs.is_capturing = True
     expected, _ = drive(plain, short_requests(KINDS[kind]))
     shapes = ShapeChoice(PaddedShapes(dataclasses.replace(fast.shapes.facts, can_capture=True)))
     shapes.captures._waiting.clear()
@@ -527,7 +531,7 @@ def test_a_larger_graph_is_the_fallback_for_a_missing_one(kind: str, monkeypatch
         warm_up(fast, shapes)
         assert set(fast._graphs.captured) == given
         assert drive(fast, short_requests(KINDS[kind]), shapes=shapes)[0] == expected
-        missed = {*shapes.captures._waiting, *fast._missed}
+        missed = set(shapes.captures._waiting)
         assert HeadShape(2, "greedy" if kind == "greedy" else "full") in missed
         assert not missed & set(fast._graphs.captured)
         warm_up(fast, shapes)

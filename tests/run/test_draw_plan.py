@@ -34,7 +34,7 @@ def draws_of(
         samples=np.ones(len(rows), np.bool_) if samples is None else samples,
         block_rows=NOTHING, block_cols=NOTHING, block_ids=NOTHING, shape=exact_shape(NOTHING), masked=masked,
     )  # fmt: skip
-    return plan_draws(plan, table, lambda _num_greedy: splits)
+    return plan_draws(plan, table, is_split=splits)
 
 
 def test_rows_that_need_logits_are_a_group_of_their_own() -> None:
@@ -63,7 +63,7 @@ def test_a_minimum_length_ends() -> None:
     assert not draws_of([GREEDY, SHORT], start=5).is_reusable
     assert draws_of([SHORT], start=6).groups == (("greedy", 1),)
     assert draws_of([SHORT], start=6).is_reusable
-    assert draws_of([SAMPLED, SHORT], start=5).is_reusable, "logits are needed anyway"
+    assert not draws_of([SAMPLED, SHORT], start=5).is_reusable, "a row may go to the greedy head later"
 
 
 def test_masked_rows_need_logits_and_number_their_masks_in_plan_order() -> None:

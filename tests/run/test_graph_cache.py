@@ -1,4 +1,4 @@
-"""What is chosen by graphs follows from the plans, not from what a rank could capture."""
+"""Plans say what runs and what is captured: a rank that cannot capture runs the same work uncaptured."""
 
 from __future__ import annotations
 
@@ -7,27 +7,30 @@ import torch
 
 from millrace.run.graphs.graph_cache import Captured, GraphCache, Work
 
-SIZES = (1, 2, 4, 8, 16)
+
+class FakeGraph:
+    def __init__(self, work: Work) -> None:
+        self.replay = work
 
 
-def cache_of(monkeypatch: pytest.MonkeyPatch, *, captures: bool) -> GraphCache:
-    cache = GraphCache(SIZES, enabled=False)
-    cache.has_graphs = cache.is_capturing = True
+@pytest.mark.parametrize("can_capture", [True, False])
+def test_a_rank_that_cannot_capture_runs_what_the_others_run(
+    can_capture: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, ran = GraphCache(enabled=False), list[str]()
+    cache.is_capturing = True
 
     def capture(key: object, work: Work) -> Captured | None:
-        cache.is_capturing = captures
-        return None
+        cache.is_capturing = can_capture
+        if can_capture:
+            cache.captured[key] = Captured(FakeGraph(work), torch.zeros(1))  # type: ignore[arg-type]
+        return cache.captured.get(key)
+
+    def work(name: str) -> Work:
+        return lambda: (ran.append(name), torch.zeros(1))[1]
 
     monkeypatch.setattr(cache, "capture", capture)
-    return cache
-
-
-def test_a_rank_that_cannot_capture_chooses_the_same_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    for captures in (True, False):
-        cache, chosen = cache_of(monkeypatch, captures=captures), list[int]()
-        cache.expect(16)
-        for size in (8, 8, 4, 4, 4, 2):
-            chosen.append(cache.choose_size(size, lambda size: size))
-            cache.run(chosen[-1], lambda: torch.zeros(0))
-        assert chosen == [16, 16, 4, 4, 4, 4], "4 is captured the second time, and then serves 2 rows too"
-        assert cache.is_capturing == captures
+    for key, captures in (("head of 4", False), ("head of 4", True), ("head of 4", False), ("head of 8", False)):
+        assert len(cache.run(key, work(key), captures=captures)) == 1
+    assert ran == ["head of 4"] * 3 + ["head of 8"]
+    assert set(cache.captured) == ({"head of 4"} if can_capture else set())

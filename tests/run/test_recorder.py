@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from helpers.fake_runner import FakeRunner, FakeStep, step_result
 
-from millrace.plan.step import StepInputs, StepPlan, exact_shape
+from millrace.plan.step import DrawShape, Masks, StepInputs, StepPlan, exact_shape
 from millrace.run.ranks.follower import Follower
 from millrace.run.ranks.recorder import RESULT, LoggedResult, RecordedRunner, RecordReader, RunnerSetup, StepRecorder
 from millrace.run.runner import StepResult
@@ -70,3 +72,28 @@ def test_results_of_steps_behind_one_that_failed_are_not_recorded() -> None:
     assert sum(kind == RESULT for kind, _ in records.all) == 2
     followed = [found for record in read if (found := follower.take(record)) is not None]
     assert [(one.plan.step_no, one.difference()) for one in followed] == [(1, None), (4, None)]
+
+
+def test_masks_of_a_draw_that_waits_for_them_are_recorded_when_they_are_there() -> None:
+    records, device = Records(), FakeRunner(draws_ahead=True)
+    runner = RecordedRunner(device, StepRecorder(records, SETUP))
+    plan = replace(plan_of(1), masked=np.ones(1, np.bool_), draw=DrawShape(full=1, waits=True))
+    runner.forward(plan)
+    masks = Masks(np.zeros(1, np.int64), runner.mask_memory(1))
+    pending = runner.draw_ahead(plan, StepInputs(1, masks))
+    assert pending is not None
+    masks.bits[:] = 2**32 - 1
+    runner.masks_ready()
+    assert pending.wait().step_no == 1
+    reader = RecordReader()
+    _, read, inputs, result = [reader.read(kind, data) for kind, data in records.all]
+    assert isinstance(read, StepPlan)
+    assert read.draw == plan.draw
+    assert isinstance(inputs, StepInputs)
+    assert inputs.masks is not None
+    assert inputs.masks.bits.min() == 2**32 - 1
+    assert isinstance(result, LoggedResult)
+
+    device.draws_ahead = False
+    runner.forward(plan)
+    assert runner.draw_ahead(plan, StepInputs(1, masks)) is None

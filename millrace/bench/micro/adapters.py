@@ -25,6 +25,7 @@ from millrace.ops.lora.weights import LinearLora, LoraPart, join, pack
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.shapes.choice import ShapeChoice
 from millrace.plan.shapes.declared import StepSizes
+from millrace.plan.shapes.heads import DueRows
 from millrace.plan.step import Admission, StepPlan
 from millrace.run.ranks.slot_fills import TakesAdapters
 from millrace.run.runner import AnyRunner
@@ -179,7 +180,8 @@ class _Steps:
         starts = np.full(case.rows, case.context + later, np.int32)
         num_singles = case.rows if case.count == 1 else 0
         sizes = StepSizes(starts, counts, case.count, num_singles=num_singles, adapters=self._has_adapters)
-        shape, captures = self._shapes.choose(sizes)
+        shape, is_captured = self._shapes.choose(sizes)
+        draw, heads = self._shapes.heads(DueRows(case.rows) if self._shapes.has_heads else None, shape)
         blocks = -(-(case.context + case.count + case.steps + WARM_STEPS + 1) // self._block_size) if admitted else 0
         self._step_no += 1
         return StepPlan(
@@ -189,5 +191,6 @@ class _Steps:
             block_ids=1 + np.arange(case.rows * blocks, dtype=np.int32),
             shape=shape,
             admitted=admitted,
-            captures=captures,
+            draw=draw,
+            captures=(shape, *heads) if is_captured else heads,
         )

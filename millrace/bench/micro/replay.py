@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,11 +14,16 @@ from millrace.bench.errors import BenchError
 from millrace.bench.figures import Figure
 from millrace.config import RunConfig
 from millrace.engine.ranks.make import runner_from
+from millrace.errors import AdapterError
 from millrace.run.device.device import open_device
 from millrace.run.ranks.follower import Follower
 from millrace.run.ranks.recorder import LoggedResult, Record, RunnerSetup, vectors_of
-from millrace.run.runner import AnyRunner, StepResult
+from millrace.run.ranks.slot_fills import fill_as_recorded
+from millrace.run.runner import Runner, StepResult
 from millrace.run.step_log import read_log
+
+if TYPE_CHECKING:
+    from millrace.run.cuda_runner import CudaRunner
 
 
 @dataclass(slots=True)
@@ -60,14 +66,22 @@ def replay_log(file: Path, run: RunConfig) -> Replay:
         raise BenchError(f"The step log {file} is empty.")
     device = open_device(run)
     try:
-        return replay(records[1:], runner_from(records[0], device))
+        runner = runner_from(records[0], device)
+        if runner.facts.shapes.digest != records[0].shapes:
+            raise BenchError(
+                f"The steps of {file} have other shapes than those of this machine, so they cannot run here. Run them"
+                " on the same kind of device, with the same installation of Millrace."
+            )
+        return replay(records[1:], runner)
+    except AdapterError as error:
+        raise BenchError(f"The steps of {file} cannot run again: {error.message}") from error
     finally:
         device.close()
 
 
-def replay(records: list[Record], runner: AnyRunner) -> Replay:
+def replay(records: list[Record], runner: Runner | CudaRunner) -> Replay:
     """Steps that ended, in the order of the log."""
-    follower = Follower(runner)
+    follower = Follower(runner, lambda fill: fill_as_recorded(runner, fill))
     done, began = Replay(), time.perf_counter()
     for record in records:
         followed = follower.take(record)

@@ -39,7 +39,6 @@ def check_adapters(
             )
         ),
         (config.run.tensor_parallel > 1, "--tensor-parallel splits the model", "leave one of them out"),
-        (bool(config.plan.step_log), "--step-log does not hold adapters", "leave one of them out"),
     )
     for is_there, why, remedy in conflicts:
         if is_there:

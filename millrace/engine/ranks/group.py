@@ -25,8 +25,8 @@ WRITE_LIMIT_S = 60.0
 EXIT_LIMIT_S = 5.0
 """From the end of a rank's sockets to that of its process."""
 READY, SAME, DIFFERENT, FAILED = 1, 2, 3, 4
-"""Kinds of replies: the runner is made; a step's draws are equal; a sentence that names a difference; the reason why
-the rank ends."""
+"""Kinds of replies: the runner is made, with the digest of its shapes; a step's draws are equal; a sentence that names
+a difference; the reason why the rank ends."""
 
 
 class RankProcess:
@@ -46,7 +46,7 @@ class RankProcess:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(as_dict(config)).encode() + b"\n")
         self.process.stdin.close()
-        self.is_ready = False
+        self.is_ready, self.digest = False, ""
 
 
 class RankGroup:
@@ -72,14 +72,21 @@ class RankGroup:
         """Of the other ranks."""
         return [other.process.pid for other in self._others]
 
-    def wait_until_ready(self) -> None:
-        """Raises a ConfigError if a rank does not start."""
+    def wait_until_ready(self, digest: str) -> None:
+        """`digest`: of the shapes that rank 0 declares. Raises a ConfigError if a rank does not start, or declares
+        others."""
         with self._changed:
             self._changed.wait_for(lambda: self._lost or all(one.is_ready for one in self._others), self._load_limit_s)
         late = [str(other.rank) for other in self._others if not other.is_ready]
-        if self._lost or late:
+        others = [str(other.rank) for other in self._others if other.is_ready and other.digest != digest]
+        if self._lost or late or others:
             self.close()
-            reason = self._lost or f"Rank {late[0]} was not ready within {self._load_limit_s:g} s."
+            reason = self._lost or (
+                f"Rank {late[0]} was not ready within {self._load_limit_s:g} s."
+                if late
+                else f"Rank {others[0]} declares other step shapes than rank 0, so it cannot run the same plans. All"
+                " ranks must run on the same kind of device, with the same installation of Millrace."
+            )
             raise ConfigError(
                 f"The ranks (--tensor-parallel {self.size}) did not start: {reason}", param="tensor_parallel"
             )
@@ -125,7 +132,8 @@ class RankGroup:
                 if reply.kind in (DIFFERENT, FAILED):
                     self._lose(reply.body.decode())
                 with self._changed:
-                    other.is_ready |= reply.kind == READY
+                    if reply.kind == READY:
+                        other.is_ready, other.digest = True, reply.body.decode()
                     self.num_same += reply.kind == SAME
                     self._changed.notify_all()
         except RingClosed:

@@ -28,9 +28,13 @@ REPLY_LIMIT_S = 60.0
 CLOSE_LIMIT_S = 5.0
 MAX_BEHIND = 8
 """Steps that the mirror may be behind. Then rank 0 waits for it."""
+OTHER_SHAPES = (
+    "it declares other step shapes than rank 0, so it cannot run the same plans. Both must run on the same kind of"
+    " device, with the same installation of Millrace"
+)
 READY, SAME, DIFFERENT, ENDED = 1, 2, 3, 4
-"""Kinds of replies: the runner is made; a step's draws are equal; the sentence that names a difference; the error with
-which the mirror ends."""
+"""Kinds of replies: the runner is made, with the digest of its shapes; a step's draws are equal; the sentence that
+names a difference; the error with which the mirror ends."""
 
 
 class Mirror:
@@ -55,8 +59,8 @@ class Mirror:
         self._changed = threading.Condition()
         self._is_ready = self._is_closing = False
         self._num_sent = self._num_same = self._num_different = 0
-        self._ended = ""
-        """Why it has ended."""
+        self._ended = self._digest = ""
+        """Why it has ended; the digest of the shapes that it declares."""
         threading.Thread(target=self._listen, name="mirror", daemon=True).start()
 
     @property
@@ -67,13 +71,15 @@ class Mirror:
     def pid(self) -> int:
         return self._process.pid
 
-    def wait_until_ready(self) -> None:
-        """Raises a ConfigError if it does not start."""
+    def wait_until_ready(self, digest: str) -> None:
+        """`digest`: of the shapes that rank 0 declares. Raises a ConfigError if the mirror does not start, or declares
+        others."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_ready or self._ended, self._load_limit_s)
-        if not self._is_ready:
+        if not self._is_ready or self._digest != digest:
             self.close()
-            reason = self._ended or f"it was not ready within {self._load_limit_s:g} s"
+            reason = OTHER_SHAPES if self._is_ready else self._ended
+            reason = reason or f"it was not ready within {self._load_limit_s:g} s"
             raise ConfigError(f"The mirror (--mirror) did not start: {reason}.", param="mirror")
 
     def write(self, kind: int, data: bytes) -> None:
@@ -120,7 +126,8 @@ class Mirror:
                     self._num_different += reply.kind == DIFFERENT
                     self._end(reply.body.decode())
                 with self._changed:
-                    self._is_ready |= reply.kind == READY
+                    if reply.kind == READY:
+                        self._is_ready, self._digest = True, reply.body.decode()
                     self._num_same += reply.kind == SAME
                     self._changed.notify_all()
         except RingClosed:

@@ -33,7 +33,7 @@ def main() -> None:
             raise TypeError("the first record says how the runner is made")
         runner = runner_from(setup, device)
         follower = Follower(runner, lambda record: fill_as_recorded(runner, record))
-        ring.reply(READY)
+        ring.reply(READY, runner.facts.shapes.digest.encode())
         follow(ring, records, follower)
     except RingClosed:
         pass  # Rank 0 has ended.

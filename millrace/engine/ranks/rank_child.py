@@ -41,9 +41,10 @@ def main() -> None:
         setup = records.read(*ring.read())
         if not isinstance(setup, RunnerSetup):
             raise TypeError("the first record says how the runner is made")
-        follower = RankFollower(runner_from(setup, device, mesh))
+        runner = runner_from(setup, device, mesh)
+        follower = RankFollower(runner)
         mesh.beat()
-        ring.reply(READY)
+        ring.reply(READY, runner.facts.shapes.digest.encode())
         follow(ring, records, follower, lambda sentence: f"{sentence} on rank {rank} and rank 0.")
     except (RingClosed, RankLost):
         pass  # Rank 0 has ended, or says which rank is lost.

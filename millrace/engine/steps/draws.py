@@ -89,9 +89,9 @@ class Draws:
             self._use_forced(rows, self._masks.forced(rows, masks), jumps=jumps)
 
     def queue_behind_gate(self, launched: Launched) -> None:
-        """Queue the draw before its masks are known, if it can wait for them."""
+        """Queue the draw before its masks are known: it waits for them on the device, as the plan says."""
         plan = launched.plan
-        if self._masks is None or plan.draft_places is not None or self.jumps(plan):
+        if self._masks is None:
             return
         rows, _ = self._masked_rows(launched)
         masks = rows.masks(self._runner.mask_memory(rows.num_masks))

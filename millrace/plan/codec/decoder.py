@@ -49,6 +49,8 @@ from millrace.plan.codec.layout import (
     VARIANTS,
     StepBytesError,
     StepMessage,
+    captures_from,
+    draw_from,
     shape_from,
 )
 from millrace.plan.step import (
@@ -148,12 +150,16 @@ def _updates(reader: _Reader, count: int, flags: int) -> tuple[Int32s, Int32s, I
 
 
 def _repeated(reader: _Reader, last: StepPlan | None) -> StepPlan:
-    _, flags, shape_kind, _, step_no, num_updates, shared_blocks, *sizes = reader.fields(REPEATED_HEAD)
+    _, flags, shape_kind, _, step_no, num_updates, shared_blocks, *sizes, full, greedy, draw_flags = reader.fields(
+        REPEATED_HEAD
+    )
     if last is None:
         raise StepBytesError(f"step {step_no} repeats a step that was not sent")
     starts = last.starts + np.int32(1)
     starts.flags.writeable = False
     block_rows, block_cols, block_ids, block_groups = _updates(reader, num_updates, flags)
+    shape = shape_from(tuple(sizes), shape_kind, last.shape)
+    draw = draw_from(full, greedy, draw_flags, last.draw)
     return StepPlan(
         step_no=step_no,
         rows=last.rows,
@@ -164,11 +170,12 @@ def _repeated(reader: _Reader, last: StepPlan | None) -> StepPlan:
         block_cols=block_cols,
         block_ids=block_ids,
         block_groups=block_groups,
-        shape=shape_from(tuple(sizes), shape_kind, last.shape),
+        shape=shape,
         shared_blocks=shared_blocks,
         trained_rests=bool(flags & TRAINED_RESTS),
         masked=last.masked,
-        captures=bool(flags & CAPTURES),
+        draw=draw,
+        captures=captures_from(shape if flags & CAPTURES else None, draw, draw_flags),
         epoch=last.epoch,
     )
 
@@ -176,7 +183,7 @@ def _repeated(reader: _Reader, last: StepPlan | None) -> StepPlan:
 def _plan(reader: _Reader) -> StepPlan:
     _, flags, shape_kind, _, step_no, epoch, draft_floor, worth, *numbers = reader.fields(PLAN_HEAD)
     num_rows, num_updates, shared_blocks, num_admitted, num_released, num_appended, *more = numbers
-    num_forced, num_placed, num_states, num_loads, *sizes = more
+    num_forced, num_placed, num_states, num_loads, *sizes, full, greedy, draw_flags = more
     columns: dict[str, Any] = {name: reader.column(INT32, num_rows) for name in ("rows", "starts", "counts")}
     columns["samples"] = reader.column(BOOL, num_rows)
     names = ("block_rows", "block_cols", "block_ids", "block_groups")
@@ -188,9 +195,10 @@ def _plan(reader: _Reader) -> StepPlan:
     if num_states:
         rows, slots, positions = (reader.column(INT32, num_states) for _ in range(3))
         columns["states"] = StateCopies(rows, slots, positions, num_loads)
+    shape, draw = shape_from(tuple(sizes), shape_kind), draw_from(full, greedy, draw_flags)
     return StepPlan(
         step_no=step_no,
-        shape=shape_from(tuple(sizes), shape_kind),
+        shape=shape,
         admitted=tuple([_admission(reader) for _ in range(num_admitted)]),
         released=tuple([_release(reader) for _ in range(num_released)]),
         appended=tuple([_appended(reader) for _ in range(num_appended)]),
@@ -199,7 +207,8 @@ def _plan(reader: _Reader) -> StepPlan:
         shared_blocks=shared_blocks,
         draft_floor=draft_floor,
         trained_rests=bool(flags & TRAINED_RESTS),
-        captures=bool(flags & CAPTURES),
+        draw=draw,
+        captures=captures_from(shape if flags & CAPTURES else None, draw, draw_flags),
         epoch=epoch,
         **columns,
     )

@@ -41,6 +41,7 @@ from millrace.plan.codec.layout import (
     TRAINED_RESTS,
     UINT32,
     VARIANTS,
+    draw_of,
     kind_of_shape,
     sizes_of_shape,
 )
@@ -102,7 +103,7 @@ def _repeated(plan: StepPlan, sequence: int) -> bytes:
     """Rows, counts, samples and masked are those of the plan before, and each row starts one token later."""
     shape, num_updates = plan.shape, len(plan.block_ids)
     flags = (
-        (CAPTURES if plan.captures else 0)
+        (CAPTURES if plan.shape in plan.captures else 0)
         | (TRAINED_RESTS if plan.trained_rests else 0)
         | (HAS_GROUPS if plan.block_groups is not None else 0)
     )
@@ -115,6 +116,7 @@ def _repeated(plan: StepPlan, sequence: int) -> bytes:
         num_updates,
         plan.shared_blocks,
         *sizes_of_shape(shape),
+        *draw_of(plan),
     )
     return head + _updates(plan) if num_updates else head
 
@@ -123,7 +125,7 @@ def encode_plan(plan: StepPlan, sequence: int = 0) -> bytes:
     """All of a plan, whatever the one before was."""
     trained, shape, states = plan.trained, plan.shape, plan.states
     flags = (
-        (CAPTURES if plan.captures else 0)
+        (CAPTURES if plan.shape in plan.captures else 0)
         | (TRAINED_RESTS if plan.trained_rests else 0)
         | (HAS_GROUPS if plan.block_groups is not None else 0)
         | (HAS_PLACES if plan.draft_places is not None else 0)
@@ -139,6 +141,7 @@ def encode_plan(plan: StepPlan, sequence: int = 0) -> bytes:
         *(len(plan.admitted), len(plan.released), len(plan.appended), len(plan.forced), len(plan.placed)),
         *((0, 0) if states is None else (len(states.rows), states.num_loads)),
         *sizes_of_shape(shape),
+        *draw_of(plan),
     )
     parts = [head, *(_column(column, INT32) for column in (plan.rows, plan.starts, plan.counts))]
     parts += [_column(plan.samples, BOOL), _updates(plan)]

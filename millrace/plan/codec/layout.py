@@ -13,8 +13,11 @@ import numpy as np
 
 from millrace.params import FinishReason
 from millrace.plan.step import (
+    OWN_DRAW,
     BlockCopies,
     CapturePlan,
+    DrawShape,
+    HeadShape,
     Kind,
     Location,
     ReleaseReason,
@@ -24,7 +27,7 @@ from millrace.plan.step import (
     Variant,
 )
 
-VERSION = 6
+VERSION = 7
 """Of all formats in this file. A change of one of them, or of the records that they hold, increases it."""
 
 StepMessage = StepPlan | StepInputs | BlockCopies | CapturePlan
@@ -45,18 +48,22 @@ CAPTURES, TRAINED_RESTS, HAS_GROUPS, HAS_PLACES, HAS_TRAINED, HAS_MASKED, HAS_SC
 )
 HAS_MASKS, HAS_MASK_PLACES = 1, 2
 IS_HEAD = 1
+WAITS, CAPTURES_FULL, CAPTURES_GREEDY = 1, 2, 4
+"""Flags of a draw. What is captured of a step: its shape, by a flag of the message, then its heads."""
 
 _HEAD = "<BBBxI"
 """Kind, flags, kind of the shape, number of the sequence."""
 _SHAPE = "4i"
 """Tokens, rows, places, key."""
+_DRAW = "3i"
+"""States of the heads that draw from logits and greedily; flags."""
 HEAD = Struct(_HEAD)
-PLAN_HEAD = Struct(f"{_HEAD}qqdd10i{_SHAPE}")
+PLAN_HEAD = Struct(f"{_HEAD}qqdd10i{_SHAPE}{_DRAW}4x")
 """Step, epoch, draft floor, worth of trained drafts; numbers of rows, block updates, shared blocks, admissions,
 releases, records of appended, of forced and of placed tokens, copies of states, and how many of them go to rows;
-shape."""
-REPEATED_HEAD = Struct(f"{_HEAD}qii{_SHAPE}")
-"""Step, number of block updates, shared blocks; shape."""
+shape; draw."""
+REPEATED_HEAD = Struct(f"{_HEAD}qii{_SHAPE}{_DRAW}4x")
+"""Step, number of block updates, shared blocks; shape; draw."""
 INPUTS_HEAD = Struct(f"{_HEAD}qiii4x")
 """Step, number of masks, words of each, rows with drafts."""
 COPIES_HEAD = Struct(f"{_HEAD}qi4x")
@@ -88,10 +95,33 @@ class StepBytesError(ValueError):
 
 _KIND_CODES = {kind: code for code, kind in enumerate(KINDS)}
 sizes_of_shape = attrgetter("tokens", "rows", "places", "key")
+_HEAD_FLAGS: dict[Variant, int] = {"greedy": CAPTURES_GREEDY, "full": CAPTURES_FULL}
 
 
 def kind_of_shape(shape: StepShape) -> int:
     return _KIND_CODES[shape.kind]
+
+
+def draw_of(plan: StepPlan) -> tuple[int, int, int]:
+    draw, flags = plan.draw, WAITS if plan.draw.waits else 0
+    for part in plan.captures:
+        if isinstance(part, HeadShape):
+            flags |= _HEAD_FLAGS[part.variant]
+    return draw.full, draw.greedy, flags
+
+
+def draw_from(full: int, greedy: int, flags: int, last: DrawShape = OWN_DRAW) -> DrawShape:
+    """`last`: that of the step before, returned if it is the same."""
+    draw = DrawShape(full, greedy, bool(flags & WAITS))
+    return last if draw == last else draw
+
+
+def captures_from(shape: StepShape | None, draw: DrawShape, flags: int) -> tuple[StepShape | HeadShape, ...]:
+    """`shape`: if its graph is captured. `flags`: of the draw."""
+    body = () if shape is None else (shape,)
+    if flags <= WAITS:
+        return body
+    return (*body, *(head for head in draw.heads if flags & _HEAD_FLAGS[head.variant]))
 
 
 def shape_from(sizes: tuple[int, ...], kind: int, last: StepShape | None = None) -> StepShape:

@@ -1,6 +1,6 @@
 """Which shapes have a graph, and which get one next.
 
-A shape gets its graph by a plan: a `CapturePlan` while the engine is idle, or the second step that runs at the shape.
+A shape, or a head, gets its graph by a plan: a `CapturePlan` while the engine is idle, or the second step that runs it.
 So the set follows from the plans, and is the same on every rank that runs them.
 """
 
@@ -21,8 +21,8 @@ class Captures:
         """A stack: the next part is last."""
         self._wanted: set[Part] = set()
         self._captured: set[Part] = set()
-        self._seen: set[StepShape] = set()
-        """Shapes that a step ran at without a graph, which compiled their kernels."""
+        self._seen: set[Part] = set()
+        """Parts that a step ran without a graph, which compiled their kernels."""
         self._fallback = GraphFallback(sizes)
 
     @property
@@ -33,22 +33,26 @@ class Captures:
         """True if the shape will be captured and is not yet; its kernels may not be compiled either."""
         return shape in self._waiting
 
-    def has(self, shape: StepShape) -> bool:
-        return not self._enabled or shape in self._captured
+    def has(self, part: Part) -> bool:
+        """True if nothing is left to capture: the part has a graph, or none ever will."""
+        return not self._enabled or part in self._captured
 
-    def choose_size(self, size: int, shape_of: Callable[[int], StepShape]) -> int:
+    def is_captured(self, part: Part) -> bool:
+        return self._enabled and part in self._captured
+
+    def choose_size(self, size: int, part_of: Callable[[int], Part]) -> int:
         """The decode size to run: `size` or, as a fallback, a larger one that has a graph."""
-        return self._fallback.choose(size, shape_of, self._captured) if self._enabled else size
+        return self._fallback.choose(size, part_of, self._captured) if self._enabled else size
 
-    def use(self, shape: StepShape) -> bool:
-        """A step runs at this shape. True if it captures the shape's graph."""
-        if self.has(shape):
+    def use(self, part: Part) -> bool:
+        """A step runs this part. True if it captures the part's graph."""
+        if self.has(part):
             return False
-        if shape not in self._seen:
-            self._seen.add(shape)
+        if part not in self._seen:
+            self._seen.add(part)
             return False
-        self._captured.add(shape)
-        self._waiting.pop(shape, None)
+        self._captured.add(part)
+        self._waiting.pop(part, None)
         return True
 
     def want(self, part: Part) -> None:

@@ -41,7 +41,20 @@ class StepSizes:
 class DeclaredShapes(Protocol):
     @property
     def decode_sizes(self) -> Sequence[int]:
-        """Rows of decode shapes, ascending. None: every step runs at its own size."""
+        """Rows of decode shapes, ascending, and states of heads. Empty if every step runs at its own size."""
+
+    @property
+    def split_heads(self) -> Sequence[int]:
+        """Sizes of heads, among the decode sizes, at which greedy rows are worth one of their own beside the one that
+        draws from logits."""
+
+    @property
+    def waits_above(self) -> int | None:
+        """In steps of more rows a draw may wait on the device for its masks; None: in no step."""
+
+    @property
+    def digest(self) -> str:
+        """Of everything declared, and of what the keys stand for: equal on all ranks."""
 
     @property
     def can_capture(self) -> bool:
@@ -66,6 +79,9 @@ class OwnSizes:
     PLAIN, WITH_ADAPTERS = 0, 1
     """Keys: whether linears add what adapters add."""
     decode_sizes: Sequence[int] = ()
+    split_heads: Sequence[int] = ()
+    waits_above: int | None = None
+    digest = "own sizes"
     can_capture = False
 
     def find(self, sizes: StepSizes) -> Sequence[Fitting]:

@@ -11,11 +11,13 @@ from millrace.models.decoder import Decoder
 from millrace.run.adapter_slots import OrderedFiller, StreamFiller, make_slots
 from millrace.run.device.block_copier import BlockCopier, JointCopier, OrderedCopier, StreamCopier
 from millrace.run.device.device import Device
+from millrace.run.device.host_gate import HostGates, open_gates
 from millrace.run.device.state_pool import StatePool
 from millrace.run.drafting.device_chain import ChainSetup, DeviceDrafter, paged
 from millrace.run.drafting.device_drafts import DeviceDrafts
 from millrace.run.drafting.make_device import make_device_drafter
 from millrace.run.drafting.models import DrafterModel, allocate_pools
+from millrace.run.packet.packet_ring import RING
 from millrace.run.sampling.device_sampler import DeviceSampler
 from millrace.run.settings import RunnerSettings
 from millrace.run.states import make_state_pool
@@ -37,6 +39,8 @@ class DeviceState:
     """None if the model has no recurrent layer."""
     slots: AdapterSlots | None
     """None if steps have no adapters."""
+    gates: HostGates | None
+    """What draws wait behind; None if the device cannot wait for the host."""
 
 
 def make_device_state(
@@ -73,7 +77,8 @@ def make_device_state(
         chain = make_device_drafter(setup, drafter, draft_kv, decoder.dtype)
     states = make_state_pool(decoder, device, settings)
     slots = make_slots(decoder, settings, deterministic=paged(decoder.attention).tile_decode_rows)
-    return DeviceState(kv, draft_kv, table, sampler, drafts, chain, states, slots)
+    gates = open_gates(RING) if device.torch_device.type == "cuda" else None
+    return DeviceState(kv, draft_kv, table, sampler, drafts, chain, states, slots, gates)
 
 
 def make_copier(state: DeviceState, device: Device, settings: RunnerSettings) -> BlockCopier | None:

@@ -99,7 +99,9 @@ class StepWork:
         self._slots = state.slots
         self._counts = TokenRing(NUM_COUNTS * max_rows, device)
         """NUM_COUNTS numbers of each row, in steps with drafts."""
-        self._masks = MaskRing(words_per_mask(spec.vocab_size), device, max_states=head_layout.middle)
+        self._masks = MaskRing(
+            words_per_mask(spec.vocab_size), device, max_states=head_layout.middle, gates=state.gates
+        )
         self._placed = TokenRing(max_rows, device)
         """The host's copy of tokens and drafts, for steps whose masks depend on them."""
         self._row_numbers = torch.arange(max_rows + 2, dtype=torch.int32, device=device)
@@ -126,10 +128,6 @@ class StepWork:
 
     def key_of(self, shape: StepShape) -> ShapeKey:
         return self._writer.layout(shape).key
-
-    @property
-    def can_send_masks_ahead(self) -> bool:
-        return self._masks.has_gates
 
     def send_masks_ahead(self, count: int) -> None:
         """Send the masks of the last step sent, one for each row, as soon as they are ready."""

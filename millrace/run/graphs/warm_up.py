@@ -65,7 +65,6 @@ class WarmUp:
     def capture(self, part: Part) -> bool:
         """Capture one body or head on a padding-only step: a few tens of milliseconds, or seconds if a kernel was never
         compiled on this machine. False if nothing can be captured."""
-        self._graphs.expect(part)
         if part in self._graphs.captured:
             return True
         if not self._graphs.is_capturing:
@@ -98,7 +97,7 @@ class WarmUp:
     def _run_twice(self, key: object, work: Work) -> None:
         """The first time compiles kernels."""
         for captures in (False, True):
-            self._graphs.run_planned(key, work, captures=captures)
+            self._graphs.run(key, work, captures=captures)
 
     @torch.inference_mode()
     def _request_builds(self, build_pool: KernelBuildPool, parts: list[Part], *, can_wait: bool = True) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from millrace.plan.step import Int32s
-from millrace.run.device.host_gate import open_gates
+from millrace.run.device.host_gate import HostGates
 from millrace.run.device.side_stream import SideStream
 from millrace.run.packet.packet_ring import RING
 from millrace.run.sampling.masks import Uint32s
@@ -25,11 +25,12 @@ MIN_LINES = 16
 
 
 class MaskRing:
-    def __init__(self, words: int, device: torch.device, max_states: int = 0) -> None:
-        """`words`: 32-bit words of a mask. `max_states`: those that a step may draw from."""
+    def __init__(self, words: int, device: torch.device, max_states: int = 0, gates: HostGates | None = None) -> None:
+        """`words`: 32-bit words of a mask. `max_states`: those that a step may draw from. `gates`: one for each
+        turn."""
         self._words, self._device = words, device
         self._side = SideStream() if device.type == "cuda" else None
-        self._gates = open_gates(RING) if self._side is not None else None
+        self._gates = gates
         self._numbers = [0] * RING
         """What opens the gate of each turn."""
         nothing = torch.zeros((0, words), dtype=torch.int32)
@@ -66,10 +67,6 @@ class MaskRing:
                 to.copy_(source, non_blocking=self._side is not None)
         if self._side is not None:
             self._side.lead_steps()
-
-    @property
-    def has_gates(self) -> bool:
-        return self._gates is not None
 
     def ready(self, turn: int) -> None:
         """The turn's host buffer holds its masks."""

@@ -16,7 +16,7 @@ from millrace.plan.codec.decoder import StepDecoder
 from millrace.plan.codec.encoder import StepEncoder
 from millrace.plan.codec.layout import StepMessage
 from millrace.plan.shapes.declared import DeclaredShapes
-from millrace.plan.step import BlockCopies, CapturePlan, HeadShape, Int32s, StepInputs, StepPlan
+from millrace.plan.step import BlockCopies, CapturePlan, Int32s, StepInputs, StepPlan
 from millrace.run.device.device import Pending
 from millrace.run.runner import AnyRunner, StepResult
 from millrace.run.sampling.masks import Uint32s
@@ -49,6 +49,8 @@ class RunnerSetup(msgspec.Struct, frozen=True):
     state_places: int = 1
     state_slots: int = 0
     adapter_slots: int = 0
+    shapes: str = ""
+    """Digest of the shapes that its runner declared. In a step log; ranks tell theirs when they are ready."""
 
 
 class SlotFill(msgspec.Struct, frozen=True, array_like=True):
@@ -147,6 +149,8 @@ class RecordedRunner:
 
     def __init__(self, runner: AnyRunner, steps: StepRecorder) -> None:
         self._runner, self._steps = runner, steps
+        self._waiting: StepInputs | None = None
+        """Of a draw that waits for its masks: they are recorded when they are there."""
         self._num_draws = 0
         self._num_discarded = 0
         """Draws up to the last one that was queued when a step failed."""
@@ -185,10 +189,17 @@ class RecordedRunner:
         return result
 
     def draw_ahead(self, plan: StepPlan, inputs: StepInputs) -> Pending[StepResult] | None:
-        return None  # Masks are recorded with the draw.
+        pending = self._runner.draw_ahead(plan, inputs)
+        if pending is None:
+            return None
+        self._waiting = inputs
+        return self._recorded(pending, has_inputs=True)
 
     def masks_ready(self) -> None:
-        pass
+        inputs, self._waiting = self._waiting, None
+        if inputs is not None:
+            self._steps.inputs(inputs)
+        self._runner.masks_ready()
 
     def copy(self, copies: BlockCopies) -> Pending[float]:
         self._steps.copies(copies)
@@ -208,9 +219,6 @@ class RecordedRunner:
     def capture(self, plan: CapturePlan) -> bool:
         self._steps.capture(plan)
         return self._runner.capture(plan)
-
-    def take_missed(self) -> list[HeadShape]:
-        return self._runner.take_missed()
 
 
 class _RecordedDraw:

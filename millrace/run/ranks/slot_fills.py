@@ -1,4 +1,5 @@
-"""Adapters on rank 0 and the mirror: each reads the same files, and fills the same slot between the same steps."""
+"""Adapters on rank 0, the mirror and in the step log: each reads the same files, and fills the same slot between the
+same steps."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class TakesAdapters(Protocol):
     def fill_slot(self, slot: int, adapter: Adapter | None) -> IsReady: ...
 
 
-def recorded(runner: TakesAdapters, steps: StepRecorder) -> Callable[[int, Adapter | None], IsReady]:
+def recorded(runner: TakesAdapters, *steps: StepRecorder) -> Callable[[int, Adapter | None], IsReady]:
     """`fill_slot` of a runner whose steps are recorded. The record comes before the first step that may read the
     slot."""
 
@@ -37,7 +38,8 @@ def recorded(runner: TakesAdapters, steps: StepRecorder) -> Callable[[int, Adapt
         def asked() -> bool:
             if not is_ready():
                 return False
-            steps.slot(SlotFill(slot, folder, digest))
+            for recorder in steps:
+                recorder.slot(SlotFill(slot, folder, digest))
             return True
 
         return asked

@@ -6,7 +6,6 @@ rows that a greedy head can draw may be two groups of one step, each with a head
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,8 +61,8 @@ class DrawPlan:
         return lines[self.full].ravel()
 
 
-def plan_draws(plan: StepPlan, row_params: RowParamTable, worth_splitting: Callable[[int], bool]) -> DrawPlan:
-    """`worth_splitting`: True if this many greedy rows are worth a head of their own beside one for logits."""
+def plan_draws(plan: StepPlan, row_params: RowParamTable, *, is_split: bool) -> DrawPlan:
+    """`is_split`: greedy rows have a head of their own beside one for logits, as the plan says."""
     due = plan.samples.nonzero()[0]
     if not row_params.num_needing and not row_params.num_adjusted and plan.masked is None:
         return DrawPlan(due, _NONE, np.arange(len(due)), _NONE, _NONE, _NO_COUNTS, _NONE, is_reusable=True)
@@ -73,24 +72,22 @@ def plan_draws(plan: StepPlan, row_params: RowParamTable, worth_splitting: Calla
         is_masked = plan.masked[due]
         needs, masked = needs | is_masked, is_masked.nonzero()[0]
     if not row_params.is_adjusted[rows].any():
-        return DrawPlan(due, *_groups(needs, worth_splitting), masked, _NONE, _NO_COUNTS, _NONE, is_reusable=True)
+        return DrawPlan(due, *_groups(needs, is_split), masked, _NONE, _NO_COUNTS, _NONE, is_reusable=True)
     early = (plan.starts + plan.counts)[due] < row_params.ends_from[rows]
     num_logprobs = row_params.num_logprobs[rows]
     scored = (num_logprobs >= 0).nonzero()[0]
-    full, greedy = _groups(needs | early, worth_splitting)
-    # Once its rows are past their minimum length, a step may turn out to need no logits.
-    is_reusable = bool(needs.any() or not early.any())
+    full, greedy = _groups(needs | early, is_split)
+    # Once a row is past its minimum length, it may be drawn greedily.
+    is_reusable = not bool(early.any())
     shaped = row_params.is_shaped[rows].nonzero()[0]
     return DrawPlan(due, full, greedy, masked, scored, num_logprobs[scored], shaped, is_reusable)
 
 
-def _groups(
-    needs_logits: np.ndarray[tuple[int], np.dtype[np.bool_]], worth_splitting: Callable[[int], bool]
-) -> tuple[Int64s, Int64s]:
+def _groups(needs_logits: np.ndarray[tuple[int], np.dtype[np.bool_]], is_split: bool) -> tuple[Int64s, Int64s]:
     """(full, greedy)"""
     everything, num_full = np.arange(len(needs_logits)), int(np.count_nonzero(needs_logits))
     if num_full == 0:
         return _NONE, everything
-    if num_full == len(everything) or not worth_splitting(len(everything) - num_full):
+    if num_full == len(everything) or not is_split:
         return everything, _NONE
     return needs_logits.nonzero()[0], (~needs_logits).nonzero()[0]

@@ -11,9 +11,6 @@ import numpy as np
 
 from millrace.plan.step import Admission
 
-GREEDY_BELOW = 1e-5
-"""Temperatures below this are greedy: dividing by them would overflow."""
-
 
 class RowValues(NamedTuple):
     temperature: float
@@ -31,13 +28,10 @@ class RowValues(NamedTuple):
     """Of the whole context, counted by token. Those of a shaped row are computed from its tokens instead."""
     is_shaped: bool
     """True for rows that `shaped_rows.py` draws."""
+    needs_logits: bool
+    """`DrawParams.needs_logits`."""
     seed: int
     """64 bits. The last field, because it differs between requests that are equal otherwise."""
-
-    @property
-    def needs_logits(self) -> bool:
-        """False for rows that a greedy head can draw, once they are past their minimum length."""
-        return self.temperature > 0 or self.num_logprobs >= 0 or self.has_bias or self.has_penalties or self.is_shaped
 
     @property
     def is_adjusted(self) -> bool:
@@ -47,13 +41,9 @@ class RowValues(NamedTuple):
 
 def row_values(admission: Admission, vocab_size: int) -> RowValues:
     params = admission.row_params.params
-    temperature = 0.0 if params.temperature < GREEDY_BELOW else params.temperature
-    is_shaped = (
-        params.needs_tokens or params.allowed_token_ids is not None or (temperature > 0 and params.has_further_cuts)
-    )
-    has_ends = params.min_tokens > 0 and bool(admission.row_params.end_token_ids)
+    is_shaped, has_ends = params.is_shaped, admission.row_params.has_late_ends
     return RowValues(
-        temperature=temperature,
+        temperature=0.0 if params.is_greedy else params.temperature,
         top_k=params.top_k if params.top_k < vocab_size else 0,
         top_p=params.top_p,
         min_p=params.min_p,
@@ -62,6 +52,7 @@ def row_values(admission: Admission, vocab_size: int) -> RowValues:
         has_bias=bool(params.logit_bias),
         has_penalties=params.uses_penalties and not is_shaped,
         is_shaped=is_shaped,
+        needs_logits=params.needs_logits,
         seed=(params.seed or 0) & (2**64 - 1),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from millrace.plan.shapes.declared import Part
 from millrace.plan.step import HeadShape, StepShape
-from millrace.run.shapes.sizes import HOT_DECODE, MIN_SHARING_ROWS, PLACES
+from millrace.run.shapes.sizes import PLACES
 from millrace.run.shapes.table import ShapeTable
 
 FIRST_TOKENS = 128
@@ -48,7 +48,7 @@ def placed_shapes(table: ShapeTable) -> list[StepShape]:
 
 
 def _hot_sizes(table: ShapeTable) -> list[int]:
-    return [size for size in table.decode_sizes if size in HOT_DECODE]
+    return [size for size in table.decode_sizes if size in table.facts.sizes.hot_decode]
 
 
 def _hot_bodies(table: ShapeTable) -> list[StepShape]:
@@ -59,7 +59,7 @@ def _hot_bodies(table: ShapeTable) -> list[StepShape]:
 def _usual(table: ShapeTable) -> list[Part]:
     """All bodies except drafts and chunks of long prompts, and the heads."""
     hot = _hot_sizes(table)
-    rest = [size for size in table.decode_sizes if size not in HOT_DECODE]
+    rest = [size for size in table.decode_sizes if size not in table.facts.sizes.hot_decode]
 
     def decode(size: int) -> list[Part]:
         return [table.decode(size), HeadShape(size, "greedy")]
@@ -67,7 +67,7 @@ def _usual(table: ShapeTable) -> list[Part]:
     def sharing(sizes: list[int]) -> list[Part]:
         if not table.facts.can_share_prefix:
             return []
-        return [table.decode(size, key=table.sharing) for size in sizes if size >= MIN_SHARING_ROWS]
+        return [table.decode(size, key=table.sharing) for size in sizes if size >= table.facts.sizes.min_sharing_rows]
 
     # Graphs take memory and time, so drawing from logits is captured only for the common sizes and for those missed.
     first = [part for size in hot for part in (*decode(size), HeadShape(size, "full"))]

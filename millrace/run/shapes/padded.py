@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
+from functools import cached_property
+from hashlib import sha256
 
 from millrace.plan.shapes.declared import Fitting, Part, StepSizes
 from millrace.plan.step import FEW, Int32s, StepShape
 from millrace.run.shapes.order import capture_order
-from millrace.run.shapes.sizes import MIN_SHARED_TOKENS, MIN_SHARING_ROWS
 from millrace.run.shapes.table import ShapeFacts, ShapeTable
 
 
@@ -17,6 +19,8 @@ class PaddedShapes:
         self.facts, self.table = facts, ShapeTable(facts)
         self.decode_sizes: Sequence[int] = self.table.decode_sizes
         self.can_capture = facts.can_capture
+        self.split_heads = [size for size in facts.greedy_heads if size >= facts.min_split]
+        self.waits_above = facts.waits_above
         self._splits = True
 
     def without_split(self) -> PaddedShapes:
@@ -24,6 +28,12 @@ class PaddedShapes:
         other = copy(self)
         other._splits = False
         return other
+
+    @cached_property
+    def digest(self) -> str:
+        """Graphs are no part of it: a rank without them runs the same shapes uncaptured."""
+        facts = replace(self.facts, can_capture=False)
+        return sha256(repr((facts, self.decode_sizes, self.table.keys, self._splits)).encode()).hexdigest()
 
     def repeated_key(self, last: int, num_rows: int, shared_blocks: int) -> int:
         key = self._decode_key(num_rows, shared_blocks)
@@ -33,8 +43,8 @@ class PaddedShapes:
         facts, table = self.facts, self.table
         shares = (
             facts.can_share_prefix
-            and num_rows >= MIN_SHARING_ROWS
-            and shared_blocks * facts.block_size >= MIN_SHARED_TOKENS
+            and num_rows >= facts.sizes.min_sharing_rows
+            and shared_blocks * facts.block_size >= facts.sizes.min_shared_tokens
         )
         return table.sharing if shares else table.plain
 

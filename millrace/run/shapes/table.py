@@ -3,25 +3,20 @@ keys stand for."""
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 from millrace.plan.step import StepShape
 from millrace.run.shapes.keys import ShapeKey
 from millrace.run.shapes.sizes import (
-    DECODE_BESIDE_BUDGET,
-    DECODE_SIZES,
     MAX_CHUNKS,
     MIN_TOKENS_PER_ROW,
-    MIXED_ROWS,
-    MIXED_TOKENS,
     PLACES,
-    PROMPT_ONLY_ROWS,
-    PROMPT_ONLY_TOKENS,
     SPARE_TILES,
-    SPLIT_CONTEXT,
-    SPLIT_TOKENS,
+    MeasuredSizes,
+    measured_sizes,
 )
 
 NO_LIMIT = 1 << 31
@@ -35,6 +30,8 @@ class ShapeFacts:
     token_budget: int
     queries_per_tile: int
     block_size: int
+    sizes: MeasuredSizes = field(default_factory=measured_sizes)
+    """By default those for devices without measurements."""
     tile_decode_rows: bool = False
     """Deterministic mode: rows with a single token are tiled like others."""
     max_context: int = 0
@@ -48,31 +45,37 @@ class ShapeFacts:
     needs_all_states: bool = False
     """A drafter reads the states of all tokens after the last layer."""
     can_capture: bool = False
+    min_split: float = math.inf
+    """Fewest greedy rows that are worth a head of their own beside one that draws from logits."""
+    greedy_heads: tuple[int, ...] = ()
+    """Decode sizes for which there is a greedy head that computes no logits."""
+    waits_above: int | None = None
+    """In steps of more rows a draw may wait on the device for its masks; None: in no step."""
     takes_adapters: bool = False
     """Steps may have adapters: each shape has a variant with them."""
 
 
 class ShapeTable:
     def __init__(self, facts: ShapeFacts) -> None:
-        max_rows, token_budget = facts.max_rows, facts.token_budget
-        self.facts = facts
+        max_rows, token_budget, sizes = facts.max_rows, facts.token_budget, facts.sizes
+        self.facts, self._sizes = facts, sizes
         self.keys: list[ShapeKey] = []
         """What each key stands for. The same facts give the same keys, on every rank."""
         self._numbers: dict[ShapeKey, int] = {}
         self._queries_per_tile = facts.queries_per_tile
         self._tile_decode_rows = facts.tile_decode_rows
         self._token_budget = token_budget
-        self.decode_sizes = _capped([*DECODE_SIZES, *range(160, 513, 32), *range(576, max_rows + 64, 64)], max_rows)
+        self.decode_sizes = _capped([*sizes.decode, *range(160, 513, 32), *range(576, max_rows + 64, 64)], max_rows)
         self.plain = self._declare(ShapeKey(is_tiled=self._tile_decode_rows))
         """Key of decode shapes."""
         self.sharing = self._declare(replace(self.keys[self.plain], shares_prefix=True))
         """Key of decode shapes whose rows share a prefix."""
         self._decode: dict[tuple[int, int, int], StepShape] = {}
         """Decode shapes that were asked for, by rows, key and places."""
-        within = _capped(MIXED_TOKENS, token_budget)
-        self.mixed_tokens = [*within, *(token_budget + rows for rows in _capped(DECODE_BESIDE_BUDGET, max_rows))]
+        within = _capped(sizes.mixed_tokens, token_budget)
+        self.mixed_tokens = [*within, *(token_budget + rows for rows in _capped(sizes.decode_beside_budget, max_rows))]
         # One more row, for padding.
-        self.mixed_rows = _capped(MIXED_ROWS, max_rows + 1)
+        self.mixed_rows = _capped(sizes.mixed_rows, max_rows + 1)
         self._prompt_only = {size: self._prompt_shape(size) for size in within if self._has_prompt_shape(size)}
         split = [self._split_shape(size) for size in self._prompt_only]
         self._split = {shape.tokens: shape for shape in split if self.key_of(shape).parts > 1}
@@ -146,7 +149,9 @@ class ShapeTable:
         if token_index == len(self.mixed_tokens) or row_index == len(self.mixed_rows):
             return None
         size = self.mixed_tokens[token_index]
-        prompt_only = self._prompt_only.get(size) if not has_decode_rows and rows < PROMPT_ONLY_ROWS else None
+        prompt_only = (
+            self._prompt_only.get(size) if not has_decode_rows and rows < self._sizes.prompt_only_rows else None
+        )
         mixed = self._mixed.get((size, self.mixed_rows[row_index])) or self._mixed[size, self.mixed_rows[-1]]
         shape = prompt_only or mixed
         padding = -(-(shape.tokens - tokens) // self._queries_per_tile)
@@ -154,7 +159,7 @@ class ShapeTable:
 
     def split(self, shape: StepShape, context: int) -> StepShape | None:
         """The same mixed shape with split KV, if it has one. `context`: most computed tokens of a row."""
-        if context < SPLIT_CONTEXT or shape.rows != PROMPT_ONLY_ROWS:
+        if context < self._sizes.split_context or shape.rows != self._sizes.prompt_only_rows:
             return None
         return self._split.get(shape.tokens) if shape is self._prompt_only.get(shape.tokens) else None
 
@@ -187,16 +192,16 @@ class ShapeTable:
         return not self._tile_decode_rows and tokens >= MIN_TOKENS_PER_ROW * rows
 
     def _has_prompt_shape(self, tokens: int) -> bool:
-        return not self._tile_decode_rows and PROMPT_ONLY_ROWS < tokens <= PROMPT_ONLY_TOKENS
+        return not self._tile_decode_rows and self._sizes.prompt_only_rows < tokens <= self._sizes.prompt_only_tokens
 
     def _prompt_shape(self, tokens: int, parts: int = 1) -> StepShape:
-        last_only = self.last_only(tokens, PROMPT_ONLY_ROWS)
+        last_only = self.last_only(tokens, self._sizes.prompt_only_rows)
         key = self._declare(ShapeKey(is_tiled=True, parts=parts, has_decode_rows=False, last_only=last_only))
-        return StepShape("mixed", tokens, PROMPT_ONLY_ROWS, key=key)
+        return StepShape("mixed", tokens, self._sizes.prompt_only_rows, key=key)
 
     def _split_shape(self, tokens: int) -> StepShape:
         tiles, max_parts = -(-tokens // self._queries_per_tile), self.facts.max_parts
-        parts = max_parts[min(tiles, len(max_parts)) - 1] if max_parts and tokens <= SPLIT_TOKENS else 1
+        parts = max_parts[min(tiles, len(max_parts)) - 1] if max_parts and tokens <= self._sizes.split_tokens else 1
         return self._prompt_shape(tokens, parts)
 
     def _mixed_shape(self, tokens: int, rows: int) -> StepShape:
