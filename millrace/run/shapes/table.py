@@ -30,8 +30,6 @@ class ShapeFacts:
     token_budget: int
     queries_per_tile: int
     block_size: int
-    sizes: MeasuredSizes = field(default_factory=measured_sizes)
-    """By default those for devices without measurements."""
     tile_decode_rows: bool = False
     """Deterministic mode: rows with a single token are tiled like others."""
     max_context: int = 0
@@ -53,6 +51,8 @@ class ShapeFacts:
     """In steps of more rows a draw may wait on the device for its masks; None: in no step."""
     takes_adapters: bool = False
     """Steps may have adapters: each shape has a variant with them."""
+    sizes: MeasuredSizes = field(default_factory=measured_sizes)
+    """By default those for devices without measurements."""
 
 
 class ShapeTable:
