@@ -27,6 +27,7 @@ from millrace.engine.fronts.transfers import Transfers
 from millrace.engine.grammars import make_grammars
 from millrace.engine.loop import Engine
 from millrace.engine.memory_plan import NO_DRAFTER, MemoryPlan, make_memory_plan
+from millrace.engine.parts import EngineParts
 from millrace.engine.ranks.check import check_encoder_ranks, check_ranks, rank_notes
 from millrace.engine.ranks.group import RankGroup
 from millrace.engine.ranks.mirror import Mirror
@@ -169,22 +170,24 @@ def _build_decoding(
     return Engine(
         *(scheduler, runner, decided.device, channel),
         facts=made.facts,
-        constrained=constrained,
-        work=decided.work,
-        has_figures=config.observe.figures,
-        drafter=decided.drafter_kind or text,
-        mirror=mirror,
-        ranks=ranks,
-        disk=None if store is None else DiskCopier(store, made.host_blocks, runner),
-        adapters=lambda shares: make_adapters(
-            *(config.adapters, decided.spec, decided.precision.dtype, fill, shares),
-            device_bytes=decided.plan.adapter_bytes,
-        ),
-        transfers=Transfers(
-            *(scheduler.transfer, made.contents),
-            identity=_digest(_model_identity(config, decided)),
-            block_tokens=config.plan.block_size,
-            refused=_why_blocks_stay(config, decided),
+        parts=EngineParts(
+            constrained=constrained,
+            work=decided.work,
+            has_figures=config.observe.figures,
+            drafter=decided.drafter_kind or text,
+            mirror=mirror,
+            ranks=ranks,
+            disk=None if store is None else DiskCopier(store, made.host_blocks, runner),
+            adapters=lambda shares: make_adapters(
+                *(config.adapters, decided.spec, decided.precision.dtype, fill, shares),
+                device_bytes=decided.plan.adapter_bytes,
+            ),
+            transfers=Transfers(
+                *(scheduler.transfer, made.contents),
+                identity=_digest(_model_identity(config, decided)),
+                block_tokens=config.plan.block_size,
+                refused=_why_blocks_stay(config, decided),
+            ),
         ),
     )
 

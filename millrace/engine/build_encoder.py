@@ -12,6 +12,7 @@ from millrace.config import Config
 from millrace.engine.figures.step_figures import ModelWork
 from millrace.engine.fingerprint import weights_digest
 from millrace.engine.loop import Engine
+from millrace.engine.parts import EngineParts
 from millrace.errors import ConfigError, MemoryPlanError
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import EngineReady
@@ -51,8 +52,7 @@ def build_encoder_engine(
     engine = Engine(
         *(EncodePlanner(settings), runner, device, channel),
         facts=runner.facts,
-        work=_work(model, weights_bytes),
-        has_figures=config.observe.figures,
+        parts=EngineParts(work=_work(model, weights_bytes), has_figures=config.observe.figures),
     )
     return engine, _ready(config, files, model, device, settings, dtype, weights_bytes)
 

@@ -16,25 +16,22 @@ import msgspec
 from millrace.engine.adapters.service import SCAN_EVERY_S, EngineAdapters
 from millrace.engine.constrained import ConstrainedRequests
 from millrace.engine.cycle import Confirmed, Cycle
-from millrace.engine.disk.copier import DiskCopier
-from millrace.engine.explain import explain
 from millrace.engine.figures.draft_figures import DraftFigures
 from millrace.engine.figures.row_drafts import RowDraftCounts, step_drafts
-from millrace.engine.figures.shares import Shares
-from millrace.engine.figures.step_figures import ModelWork, StepFigures
+from millrace.engine.figures.step_figures import StepFigures
 from millrace.engine.figures.uncounted import UncountedSteps, UncountedTimes
 from millrace.engine.fronts.forgetting import Forgetting
 from millrace.engine.fronts.kv_events import KvEventFeed
 from millrace.engine.fronts.outbox import Outbox
-from millrace.engine.fronts.transfers import Transfers
+from millrace.engine.fronts.queries import Queries
 from millrace.engine.ledger import Ledger
-from millrace.engine.ranks.group import RankGroup
-from millrace.engine.ranks.mirror import Mirror
+from millrace.engine.parts import NO_PARTS, EngineParts
 from millrace.engine.rates import MeasuredRates
+from millrace.engine.requests import to_request
 from millrace.engine.watchdog import Watchdog
 from millrace.host import idle_memory
 from millrace.host.time_slice import request_short_slices
-from millrace.link.block_parts import PartAnswer, PartOfPrefix
+from millrace.link.block_parts import PartOfPrefix
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import (
     Abort,
@@ -54,11 +51,10 @@ from millrace.link.messages import (
     Stop,
     ToEngine,
     WatchKv,
-    unpack_tokens,
 )
-from millrace.params import FinishReason, RowParams, SamplingParams
+from millrace.params import FinishReason, SamplingParams
 from millrace.plan.planner.protocol import Planner
-from millrace.plan.request import BATCH, INTERACTIVE, Request, end_of
+from millrace.plan.request import Request, end_of
 from millrace.plan.step import Ended, StepPlan
 from millrace.run.device.device import Device
 from millrace.run.facts import RunnerFacts
@@ -91,36 +87,25 @@ class Engine:
         *,
         facts: RunnerFacts,
         clock: Callable[[], float] = time.monotonic,
-        constrained: ConstrainedRequests | None = None,
-        work: ModelWork | None = None,
-        has_figures: bool = True,
-        drafter: str = "ngram",
-        mirror: Mirror | None = None,
-        ranks: RankGroup | None = None,
-        adapters: Callable[[Shares], EngineAdapters | None] = lambda _: None,
-        transfers: Transfers | None = None,
-        disk: DiskCopier | None = None,
+        parts: EngineParts = NO_PARTS,
     ) -> None:
-        """`facts`: the runner's. `constrained`: None if the model's tokenizer cannot be used with grammars. `work`:
-        bytes and FLOPs of the model's steps; None if unknown. `has_figures`: False counts no more than reports need.
-        `drafter`: who proposes drafts where the runner does not say. `mirror`, `ranks`, `disk`: closed with the engine.
-        `adapters`: makes them, given the figures by adapter. `transfers`: None if there is no KV cache."""
+        """`facts`: the runner's. `parts`: closed with the engine."""
         self._scheduler, self._facts = scheduler, facts
-        self._constrained, self._mirror, self._ranks, self._disk = constrained, mirror, ranks, disk
-        self._transfers = transfers
+        self._constrained, self._mirror, self._ranks = parts.constrained, parts.mirror, parts.ranks
+        self._disk = parts.disk
         self._device = device
         self._channel = channel
         self._clock = clock
-        self._ledger = Ledger(None if has_figures else UncountedTimes())
-        self.adapters = adapters(self._ledger.adapters)
-        self._forgetting = Forgetting(scheduler, self._ledger, disk, self._abort)
+        self._ledger = Ledger(None if parts.has_figures else UncountedTimes())
+        self.adapters = parts.adapters(self._ledger.adapters)
+        forgetting = Forgetting(scheduler, self._ledger, parts.disk, self._abort)
         self._rates = MeasuredRates()
         self._outbox = Outbox(channel, self._ledger)
         self._kv_events = KvEventFeed(channel, scheduler.watched_blocks)
-        count_steps = StepFigures if has_figures else UncountedSteps
-        self._figures = count_steps(scheduler.rows, self._ledger.histograms, work or ModelWork())
-        self._drafts = DraftFigures(drafter)
-        self._row_drafts = RowDraftCounts(scheduler.rows.capacity, drafter)
+        count_steps = StepFigures if parts.has_figures else UncountedSteps
+        self._figures = count_steps(scheduler.rows, self._ledger.histograms, parts.work)
+        self._drafts = DraftFigures(parts.drafter)
+        self._row_drafts = RowDraftCounts(scheduler.rows.capacity, parts.drafter)
         self._ledger.take_drafts = self._row_drafts.take
         self.ready: EngineReady | None = None
         """Sent to fronts that connect late."""
@@ -129,8 +114,15 @@ class Engine:
         self.on_idle: Callable[[], None] = idle_memory.collect_young
         """Called once each time the engine becomes idle."""
         self._cycle = Cycle(
-            *(scheduler, runner, self), facts=facts, clock=clock, probe=self._probe, masks=constrained, copier=disk
+            *(scheduler, runner, self),
+            facts=facts,
+            clock=clock,
+            probe=self._probe,
+            masks=parts.constrained,
+            copier=parts.disk,
         )
+        asked = (self._ledger, self._figures, parts.transfers, forgetting)
+        self._queries = Queries(scheduler, *asked, clock=clock, cancel=self._cancel)
         self._stopping = False
         self._progressed = False
         self._idle_since: float | None = None
@@ -330,7 +322,7 @@ class Engine:
 
     def _handle(self, message: ToEngine) -> None:
         if isinstance(message, NewRequest):
-            request = _to_request(message, self._facts, has_drafts=self._scheduler.has_drafts)
+            request = to_request(message, self._facts, has_drafts=self._scheduler.has_drafts)
             self._ledger.open(message, request, self._clock())
             self._rates.on_arrival(request.priority)
             self._used_at = self._clock()
@@ -376,6 +368,9 @@ class Engine:
         else:
             self._scheduler.abort(request_id, reason, message)
 
+    def _cancel(self, request_id: int) -> None:
+        self._abort(request_id, "cancelled", CANCELLED)
+
     def _handle_rare(self, message: AbortFront | EndSearch | Hello | PartOfPrefix | Query | Retire | WatchKv) -> None:
         if isinstance(message, EndSearch):
             self._ledger.close_search(message.finish)
@@ -393,23 +388,13 @@ class Engine:
         elif isinstance(message, WatchKv):
             self._kv_events.watch(message.front, is_on=message.is_on)
         elif isinstance(message, PartOfPrefix):
-            self._channel.send(message.front, Reply(message.query_id, msgspec.msgpack.encode(self._transfer(message))))
+            self._channel.send(message.front, Reply(message.query_id, self._queries.transfer(message)))
         elif message.kind in ADAPTER_QUERIES:
             reply = Reply(message.query_id) if self.adapters is None else self.adapters.answer(message)
             if reply is not None:
                 self._channel.send(message.front, reply)
         else:
-            self._channel.send(message.front, Reply(message.query_id, self._answer(message)))
-
-    def _transfer(self, part: PartOfPrefix) -> PartAnswer:
-        if self._transfers is None:
-            return PartAnswer("This model has no KV cache.")
-        self._scheduler.run_deferred()
-        try:
-            return self._transfers.answer(part, self._clock())
-        except Exception as error:
-            log.exception("a part of a prefix could not be read or written")
-            return PartAnswer(f"The blocks could not be copied: {error}")
+            self._channel.send(message.front, Reply(message.query_id, self._queries.answer(message)))
 
     def _retire(self, message: Retire) -> None:
         """Stop if no request is open and none was for the time asked. A request that is still on its way is kept by its
@@ -421,39 +406,6 @@ class Engine:
         self._channel.send(message.front, Reply(message.query_id, msgspec.json.encode(idleness)))
         if self._stopping:
             self._channel.send_all(EngineRetired())
-
-    def _answer(self, query: Query) -> bytes:
-        if query.kind == "steps":
-            return msgspec.json.encode(self._figures.last_steps(int(query.name)))
-        if query.kind == "handles":
-            return msgspec.json.encode(self._scheduler.handles(query.tenant, self._clock()))
-        if query.kind == "drop_handles":
-            return msgspec.json.encode(self._scheduler.drop_handles(query.name, query.tenant))
-        if query.kind == "renew_handle":
-            found = self._scheduler.renew_handle(query.name, query.tenant or "", float(query.value), self._clock())
-            return msgspec.json.encode(found)
-        if query.kind == "copy_handle":
-            found = self._scheduler.copy_handle(query.name, query.tenant or "", query.value, self._clock())
-            return msgspec.json.encode(found)
-        if query.kind in ("forget", "forgotten"):
-            return self._forgetting.answer(query)
-        if query.kind == "prefix_facts":
-            transfers = self._transfers
-            facts = None if transfers is None else transfers.facts(query.name, query.tenant or "", self._clock())
-            return b"" if facts is None else msgspec.msgpack.encode(facts)
-        entries = self._ledger.named(query.name, query.tenant)
-        if not entries:
-            return b""
-        if query.kind == "explain":
-            # A client may reuse a name: explain the latest request that has it.
-            latest = [entry for entry in entries if entry.names == entries[-1].names]
-            return msgspec.json.encode(explain(latest, self._clock()))
-        running = [entry for entry in entries if entry.finish is None]
-        for request_id in [one for entry in running for one in self._ledger.cancel(entry)]:
-            self._abort(request_id, "cancelled", CANCELLED)
-        return msgspec.json.encode(
-            {"object": "request.cancelled", "id": query.name, "cancelled": bool(running), "sequences": len(running)}
-        )
 
     # -- statistics ------------------------------------------------------------------------------------------------
 
@@ -503,46 +455,3 @@ class Engine:
             adapters=None if self.adapters is None else self.adapters.stats,
             **asdict(planned),
         )
-
-
-def _to_request(message: NewRequest, facts: RunnerFacts, *, has_drafts: bool = True) -> Request:
-    """`has_drafts`: False if no step ever has drafts."""
-    params = message.params
-    if params.max_tokens is None:
-        raise AssertionError("the front must fill in max_tokens")
-    constrained = params.is_constrained
-    return Request(
-        id=message.id,
-        prompt=unpack_tokens(message.prompt),
-        max_tokens=params.max_tokens,
-        end_token_ids=message.end_token_ids,
-        min_tokens=params.min_tokens if params.grammar is None else 0,  # The grammar's masks keep it from ending.
-        priority=min(max(message.priority, INTERACTIVE), BATCH),
-        tenant=message.tenant,
-        weight=message.weight,
-        arrival=message.arrival,
-        deadline=message.deadline if message.deadline is not None else float("inf"),
-        salt=message.cache_salt.encode(),
-        retain=message.retain,
-        documents=message.documents,
-        read_cache=params.prompt_logprobs is None and params.pooling != "mean",
-        constrained=constrained,
-        can_draft=has_drafts and _can_draft(params, facts),
-        can_jump=constrained and _can_verify(params, verifies_adjusted=False),
-        row_params=RowParams(params, message.end_token_ids, message.cache_salt),
-        output=message.resumed.output if message.resumed is not None else b"",
-    )
-
-
-def _can_draft(params: SamplingParams, facts: RunnerFacts) -> bool:
-    """False if drafts are off, or if a token's draw depends on where earlier tokens are."""
-    if params.speculate == "off" or (params.logit_bias and not facts.verifies_adjusted):
-        return False
-    return _can_verify(params, verifies_adjusted=facts.verifies_adjusted)
-
-
-def _can_verify(params: SamplingParams, *, verifies_adjusted: bool) -> bool:
-    is_drawn_apart = params.needs_tokens or params.allowed_token_ids is not None or params.has_further_cuts
-    if is_drawn_apart or params.prompt_logprobs is not None:
-        return False
-    return verifies_adjusted or not (params.uses_penalties or params.logprobs is not None)

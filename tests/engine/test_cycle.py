@@ -17,6 +17,7 @@ from millrace.engine.constrained import ConstrainedRequests
 from millrace.engine.cycle import Confirmed, Cycle
 from millrace.engine.grammars import ALL_TOKENS, Grammars
 from millrace.engine.loop import Engine
+from millrace.engine.parts import EngineParts
 from millrace.link.messages import NewRequest, pack_tokens
 from millrace.params import Grammar, SamplingParams
 from millrace.plan.planner.protocol import ChosenRows
@@ -60,7 +61,7 @@ def answers(threads: set[str], runner: FakeRunner, **facts: int) -> dict[int, li
     # The first request has the grammar compiled: the others start together.
     channel = FakeChannel([new_request(NUM_REQUESTS, 5, 1, SCHEMA)], requests)
     own = RunnerFacts(**facts, takes_forced=True)
-    run_engine(Engine(scheduler, runner, FakeDevice(), channel, facts=own, constrained=constrained))
+    run_engine(Engine(scheduler, runner, FakeDevice(), channel, facts=own, parts=EngineParts(constrained=constrained)))
     assert runner.order.count("forward") * 2 == len(runner.order)
     assert not any(finish.message for _, message in channel.sent for finish in message.finished)
     tokens = channel.tokens

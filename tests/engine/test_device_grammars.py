@@ -30,7 +30,7 @@ from millrace.engine.constrained import ConstrainedRequests
 from millrace.engine.cycle import Confirmed, Cycle
 from millrace.engine.figures.draft_figures import DraftFigures
 from millrace.engine.grammars import Grammars
-from millrace.engine.loop import _to_request
+from millrace.engine.requests import to_request
 from millrace.link.messages import NewRequest, pack_tokens
 from millrace.params import Grammar, SamplingParams
 from millrace.plan.drafts import DraftSettings
@@ -105,7 +105,7 @@ class Answers:
             prompt = pack_tokens(np.array(PROMPTS[index % len(PROMPTS)], np.int32))
             message = NewRequest(id=index, prompt=prompt, params=params, end_token_ids=(END,), arrival=0.0)
             # What the engine's loop makes of a message.
-            request = _to_request(message, FACTS)
+            request = to_request(message, FACTS)
             if not self.constrained.hold(request, params, 0.0):
                 ready.append(request)
 

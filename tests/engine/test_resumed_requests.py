@@ -16,6 +16,7 @@ from millrace.engine.explain import explain
 from millrace.engine.grammars import Grammars
 from millrace.engine.ledger import Ledger
 from millrace.engine.loop import Engine
+from millrace.engine.parts import EngineParts
 from millrace.link.frames import HEADER
 from millrace.link.messages import Finish, NewRequest, Resumption, decode_to_engine, encode_frame, pack_tokens
 from millrace.params import Grammar, SamplingParams, ThinkingLimit
@@ -44,7 +45,9 @@ def answer(message: NewRequest) -> tuple[list[int], Finish]:
     constrained = ConstrainedRequests(Grammars(lambda: GrammarEnvironment(tokenizer, VOCAB, 1)))
     channel = FakeChannel([message])
     runner = FakeRunner(VOCAB)
-    run_engine(Engine(scheduler, runner, FakeDevice(), channel, facts=runner.facts, constrained=constrained))
+    run_engine(
+        Engine(scheduler, runner, FakeDevice(), channel, facts=runner.facts, parts=EngineParts(constrained=constrained))
+    )
     [finish] = [finish for _, sent in channel.sent for finish in sent.finished]
     return channel.tokens.get(1, []), finish
 

@@ -10,7 +10,7 @@ import pytest
 from helpers.tiny_models import config_of, make_reference
 
 from millrace import LLM, SamplingParams
-from millrace.engine.loop import _to_request
+from millrace.engine.requests import to_request
 from millrace.errors import BadRequest
 from millrace.link.messages import NewRequest, pack_tokens
 from millrace.params import Grammar
@@ -89,5 +89,5 @@ def test_a_grammar_comes_before_bad_words(llm: LLM) -> None:
 def test_such_rows_verify_no_drafts(verifies_adjusted: bool, fields: dict[str, Any], can_draft: bool) -> None:
     params = SamplingParams(max_tokens=4, **fields)
     facts = RunnerFacts(verifies_adjusted=verifies_adjusted)
-    request = _to_request(NewRequest(id=1, prompt=pack_tokens([1, 2]), params=params), facts)
+    request = to_request(NewRequest(id=1, prompt=pack_tokens([1, 2]), params=params), facts)
     assert request.can_draft == can_draft
