@@ -103,7 +103,8 @@ def kind_of_shape(shape: StepShape) -> int:
 
 
 def draw_of(plan: StepPlan) -> tuple[int, int, int]:
-    draw, flags = plan.draw, WAITS if plan.draw.waits else 0
+    draw = plan.draw
+    flags = WAITS if draw.waits else 0
     for part in plan.captures:
         if isinstance(part, HeadShape):
             flags |= _HEAD_FLAGS[part.variant]
@@ -112,8 +113,10 @@ def draw_of(plan: StepPlan) -> tuple[int, int, int]:
 
 def draw_from(full: int, greedy: int, flags: int, last: DrawShape = OWN_DRAW) -> DrawShape:
     """`last`: that of the step before, returned if it is the same."""
-    draw = DrawShape(full, greedy, bool(flags & WAITS))
-    return last if draw == last else draw
+    waits = bool(flags & WAITS)
+    if last.full == full and last.greedy == greedy and last.waits == waits:
+        return last
+    return DrawShape(full, greedy, waits)
 
 
 def captures_from(shape: StepShape | None, draw: DrawShape, flags: int) -> tuple[StepShape | HeadShape, ...]:
