@@ -124,6 +124,7 @@ def same_as_whole(llm: LLM, before: str, **options: Any) -> list[int]:
     return list(reused.token_ids)
 
 
+@pytest.mark.live
 def test_reuse_goes_with_adapters(tmp_path: Path) -> None:
     """Documents are computed with the adapter, whose keys and values are its own."""
     model = make_reference("llama", vocab_size=300, max_position_embeddings=2048, num_hidden_layers=1)
