@@ -31,6 +31,7 @@ COMMANDS = {
     "train-drafter": "train a drafter for speculative decoding from a model's own answers",
     "train-adapter": "train a LoRA adapter of a model from examples, as PEFT writes it",
     "merge": "add a LoRA adapter to its model's weights and write the result",
+    "canary": "give a share of an adapter's requests to a new version, promote it or take it back",
     "create": "make a model of a served one: an adapter, a system prompt, parameters (Ollama's Modelfile)",
     "bench": "measure this machine, or any OpenAI-compatible server",
     "load": "send a workload to a server: latencies, goodput, the highest rate that meets objectives",
@@ -89,7 +90,7 @@ _FLEET = ("gateway", "up", "status", "restart", "down", "router", "postmortem")
 _TRAINING = ("train-adapter", "train-drafter")
 """Commands whose modules are in `millrace/commands/training`."""
 
-_ADAPTERS = ("merge", "create")
+_ADAPTERS = ("merge", "create", "canary")
 """Commands whose modules are in `millrace/commands/adapters`."""
 
 _SETUP = ("doctor", "completion")

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import get_args
 
 import msgspec
 
@@ -37,10 +38,12 @@ from millrace.link.messages import (
     Abort,
     AbortFront,
     AdapterNames,
+    AdapterQuery,
     EndSearch,
     EngineReady,
     EngineRetired,
     EngineStats,
+    Finish,
     GrammarStats,
     Hello,
     Idleness,
@@ -71,7 +74,7 @@ SETTLE_S = 3.0
 """At the end, longest time for which cached KV blocks are written to the disk."""
 RANK_CHECK_S = 1.0
 """An idle engine looks so often whether other ranks are there."""
-ADAPTER_QUERIES = ("adapters", "add_adapter", "drop_adapter")
+ADAPTER_QUERIES = get_args(AdapterQuery)
 CANCELLED = "The request was cancelled."
 COMPILING_WAIT_S = 0.002
 """Wait for messages while a grammar is being compiled and there is no other work."""
@@ -246,7 +249,7 @@ class Engine:
             self._used_at = done.at
             if finish.output_tokens:
                 self._rates.on_ended(finish.total_s - finish.queued_s)
-            self._close(finish.id)
+            self._close(finish.id, finish.reason, finish)
 
     def on_step_done(self, done: Confirmed) -> None:
         self._rates.on_step(done.plan.num_tokens, done.device_s)
@@ -263,13 +266,13 @@ class Engine:
         if ended:
             self._used_at = now
         for event in ended:
-            self._close(event.request_id)
+            self._close(event.request_id, event.reason)
 
-    def _close(self, request_id: int) -> None:
+    def _close(self, request_id: int, reason: FinishReason, finish: Finish | None = None) -> None:
         if self._constrained is not None:
             self._constrained.close(request_id)
         if self.adapters is not None:
-            self.adapters.close(request_id)
+            self.adapters.close(request_id, reason, finish)
 
     # -- waiting ---------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import msgspec
 
 from millrace.errors import EngineUnavailable, ModelNotFound, Overloaded
+from millrace.link.adapter_messages import AdapterAnswer, AdapterFigures, AddAdapter, AddCanary
 from millrace.link.block_parts import PartAnswer, PartOfPrefix
 from millrace.link.channel import FrontChannel, NoEngine
 from millrace.link.documents import UNREAD, check_documents, texts_alone
@@ -32,10 +33,8 @@ from millrace.link.messages import (
     FRONT_SHIFT,
     Abort,
     AbortFront,
-    AdapterAnswer,
-    AdapterFigures,
     AdapterNames,
-    AddAdapter,
+    AdapterQuery,
     EndSearch,
     EngineFailed,
     EngineLoading,
@@ -330,17 +329,27 @@ class EngineClient:
 
     async def add_adapter(self, asked: AddAdapter) -> AdapterAnswer:
         """Answered when its files were read. Engines that are started later are told of it, too."""
-        body = msgspec.json.encode(asked).decode()
-        reply = await self._ask(
-            lambda query_id: Query(self.front_index, query_id, "add_adapter", body), ADAPTER_TIMEOUT_S
-        )
-        answer = msgspec.json.decode(reply, type=AdapterAnswer) if reply else AdapterAnswer(error=NO_ADAPTERS)
+        answer = await self._change_adapters("add_adapter", msgspec.json.encode(asked).decode())
         if not answer.error:
             self.known_adapters.note_added(asked)
         return answer
 
     async def drop_adapter(self, name: str) -> AdapterAnswer:
-        reply = await self.query("drop_adapter", name, None)
+        return await self._change_adapters("drop_adapter", name)
+
+    async def add_canary(self, asked: AddCanary) -> AdapterAnswer:
+        """Answered when its files were read. Engines that are started later have none."""
+        return await self._change_adapters("add_canary", msgspec.json.encode(asked).decode())
+
+    async def end_canary(self, name: str, *, promotes: bool) -> AdapterAnswer:
+        """Engines that are started later are told of a promoted version."""
+        answer = await self._change_adapters("promote_canary" if promotes else "abort_canary", name)
+        if promotes and not answer.error:
+            self.known_adapters.note_added(AddAdapter(name, answer.adapters[0].path))
+        return answer
+
+    async def _change_adapters(self, kind: AdapterQuery, name: str) -> AdapterAnswer:
+        reply = await self._ask(lambda query_id: Query(self.front_index, query_id, kind, name), ADAPTER_TIMEOUT_S)
         return msgspec.json.decode(reply, type=AdapterAnswer) if reply else AdapterAnswer(error=NO_ADAPTERS)
 
     async def adapter_figures(self) -> list[AdapterFigures]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from millrace.link.messages import AdapterAnswer, AddAdapter
+from millrace.link.adapter_messages import AdapterAnswer, AddAdapter
 
 log = logging.getLogger("millrace.serve")
 

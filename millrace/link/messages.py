@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from millrace.link.adapter_messages import CanaryStats
 from millrace.link.block_parts import PartOfPrefix
 from millrace.link.frames import HEADER
 from millrace.params import Documents, FinishReason, Retain, SamplingParams
@@ -94,7 +95,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 
 HandleQuery = Literal["handles", "drop_handles", "renew_handle", "copy_handle", "prefix_facts"]
 TenantQuery = Literal["forget", "forgotten"]
-AdapterQuery = Literal["adapters", "add_adapter", "drop_adapter"]
+AdapterQuery = Literal["adapters", "add_adapter", "drop_adapter", "add_canary", "promote_canary", "abort_canary"]
 QueryKind = Literal["explain", "cancel", "steps"] | HandleQuery | TenantQuery | AdapterQuery
 
 
@@ -106,7 +107,7 @@ class Query(msgspec.Struct, frozen=True, tag="query"):
     kind: QueryKind
     name: str
     """Of the request, of the handles or of the adapter; with `steps`, how many of the last ones are wanted; with
-    `add_adapter`, an `AddAdapter` as JSON."""
+    `add_adapter`, an `AddAdapter` as JSON; with `add_canary`, an `AddCanary`."""
     tenant: str | None = None
     """Find only requests or handles of this tenant; None = of any."""
     value: str = ""
@@ -137,48 +138,6 @@ class HandleList(msgspec.Struct, frozen=True):
     used_bytes: int
     max_bytes: int
     """That all tenants' handles may keep together."""
-
-
-class AddAdapter(msgspec.Struct, frozen=True):
-    """The adapter in this directory is to be known by this name. Answered when it was read and checked."""
-
-    name: str
-    path: str
-    is_new: bool = False
-    """Refuse a name that is known."""
-
-
-class AdapterFigures(msgspec.Struct, frozen=True):
-    """One adapter of a model."""
-
-    name: str
-    path: str
-    state: Literal["known", "loading", "memory", "resident", "failed"]
-    """known: not read yet, or no longer in memory; resident: it has a slot on the device."""
-    max_rank: int = 0
-    bytes: int = 0
-    base_model: str = ""
-    """As the adapter's own files name it."""
-    open_requests: int = 0
-    loads: int = 0
-    """Times that its files were read."""
-    failure: str = ""
-    is_added: bool = False
-    """Added while the server ran."""
-    requests: int = 0
-    """Sequences that ended."""
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-
-
-class AdapterAnswer(msgspec.Struct, frozen=True):
-    """The answer to a `Query` about adapters."""
-
-    adapters: list[AdapterFigures] = []
-    error: str = ""
-    """Why nothing was changed."""
-    is_unknown: bool = False
-    """There is none with this name."""
 
 
 class AdapterNames(msgspec.Struct, frozen=True, tag="adapter_names"):
@@ -342,6 +301,7 @@ class AdapterStats(msgspec.Struct, frozen=True):
     max_slot_bytes: int | None = None
     """Device memory for all slots; None: slots refer to the matrices in host memory."""
     rank_classes: tuple[RankClass, ...] = ()
+    canaries: CanaryStats = CanaryStats()
     each: tuple[TenantFigures, ...] = ()
     """Figures of the first adapters to appear; later ones are counted together."""
 

@@ -14,6 +14,7 @@ from prometheus_client.core import (
     Metric,
 )
 
+from millrace.link.adapter_messages import CanaryStats
 from millrace.link.messages import EngineReady, EngineStats, TenantFigures
 from millrace.observe.histograms import SPECS, Floats, Histograms, HistogramSpec
 from millrace.observe.sketch import Sketch
@@ -216,6 +217,7 @@ def _adapters(stats: EngineStats) -> Iterator[Metric]:
     for held in adapters.rank_classes:
         classes.add_metric([str(held.rank)], held.bytes)
     yield classes
+    yield from _canaries(adapters.canaries)
     requests = GaugeMetricFamily(
         "millrace_adapter_requests", "Open sequences by adapter and state.", labels=["adapter", "state"]
     )
@@ -233,6 +235,33 @@ def _adapters(stats: EngineStats) -> Iterator[Metric]:
     yield requests
     yield ended
     yield tokens
+
+
+def _canaries(canaries: CanaryStats) -> Iterator[Metric]:
+    """Labels are bounded: few canaries may run at once."""
+    share = GaugeMetricFamily(
+        "millrace_adapter_canary_share", "Share of an adapter's requests that its canary gets.", labels=["adapter"]
+    )
+    labels = ["adapter", "version"]
+    requests = GaugeMetricFamily(
+        "millrace_adapter_canary_requests", "Ended sequences of both versions since a canary began.", labels=labels
+    )
+    failed = GaugeMetricFamily("millrace_adapter_canary_failed", "Those of them that failed.", labels=labels)
+    token = GaugeMetricFamily(
+        "millrace_adapter_canary_token_seconds", "Median time of a token with both versions.", labels=labels
+    )
+    for one in canaries.running:
+        share.add_metric([one.adapter], one.share)
+        for version, figures in (("old", one.old), ("new", one.new)):
+            requests.add_metric([one.adapter, version], figures.requests)
+            failed.add_metric([one.adapter, version], figures.failed)
+            token.add_metric([one.adapter, version], figures.token_ms / 1e3)
+    ended = CounterMetricFamily(
+        "millrace_adapter_canaries_ended", "Canaries that were promoted, aborted or taken back.", labels=["how"]
+    )
+    for how in ("promoted", "aborted", "returned"):
+        ended.add_metric([how], canaries.ended.get(how, 0))
+    yield from (share, requests, failed, token, ended)
 
 
 def _counters(stats: EngineStats) -> Iterator[Metric]:

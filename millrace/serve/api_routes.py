@@ -11,6 +11,7 @@ from millrace.serve.anthropic import models as anthropic_models
 from millrace.serve.anthropic import routes as anthropic
 from millrace.serve.anthropic.write import error_body as anthropic_error_body
 from millrace.serve.describe import routes_adapters as adapters
+from millrace.serve.describe import routes_canary as canary
 from millrace.serve.describe import routes_info as info
 from millrace.serve.describe import routes_kv, routes_load, routes_stats, routes_steps
 from millrace.serve.describe import routes_models as models
@@ -86,6 +87,8 @@ POST: dict[str, Handler] = {
     "/v1/models/{model:.+}/load": models.load,
     "/v1/models/{model:.+}/unload": models.unload,
     "/v1/adapters": adapters.create,
+    "/v1/adapters/{name}/canary": canary.start,
+    "/v1/adapters/{name}/canary/promote": canary.promote,
     "/v1/load_lora_adapter": adapters.load_lora,
     "/v1/unload_lora_adapter": adapters.unload_lora,
     "/tokenize": info.tokenize,
@@ -140,6 +143,7 @@ DELETE: dict[str, Handler] = {
     "/v1/files/{file_id}": files.delete,
     "/v1/requests/{request_id}": requests.cancel,
     "/v1/adapters/{name}": adapters.delete,
+    "/v1/adapters/{name}/canary": canary.abort,
     "/api/delete": ollama_library.delete,
 }
 

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from millrace.errors import BadRequest
-from millrace.link.messages import AddAdapter
+from millrace.link.adapter_messages import AddAdapter
 from millrace.params import SamplingDefaults
 
 FOLDER = "created"

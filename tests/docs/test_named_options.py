@@ -16,7 +16,6 @@ OF_OTHERS = {
     "CONTRIBUTING.md": "strict",
     "docs/adapters.md": "lora-modules",
     "docs/deployment.md": "no-deps gpus plat-name",
-    "docs/notes/grammar-engines.md": "share",
 }
 """Options of other programs, by page, without their dashes."""
 

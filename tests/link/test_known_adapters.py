@@ -7,8 +7,8 @@ import logging
 import msgspec
 import pytest
 
+from millrace.link.adapter_messages import AdapterAnswer, AddAdapter
 from millrace.link.known_adapters import KnownAdapters
-from millrace.link.messages import AdapterAnswer, AddAdapter
 
 ONE, TWO, OWN = AddAdapter("one", "/a/one"), AddAdapter("two", "/a/two"), AddAdapter("own", "/a/own")
 

@@ -126,6 +126,26 @@ def test_clients_do_not_see_where_a_bad_adapter_is(served: Served, folder: Path)
     assert path in served.log
 
 
+def test_a_canary_is_started_seen_promoted_and_taken_back(served: Served, folder: Path) -> None:
+    ask(served, "POST", "/v1/adapters", name="slow/roast", path=str(folder / "one"))
+    where, name = "/v1/adapters/slow%2Froast/canary", f"{NAME}:slow/roast"
+    old, new = said(served, name), said(served, f"{NAME}:two")
+    refused = ask(served, "POST", where, 400, path=str(folder / "broken"))
+    assert "is a pickle" in refused["error"]["message"]
+    started = ask(served, "POST", where, path=str(folder / "two"), share=0.5)["canary"]
+    assert (started["status"], started["share"]) == ("running", 0.5)
+    assert [said(served, name) for _ in range(4)] == [old, new, old, new]
+    labels = '{adapter="slow/roast",version="new"}'
+    wait_until(lambda: served.metric(f"millrace_adapter_canary_requests{labels}") == 2, "counted")
+    assert ask(served, "DELETE", where)["canary"]["status"] == "aborted"
+    assert said(served, name) == said(served, name) == old
+    ask(served, "POST", where, path=str(folder / "two"))
+    promoted = ask(served, "POST", f"{where}/promote")
+    assert (promoted["canary"]["status"], promoted["path"]) == ("promoted", str(folder / "two"))
+    assert said(served, name) == said(served, name) == new
+    ask(served, "DELETE", where, 404)
+
+
 def test_the_next_engine_has_what_was_added(served: Served, folder: Path) -> None:
     ask(served, "POST", "/v1/adapters", name="kept", path=str(folder / "three"))
     before, starts = said(served, f"{NAME}:kept"), served.metric("millrace_engine_starts_total")

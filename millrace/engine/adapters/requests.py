@@ -89,10 +89,10 @@ class AdaptedRequests:
     def has_waiting(self) -> bool:
         return bool(self._held) or self.slots.is_filling
 
-    def hold(self, request: Request, params: SamplingParams) -> bool:
+    def hold(self, request: Request, params: SamplingParams, version: Known | None = None) -> bool:
         """False if the request has its slot and can be scheduled. Else it waits for `take_ready`, or `take_failed` says
-        why it must end."""
-        known = self.store.get(params.adapter) or self.expected.get(params.adapter)
+        why it must end. `version`: of the adapter; None: the usual one."""
+        known = version or self.store.get(params.adapter) or self.expected.get(params.adapter)
         if known is None:
             self._fail(request, unknown_adapter(params.adapter, self.store.names()))
             return True

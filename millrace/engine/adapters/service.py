@@ -10,21 +10,15 @@ from pathlib import Path
 
 import msgspec
 
+from millrace.engine.adapters.canaries import Canaries
 from millrace.engine.adapters.requests import AdaptedRequests, Failed, unknown_adapter
 from millrace.engine.adapters.store import Known, check_name
 from millrace.engine.adapters.watch import Found, Signature, scan
 from millrace.engine.figures.shares import Shares
 from millrace.errors import AdapterError
-from millrace.link.messages import (
-    AdapterAnswer,
-    AdapterFigures,
-    AdapterStats,
-    AddAdapter,
-    Query,
-    Reply,
-    TenantFigures,
-)
-from millrace.params import SamplingParams
+from millrace.link.adapter_messages import AdapterAnswer, AdapterFigures, AddAdapter, AddCanary
+from millrace.link.messages import AdapterStats, Finish, Query, Reply, TenantFigures
+from millrace.params import FinishReason, SamplingParams
 from millrace.plan.request import Request
 
 log = logging.getLogger(__name__)
@@ -38,6 +32,8 @@ class _Adding:
 
     query: Query
     known: Known
+    canary: AddCanary | None = None
+    """It is to be a canary."""
 
 
 class EngineAdapters:
@@ -55,6 +51,7 @@ class EngineAdapters:
         self._requests, self._store, self._shares, self._folder = requests, requests.store, shares, folder
         self._allows_adding, self._on_end = allows_adding, on_end
         self._adding: list[_Adding] = []
+        self.canaries = Canaries()
         self._dropped: list[tuple[int, Reply]] = []
         self._scanned: dict[str, Signature] = {}
         self._skipped: set[str] = set()
@@ -78,7 +75,8 @@ class EngineAdapters:
         return self._folder is not None
 
     def hold(self, request: Request, params: SamplingParams) -> bool:
-        return self._requests.hold(request, params)
+        version = self.canaries.version(params.adapter, request.id) if params.adapter in self._store else None
+        return self._requests.hold(request, params, version)
 
     def take_ready(self) -> list[tuple[Request, SamplingParams]]:
         return self._requests.take_ready() if self._requests.has_waiting else []
@@ -91,8 +89,10 @@ class EngineAdapters:
     def drop(self, request_id: int) -> Request | None:
         return self._requests.drop(request_id)
 
-    def close(self, request_id: int) -> None:
+    def close(self, request_id: int, reason: FinishReason, finish: Finish | None = None) -> None:
+        """The request has ended. `finish`: its figures, if it ran to its end."""
         self._requests.close(request_id)
+        self.canaries.close(request_id, reason, finish)
 
     def shut_down(self) -> None:
         self._on_end()
@@ -155,6 +155,10 @@ class EngineAdapters:
         """None: the answer comes from `advance`, after the fronts were told of the names that changed."""
         if query.kind == "add_adapter":
             return self._add(query)
+        if query.kind == "add_canary":
+            return self._add_canary(query)
+        if query.kind in ("promote_canary", "abort_canary"):
+            return _reply(query, self._end_canary(query.name, promotes=query.kind == "promote_canary"))
         if query.kind == "drop_adapter":
             self._dropped.append((query.front, _reply(query, self._drop(query.name))))
             return None
@@ -179,10 +183,13 @@ class EngineAdapters:
 
     def _added(self, adding: _Adding) -> tuple[int, Reply]:
         known = adding.known
+        if adding.canary is not None:
+            return adding.query.front, _reply(adding.query, self._start_canary(adding.canary, known))
         if self._requests.expected.get(known.name) is known:
             del self._requests.expected[known.name]
         if known.failure:
             return adding.query.front, _reply(adding.query, AdapterAnswer(error=known.failure))
+        self.canaries.forget(known.name)
         self._store.register(known)
         return adding.query.front, _reply(adding.query, AdapterAnswer([self._figures(known)]))
 
@@ -191,8 +198,49 @@ class EngineAdapters:
         if known is None:
             return AdapterAnswer(error=unknown_adapter(name, self._store.names()), is_unknown=True)
         figures = self._figures(known)
+        self.canaries.forget(name)
         self._store.forget(name)
         return AdapterAnswer([figures])
+
+    # -- canaries --------------------------------------------------------------------------------------------------
+
+    def _add_canary(self, query: Query) -> Reply | None:
+        asked = msgspec.json.decode(query.name, type=AddCanary)
+        if not self._allows_adding:
+            return _reply(query, AdapterAnswer(error="Adapters are not added while this server runs."))
+        if problem := self._canary_problem(asked):
+            return _reply(query, problem)
+        known = Known(asked.name, Path(asked.path).expanduser(), is_added=True)
+        self._adding.append(_Adding(query, known, asked))
+        self._store.load(known)
+        return None
+
+    def _canary_problem(self, asked: AddCanary) -> AdapterAnswer | None:
+        if asked.name not in self._store:
+            return AdapterAnswer(error=unknown_adapter(asked.name, self._store.names()), is_unknown=True)
+        why_not = self.canaries.why_not(asked)
+        return AdapterAnswer(error=why_not) if why_not else None
+
+    def _start_canary(self, asked: AddCanary, known: Known) -> AdapterAnswer:
+        """Its files were read. Meanwhile the adapter may have been removed, or have got another canary."""
+        if known.failure:
+            return AdapterAnswer(error=known.failure)
+        if problem := self._canary_problem(asked):
+            return problem
+        self.canaries.start(asked, known)
+        return AdapterAnswer([self._figures(one) for one in (self._store.get(asked.name),) if one is not None])
+
+    def _end_canary(self, name: str, *, promotes: bool) -> AdapterAnswer:
+        known = self._store.get(name)
+        if known is None:
+            return AdapterAnswer(error=unknown_adapter(name, self._store.names()), is_unknown=True)
+        canary = self.canaries.end(name, "promoted" if promotes else "aborted")
+        if canary is None:
+            return AdapterAnswer(error=f"No canary of {name!r} is running.", is_unknown=True)
+        if promotes:
+            known = canary.known
+            self._store.register(known)
+        return AdapterAnswer([self._figures(known)])
 
     # -- figures ---------------------------------------------------------------------------------------------------
 
@@ -225,6 +273,7 @@ class EngineAdapters:
                 "requests": share.requests,
                 "prompt_tokens": share.prompt_tokens,
                 "output_tokens": share.output_tokens,
+                "canary": self.canaries.figures(known.name),
             },
             AdapterFigures,
         )
@@ -247,6 +296,7 @@ class EngineAdapters:
             rank_classes=slots.rank_classes(),
             host_evictions=store.num_evictions,
             each=self._shares().figures(),
+            canaries=self.canaries.stats(),
         )
 
 

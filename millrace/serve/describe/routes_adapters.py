@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from millrace.errors import AdapterError, Conflict, Forbidden, ModelError, ModelNotFound
-from millrace.link.messages import AdapterFigures, AddAdapter
+from millrace.link.adapter_messages import AdapterFigures, AddAdapter, CanaryFigures
 from millrace.serve.describe.asked_model import asked_model
 from millrace.serve.http.body import BodyDecoder, read_body
 from millrace.serve.http.json_answer import json_answer
@@ -31,6 +31,30 @@ class AdapterRequest(Strict, kw_only=True):
     ]
     model: Annotated[str | None, described("Name of the served model; default: the first model.")] = None
     replace: Annotated[bool, described("Replace an adapter of this name; else it is refused.")] = False
+
+
+class CanaryInfo(msgspec.Struct, kw_only=True):
+    """A new version of an adapter that gets a share of its requests, or got it."""
+
+    status: Literal["running", "promoted", "aborted", "returned"]
+    """returned: taken back, because its requests failed or were slow."""
+    share: float
+    path: str | None
+    """Null for keys that are not an operator's."""
+    why: str
+    """Why it was taken back."""
+    old: VersionInfo
+    new: VersionInfo
+
+
+class VersionInfo(msgspec.Struct, kw_only=True):
+    """Of one version, since the canary began."""
+
+    requests: int
+    """Sequences that ended by themselves, or failed."""
+    failed: int
+    token_ms: float
+    """Median of the last requests, without waiting; 0 without any."""
 
 
 class AdapterInfo(msgspec.Struct, kw_only=True):
@@ -58,6 +82,8 @@ class AdapterInfo(msgspec.Struct, kw_only=True):
     """Sequences that ended."""
     prompt_tokens: int
     output_tokens: int
+    canary: CanaryInfo | None
+    """The last one, if there was any."""
 
 
 class AdapterInfoList(msgspec.Struct, kw_only=True):
@@ -101,7 +127,7 @@ async def listing(request: web.Request) -> web.Response:
 
 
 async def retrieve(request: web.Request) -> web.Response:
-    model, name = _named(request, request.match_info["name"])
+    model, name = named(request, request.match_info["name"])
     for one in await _adapters(request, model):
         if one.name == name:
             return json_answer(request, one)
@@ -110,16 +136,16 @@ async def retrieve(request: web.Request) -> web.Response:
 
 async def create(request: web.Request) -> web.Response:
     state = request.app[STATE]
-    _check_may_manage(request, state)
+    check_may_manage(request, state)
     body = _adapter_body.decode(await read_body(request, state.body_limit_bytes))
     model = state.models.find(body.model or state.model_name)
     added = await add(state, model, AddAdapter(body.name, body.path, is_new=not body.replace))
-    return json_answer(request, _shown(model, added, has_path=True))
+    return json_answer(request, shown(model, added, has_path=True))
 
 
 async def delete(request: web.Request) -> web.Response:
-    _check_may_manage(request, request.app[STATE])
-    model, name = _named(request, request.match_info["name"])
+    check_may_manage(request, request.app[STATE])
+    model, name = named(request, request.match_info["name"])
     await _drop(model, name)
     return json_answer(request, DeletedAdapter(id=f"{model.name}:{name}"))
 
@@ -127,7 +153,7 @@ async def delete(request: web.Request) -> web.Response:
 async def load_lora(request: web.Request) -> web.Response:
     """vLLM's: answers with a sentence."""
     state = request.app[STATE]
-    _check_may_manage(request, state)
+    check_may_manage(request, state)
     body = _load_body.decode(await read_body(request, state.body_limit_bytes))
     model = state.models.find(body.base_model_name or state.model_name)
     await add(state, model, AddAdapter(body.lora_name, body.lora_path, is_new=not body.load_inplace))
@@ -137,9 +163,9 @@ async def load_lora(request: web.Request) -> web.Response:
 async def unload_lora(request: web.Request) -> web.Response:
     """vLLM's: answers with a sentence."""
     state = request.app[STATE]
-    _check_may_manage(request, state)
+    check_may_manage(request, state)
     body = _unload_body.decode(await read_body(request, state.body_limit_bytes))
-    model, name = _named(request, body.lora_name)
+    model, name = named(request, body.lora_name)
     await _drop(model, name)
     return web.Response(text=f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
@@ -172,7 +198,7 @@ async def _drop(model: ServedModel[FrontState], name: str) -> None:
         raise AdapterError(answer.error, param="name")
 
 
-def _named(request: web.Request, name: str) -> tuple[ServedModel[FrontState], str]:
+def named(request: web.Request, name: str) -> tuple[ServedModel[FrontState], str]:
     """The model and the adapter's own name, which may stand behind the model's."""
     state = request.app[STATE]
     if asked := request.query.get("model"):
@@ -194,10 +220,10 @@ async def _adapters(request: web.Request, model: ServedModel[FrontState]) -> lis
         return []
     has_path, may_use, models = is_operator(request), tenant_of(request).may_use, request.app[STATE].models
     figures = [one for one in await model.client.adapter_figures() if may_use(models.names_of(model, one.name))]
-    return [_shown(model, one, has_path=has_path) for one in figures]
+    return [shown(model, one, has_path=has_path) for one in figures]
 
 
-def _shown(model: ServedModel[FrontState], one: AdapterFigures, *, has_path: bool) -> AdapterInfo:
+def shown(model: ServedModel[FrontState], one: AdapterFigures, *, has_path: bool) -> AdapterInfo:
     return AdapterInfo(
         id=f"{model.name}:{one.name}",
         name=one.name,
@@ -213,10 +239,21 @@ def _shown(model: ServedModel[FrontState], one: AdapterFigures, *, has_path: boo
         requests=one.requests,
         prompt_tokens=one.prompt_tokens,
         output_tokens=one.output_tokens,
+        canary=_canary(one.canary, has_path=has_path),
     )
 
 
-def _check_may_manage(request: web.Request, state: FrontState) -> None:
+def _canary(one: CanaryFigures | None, *, has_path: bool) -> CanaryInfo | None:
+    if one is None:
+        return None
+    old, new = (
+        VersionInfo(requests=each.requests, failed=each.failed, token_ms=each.token_ms) for each in (one.old, one.new)
+    )
+    path = one.path if has_path else None
+    return CanaryInfo(status=one.state, share=one.share, path=path, why=one.why, old=old, new=new)
+
+
+def check_may_manage(request: web.Request, state: FrontState) -> None:
     server = state.config.server
     if not may_manage(request, server.manage_models, server.host, has_keys=state.keyring is not None):
         raise Forbidden(

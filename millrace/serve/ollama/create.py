@@ -15,7 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestPayloadError
 
 from millrace.errors import AdapterError, BadRequest, BodyTooLarge, Conflict, NotFound, RequestTimeout
-from millrace.link.messages import AddAdapter
+from millrace.link.adapter_messages import AddAdapter
 from millrace.serve.created_models import MAX_NAME_CHARS, CreatedModel, own_name
 from millrace.serve.generate.checks import refuse_unsupported
 from millrace.serve.http.body import BODY_TIMEOUT_S, BodyDecoder, read_body

@@ -13,6 +13,7 @@ import msgspec
 from millrace.serve.anthropic import models as anthropic_models
 from millrace.serve.anthropic import schemas as schemas_anthropic
 from millrace.serve.describe import routes_adapters as adapters
+from millrace.serve.describe import routes_canary as canary
 from millrace.serve.describe import routes_kv, routes_load, routes_requests
 from millrace.serve.describe.openapi.limits import tighten
 from millrace.serve.describe.openapi.paths import paths
@@ -59,7 +60,8 @@ _TYPES = (
     *(sessions.SessionRequest, sessions.SessionChange, sessions.SessionAnswer),
     *(sessions.SessionList, sessions.SessionDeleted),
     *(adapters.AdapterRequest, adapters.AdapterInfo, adapters.AdapterInfoList, adapters.DeletedAdapter),
-    *(adapters.LoadLoraRequest, adapters.UnloadLoraRequest),
+    *(adapters.LoadLoraRequest, adapters.UnloadLoraRequest, adapters.CanaryInfo, adapters.VersionInfo),
+    canary.CanaryRequest,
     *(FileAnswer, FileList, FileDeleted, BatchRequest, BatchAnswer, BatchList),
     *(routes_requests.RunningRequest, routes_requests.RunningRequests, routes_requests.RequestOutcome),
     *(routes_requests.CancelledRequest, routes_load.Load, routes_kv.KvEvent),

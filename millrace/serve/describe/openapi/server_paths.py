@@ -22,6 +22,11 @@ from millrace.serve.describe.routes_requests import MAX_LISTED
 def adapter_paths() -> dict[str, Any]:
     one, of_model, errors = in_path("name"), in_query("model", type="string"), ("403", "404", "500", "503")
     made = operation("adapters", "addAdapter", "Add a LoRA adapter", "AdapterInfo", (*BODY_ERRORS, "403", "409"))
+    canary = operation(
+        *("adapters", "startCanary", "Give a new version a share of the requests", "AdapterInfo"),
+        (*BODY_ERRORS, "403"),
+        parameters=[one, of_model],
+    )
     example = {"name": "pirate", "path": "/srv/adapters/pirate"}
     said = {"description": "A sentence.", "content": {"text/plain": {"schema": {"type": "string"}}}}
     load = operation("adapters", "loadLora", "Add one, as with vLLM", said, (*BODY_ERRORS, "403", "409"))
@@ -42,6 +47,21 @@ def adapter_paths() -> dict[str, Any]:
             "delete": operation(
                 "adapters", "deleteAdapter", "Remove one", "DeletedAdapter", errors, parameters=[one, of_model]
             ),
+        },
+        "/v1/adapters/{name}/canary": {
+            "post": {
+                **canary,
+                "requestBody": body_of("CanaryRequest", {"path": "/srv/adapters/v2"}),
+            },
+            "delete": operation(
+                *("adapters", "abortCanary", "Take a canary back", "AdapterInfo", errors), parameters=[one, of_model]
+            ),
+        },
+        "/v1/adapters/{name}/canary/promote": {
+            "post": operation(
+                *("adapters", "promoteCanary", "Give all requests to the new version", "AdapterInfo", errors),
+                parameters=[one, of_model],
+            )
         },
         "/v1/load_lora_adapter": {"post": {**load, "requestBody": body_of("LoadLoraRequest", lora)}},
         "/v1/unload_lora_adapter": {"post": {**unload, "requestBody": body_of("UnloadLoraRequest", lora)}},
