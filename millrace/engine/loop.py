@@ -18,6 +18,7 @@ from millrace.engine.adapters.service import SCAN_EVERY_S, EngineAdapters
 from millrace.engine.constrained import ConstrainedRequests
 from millrace.engine.cycle import Confirmed, Cycle
 from millrace.engine.figures.draft_figures import DraftFigures
+from millrace.engine.figures.rates import MeasuredRates
 from millrace.engine.figures.row_drafts import RowDraftCounts, step_drafts
 from millrace.engine.figures.step_figures import StepFigures
 from millrace.engine.figures.uncounted import UncountedSteps, UncountedTimes
@@ -25,10 +26,9 @@ from millrace.engine.fronts.forgetting import Forgetting
 from millrace.engine.fronts.kv_events import KvEventFeed
 from millrace.engine.fronts.outbox import Outbox
 from millrace.engine.fronts.queries import Queries
+from millrace.engine.fronts.requests import to_request
 from millrace.engine.ledger import Ledger
 from millrace.engine.parts import NO_PARTS, EngineParts
-from millrace.engine.rates import MeasuredRates
-from millrace.engine.requests import to_request
 from millrace.engine.watchdog import Watchdog
 from millrace.host import idle_memory
 from millrace.host.time_slice import request_short_slices

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from millrace.engine.cycle import Confirmed, Cycle
-from millrace.engine.rates import MeasuredRates
+from millrace.engine.figures.rates import MeasuredRates
 from millrace.engine.steps.repeated import RepeatingRunner
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings

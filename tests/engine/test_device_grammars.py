@@ -29,8 +29,8 @@ from millrace.config import RunConfig
 from millrace.engine.constrained import ConstrainedRequests
 from millrace.engine.cycle import Confirmed, Cycle
 from millrace.engine.figures.draft_figures import DraftFigures
+from millrace.engine.fronts.requests import to_request
 from millrace.engine.grammars import Grammars
-from millrace.engine.requests import to_request
 from millrace.link.messages import NewRequest, pack_tokens
 from millrace.params import Grammar, SamplingParams
 from millrace.plan.drafts import DraftSettings

@@ -10,7 +10,7 @@ import pytest
 from helpers.tiny_models import config_of, make_reference
 
 from millrace import LLM, SamplingParams
-from millrace.engine.requests import to_request
+from millrace.engine.fronts.requests import to_request
 from millrace.errors import BadRequest
 from millrace.link.messages import NewRequest, pack_tokens
 from millrace.params import Grammar

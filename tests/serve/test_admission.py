@@ -10,7 +10,7 @@ from serve.front_under_test import MODEL, running_front, saying
 from serve.wire import COMPLETIONS, get, post
 
 from millrace.config import Config, replace
-from millrace.engine.rates import MeasuredRates
+from millrace.engine.figures.rates import MeasuredRates
 from millrace.errors import Overloaded
 from millrace.link.messages import EngineStats
 from millrace.observe.histograms import TTFT, Histograms

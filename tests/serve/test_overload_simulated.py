@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from millrace.config import Config, replace
-from millrace.engine.rates import MeasuredRates
+from millrace.engine.figures.rates import MeasuredRates
 from millrace.errors import Overloaded
 from millrace.link.messages import EngineStats
 from millrace.plan.queue.waiting import WaitingQueue
