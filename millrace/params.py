@@ -182,7 +182,7 @@ class DrawParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_shaped(self) -> bool:
-        """True if more is needed than a draw from adjusted logits: `run/sampling/shaped_rows.py` draws such rows."""
+        """True if a draw needs more than adjusted logits."""
         return self.needs_tokens or self.allowed_token_ids is not None or (not self.is_greedy and self.has_further_cuts)
 
     @property
