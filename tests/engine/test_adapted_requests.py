@@ -17,6 +17,7 @@ from millrace.engine.adapters.service import EngineAdapters
 from millrace.engine.adapters.store import AdapterStore
 from millrace.engine.figures.shares import Shares
 from millrace.engine.loop import Engine
+from millrace.engine.parts import EngineParts
 from millrace.errors import AdapterError, DeviceFull
 from millrace.link.messages import GrammarStats, NewRequest, Query, pack_tokens
 from millrace.models.adapters.read import Adapter
@@ -328,8 +329,9 @@ def test_a_slot_that_becomes_free_while_no_step_runs_is_given_away_at_once(world
     engine = Engine(
         *(scheduler, FakeRunner(), FakeDevice(), channel),
         facts=FakeRunner.facts,
-        constrained=cast(Any, OneFails(1)),
-        adapters=lambda shares: EngineAdapters(own.requests, lambda: shares),
+        parts=EngineParts(
+            constrained=cast(Any, OneFails(1)), adapters=lambda shares: EngineAdapters(own.requests, lambda: shares)
+        ),
     )
     run_engine(engine)
     assert len(channel.tokens[2]) == 3

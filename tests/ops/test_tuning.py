@@ -30,7 +30,7 @@ def test_a_file_starts_with_its_provenance(path: Path) -> None:
 
 def test_every_device_has_the_same_files() -> None:
     names = {folder: {path.stem for path in FILES if path.parent.name == folder} for folder in load.MEASURED.values()}
-    assert all(found == {"cublaslt", "decode_attention", "gemm", "moe"} for found in names.values())
+    assert all(found == {"cublaslt", "decode_attention", "gemm", "moe", "steps"} for found in names.values())
     assert load.FALLBACK in names
 
 

@@ -94,8 +94,8 @@ def record_drafts(runner: CudaRunner, seen: list[tuple[list[int], list[int]]], m
     run, work = runner._graphs.run, runner._work
     propose = work.propose_drafts
 
-    def recorded(key: Any, call: Any) -> Any:
-        result = run(key, call)
+    def recorded(key: Any, call: Any, *, captures: bool) -> Any:
+        result = run(key, call, captures=captures)
         if getattr(call, "func", None) == propose:
             layout = runner._writer.layout(call.args[0])
             sections = (layout.table_rows, layout.max_drafts)
@@ -138,8 +138,8 @@ def test_what_drafts_is_warmed_up_with_the_bodies_that_have_places(
     )
     ran: list[object] = []
     # Records the graphs that a GPU would replay: tokens do not show them.
-    monkeypatch.setattr(runner._graphs, "run_planned", lambda key, work, captures: ran.append(key) or work())
-    one, two = (runner._shape_table.decode(1, places=places) for places in (1, 2))
+    monkeypatch.setattr(runner._graphs, "run", lambda key, work, captures: ran.append(key) or work())
+    one, two = (runner._writer._shapes.decode(1, places=places) for places in (1, 2))
     with quick_interpreter(), torch.inference_mode():
         for part in (one, two):
             runner._warm_up._capture(part)

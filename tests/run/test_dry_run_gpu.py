@@ -43,7 +43,7 @@ def kernels_of(runner: CudaRunner, decoder: Decoder) -> set[str]:
 
     kernels: set[str] = set()
     with dry_run(kernels.add):
-        for part in capture_order(runner._shape_table):
+        for part in capture_order(runner._writer._shapes):
             if isinstance(part, StepShape):
                 # The parts of a step are run one by one, without steps.
                 runner._work.send(None, part)

@@ -59,6 +59,7 @@ def trained(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return folder, train(model, folder, targets=("q_proj", "v_proj", "down_proj"), uses_rslora=True)
 
 
+@pytest.mark.live  # A process reads its adapter.
 def test_it_learns_and_peft_and_the_server_read_it_alike(model: Path, trained: tuple[Path, AdapterReport]) -> None:
     folder, report = trained
     assert report.loss_after < 0.5 * report.loss_before
