@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from millrace.link.channel import OnMessage
+from millrace.link.forgotten import ForgottenTenant
 from millrace.link.messages import (
     Abort,
     EndSearch,
@@ -123,8 +124,9 @@ class NullEngine:
             self.searches.append(message)
         elif isinstance(message, Retire):
             self._retire(message)
-        elif isinstance(message, Query):  # It keeps no history, so it finds no request and no step.
-            found = b'{"object":"steps","num_steps":0}' if message.kind == "steps" else b""
+        elif isinstance(message, Query):  # It keeps no history, so it finds no request, no step and no tenant's blocks.
+            nothing = msgspec.json.encode(ForgottenTenant(0, 0, {}, is_erased=True))
+            found = {"steps": b'{"object":"steps","num_steps":0}', "forget": nothing}.get(message.kind, b"")
             self._loop.call_soon(self._on_message, Reply(message.query_id, found))
         self._schedule()
 

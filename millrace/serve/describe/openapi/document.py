@@ -101,6 +101,7 @@ _TAGS = {
     "files": "Stored files.",
     "batches": "Files of requests, run at batch priority.",
     "models": "The served model.",
+    "adapters": "LoRA adapters of the served model.",
     "text": "The tokenizer.",
     "anthropic": "Anthropic's API.",
     "ollama": "Ollama's API.",
