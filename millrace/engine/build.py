@@ -14,6 +14,7 @@ import torch
 
 from millrace.config import Config, allowed_processors
 from millrace.engine.adapters.build import check_adapters, make_adapters
+from millrace.engine.adapters.slots import Fill
 from millrace.engine.adapters.store import parse_adapters
 from millrace.engine.build_encoder import build_encoder_engine
 from millrace.engine.constrained import ConstrainedRequests
@@ -37,6 +38,7 @@ from millrace.errors import ConfigError
 from millrace.host.free_memory import available_bytes
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import EngineLoading, EngineReady
+from millrace.models.adapters.shard import AdapterShard
 from millrace.models.load import check_quantization, has_quantised_weights, load_decoder, weight_bytes
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.model_spec import ModelSpec
@@ -64,6 +66,7 @@ from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.make import make_runner
 from millrace.run.ranks.recorder import RankedRunner, RecordedRunner, RunnerSetup, StepRecorder
 from millrace.run.ranks.slot_fills import recorded
+from millrace.run.ranks.slot_pieces import RankedSlots
 from millrace.run.runner import AnyRunner, Runner
 from millrace.run.sampling.processors import load_processor
 from millrace.run.settings import RunnerSettings
@@ -158,7 +161,7 @@ def _build_decoding(
         recorders.append(mirrored)
     for recorder in recorders:
         runner = RecordedRunner(runner, recorder)
-    fill = recorded(made, *recorders) if recorders else made.fill_slot
+    fill = _fill_of_slots(decided, made, ranked, recorders, num_ranks=config.run.tensor_parallel)
     disk = disk_settings(store)
     settings = replace(
         decided.scheduler, disk_tier=disk, retention=_retention(config, decided.plan, below=disk.num_slots)
@@ -190,6 +193,22 @@ def _build_decoding(
             ),
         ),
     )
+
+
+def _fill_of_slots(
+    decided: Decided,
+    made: Runner | CudaRunner,
+    ranked: StepRecorder | None,
+    recorders: list[StepRecorder],
+    *,
+    num_ranks: int,
+) -> Fill:
+    """`recorders`: the step log and the mirror, which read the files of adapters themselves."""
+    if ranked is None or made.slots is None:
+        fill: Fill = made.fill_slot
+    else:
+        fill = RankedSlots(made, ranked, AdapterShard(shard_of(decided.spec, 0, num_ranks))).fill
+    return recorded(fill, *recorders) if recorders else fill
 
 
 def _why_blocks_stay(config: Config, decided: Decided) -> str:

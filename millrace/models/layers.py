@@ -44,6 +44,13 @@ class Mlp(Protocol):
         ...
 
 
+def adapted_linear(linear: Linear, x: Tensor, spans: tuple[Span, ...], adapters: LayerAdapters, kind: int) -> Tensor:
+    """`apply_by_span` with what adapters add. Over ranks, each adds its part before the sum."""
+    own: Tensor = apply_by_span(linear.own_part, x, spans)
+    adapters.add(kind, x, own)
+    return linear.total(own)
+
+
 @dataclass(frozen=True, slots=True)
 class DenseMlp:
     gate_up: GatedLinear
@@ -73,9 +80,7 @@ class DenseMlp:
         gate_up: Tensor = apply_by_span(self.gate_up.linear, x, spans)
         adapters.add(GATE_UP, x, gate_up)
         inner = self.gate_up.gated(gate_up)
-        result: Tensor = apply_by_span(self.down, inner, spans)
-        adapters.add(DOWN, inner, result)
-        return result
+        return adapted_linear(self.down, inner, spans, adapters, DOWN)
 
 
 @dataclass(frozen=True, slots=True)

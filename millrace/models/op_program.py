@@ -19,7 +19,7 @@ from millrace.models.adapters.targets import OUT
 from millrace.models.angles import Angles
 from millrace.models.batch import ForwardBatch, LastTokens, Taps
 from millrace.models.decode_spans import Span, apply_by_span, spans_of
-from millrace.models.layers import DecoderLayer, Mlp
+from millrace.models.layers import DecoderLayer, Mlp, adapted_linear
 from millrace.models.mixers import Mixer, MixerStep
 from millrace.ops.attention import Attention
 from millrace.ops.base.unsummed import Unsummed
@@ -59,9 +59,7 @@ class Branch:
             return apply_by_span(module, x, self.spans)
         if not isinstance(module, Linear):
             return module.adapted(x, self.spans, adapters)
-        result = apply_by_span(module, x, self.spans)
-        adapters.add(OUT, x, result)
-        return result
+        return adapted_linear(module, x, self.spans, adapters, OUT)
 
 
 class OpProgram:

@@ -83,7 +83,7 @@ ADVICE = {
     "--lora-init-without-apply": _GGUF_ADAPTERS,
     "--lora-dtype": "Adapters are computed in the model's dtype. Leave it out.",
     "--max-cpu-loras": "Use --adapter-memory, in GiB, for adapters in host memory.",
-    "--fully-sharded-loras": "Adapters do not go with --tensor-parallel yet. Leave it out.",
+    "--fully-sharded-loras": "With --tensor-parallel each rank has its part of an adapter. Leave it out.",
     "--task": "Every model generates and embeds. Leave it out.",
     "--runner": "Every model generates and embeds. Leave it out.",
     "--reranking": _RERANKING,

@@ -142,6 +142,11 @@ def test_adapters_change_answers(adapted: Adapted) -> None:
             {"speculate": "ngram", "kv_tokens": 200, "kv_host_gib": 0.05, "block_size": 4, "max_adapters": 3},
             id="few slots, drafts, preemption and a host tier",
         ),
+        pytest.param(
+            {"tensor_parallel": 2, "speculate": "ngram", "kv_tokens": 200, "block_size": 4, "max_adapters": 3},
+            id="two ranks, few slots, drafts, preemption",
+        ),
+        pytest.param({"tensor_parallel": 3, "device": "cpu"}, id="three ranks, two of them with one KV head"),
     ],
 )
 def test_each_answer_is_that_of_the_merged_model(adapted: Adapted, settings: dict[str, Any]) -> None:
@@ -239,7 +244,6 @@ def test_an_unknown_adapter_is_refused_with_the_list(adapted: Adapted) -> None:
 @pytest.mark.parametrize(
     ("settings", "device", "says"),
     [
-        ({"run.tensor_parallel": 2}, {}, "--tensor-parallel splits the model: leave one of them out"),
         ({}, {"is_encoder": True}, "the model is an encoder"),
         ({}, {"spec": "qwen3_next_dense"}, "the model has recurrent layers"),
         ({}, {"spec": "deepseek_v3"}, "the model has latent attention"),

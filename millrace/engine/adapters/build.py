@@ -38,7 +38,6 @@ def check_adapters(
                 (spec is not None and spec.latent is not None, "latent attention"),
             )
         ),
-        (config.run.tensor_parallel > 1, "--tensor-parallel splits the model", "leave one of them out"),
     )
     for is_there, why, remedy in conflicts:
         if is_there:

@@ -9,7 +9,10 @@ import torch
 
 from millrace.config import Config, ModelConfig, PlanConfig, Quantization, RunConfig, Speculation
 from millrace.engine.drafting.find import find_drafter
+from millrace.models.adapters.shard import AdapterShard
 from millrace.models.load import load_decoder
+from millrace.models.spec.families import spec_from_config
+from millrace.models.spec.shard import shard_of
 from millrace.ops.base.mesh import ONE_RANK, Mesh
 from millrace.run.device.device import Device
 from millrace.run.device.kv_pool import KvFormat
@@ -21,6 +24,11 @@ from millrace.sources.resolve import resolve_model
 
 if TYPE_CHECKING:
     from millrace.run.cuda_runner import CudaRunner
+
+
+def adapter_shard(setup: RunnerSetup, mesh: Mesh) -> AdapterShard:
+    """What this rank has of adapters."""
+    return AdapterShard(shard_of(spec_from_config(resolve_model(setup.model).config), mesh.rank, mesh.size))
 
 
 def runner_from(setup: RunnerSetup, device: Device, mesh: Mesh = ONE_RANK) -> Runner | CudaRunner:

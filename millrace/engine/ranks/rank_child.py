@@ -16,7 +16,7 @@ from pathlib import Path
 
 from millrace.config import from_dict
 from millrace.engine.ranks.group import DIFFERENT, FAILED, READY, SAME
-from millrace.engine.ranks.make import runner_from
+from millrace.engine.ranks.make import adapter_shard, runner_from
 from millrace.host.time_slice import request_default_slices
 from millrace.observe.logs import setup_logging
 from millrace.run.device.device import open_device
@@ -24,6 +24,7 @@ from millrace.run.ranks.rank_follower import RankFollower
 from millrace.run.ranks.recorder import RecordReader, RunnerSetup
 from millrace.run.ranks.ring import RingClosed, RingReader
 from millrace.run.ranks.shared_mesh import MeshLink, RankLost, SharedMesh
+from millrace.run.ranks.slot_pieces import SlotReceiver
 
 
 def main() -> None:
@@ -42,7 +43,7 @@ def main() -> None:
         if not isinstance(setup, RunnerSetup):
             raise TypeError("the first record says how the runner is made")
         runner = runner_from(setup, device, mesh)
-        follower = RankFollower(runner)
+        follower = RankFollower(runner, SlotReceiver(runner, lambda: adapter_shard(setup, mesh)).take)
         mesh.beat()
         ring.reply(READY, runner.facts.shapes.digest.encode())
         follow(ring, records, follower, lambda sentence: f"{sentence} on rank {rank} and rank 0.")

@@ -83,5 +83,11 @@ class LayerAdapters:
         """out [T, N] += the addend for x [T, K]."""
         home = self.step.home
         table = home.tables[self.layer * NUM_KINDS + kind]
-        if table is not None:
+        if table is None:
+            return
+        if out.dtype == x.dtype:
             home.op(x, self.step.slots, table, out)
+        else:  # Over ranks: float32 until the sum.
+            addend = x.new_zeros(out.shape)
+            home.op(x, self.step.slots, table, addend)
+            out += addend

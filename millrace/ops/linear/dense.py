@@ -54,6 +54,14 @@ class Linear(ABC):
         """The product for decode rows."""
         return self(x)
 
+    @property
+    def own_part(self) -> Linear:
+        """The product of this rank, before `total` sums over the ranks of a mesh."""
+        return self
+
+    def total(self, own: Tensor) -> Tensor:
+        return own
+
     def adds(self, rows: int) -> bool:
         """True if `add_to` is faster for this number of rows than leaving the addition to the norm after it."""
         return False

@@ -17,16 +17,32 @@ class SummedLinear(Linear):
 
     def __init__(self, own: Linear, mesh: Mesh, dtype: torch.dtype) -> None:
         """A bias belongs to one rank; the others have zeros."""
-        self._own, self._mesh, self._dtype = own, mesh, dtype
+        self._wide, self._mesh, self._dtype = WideLinear(own), mesh, dtype
+        self.num_bytes, self.has_decode_kernel = own.num_bytes, own.has_decode_kernel
+
+    @property
+    def own_part(self) -> Linear:
+        return self._wide
+
+    def total(self, own: Tensor) -> Tensor:
+        return self._mesh.sum(own).to(self._dtype)
+
+    def __call__(self, x: Any) -> Tensor:
+        return self.total(self._wide(x))
+
+    def decode(self, x: Any) -> Tensor:
+        return self.total(self._wide.decode(x))
+
+
+class WideLinear(Linear):
+    """A linear whose result is float32."""
+
+    def __init__(self, own: Linear) -> None:
+        self._own = own
         self.num_bytes, self.has_decode_kernel = own.num_bytes, own.has_decode_kernel
 
     def __call__(self, x: Any) -> Tensor:
-        return self._mesh.sum(self._product(x, decode=False)).to(self._dtype)
+        return self._own.wide(x) if isinstance(self._own, Head) else self._own(x).float()
 
     def decode(self, x: Any) -> Tensor:
-        return self._mesh.sum(self._product(x, decode=True)).to(self._dtype)
-
-    def _product(self, x: Any, *, decode: bool) -> Tensor:
-        if isinstance(self._own, Head):
-            return self._own.wide(x, decode=decode)
-        return (self._own.decode(x) if decode else self._own(x)).float()
+        return self._own.wide(x, decode=True) if isinstance(self._own, Head) else self._own.decode(x).float()

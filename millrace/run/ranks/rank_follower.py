@@ -7,19 +7,21 @@ the drafts of rank 0. Its draw begins at its masks.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
 from millrace.plan.step import BlockCopies, CapturePlan, StepInputs, StepPlan
 from millrace.run.device.device import Pending
-from millrace.run.ranks.recorder import LoggedResult, Record, RunnerSetup, SlotFill, vectors_of
+from millrace.run.ranks.recorder import LoggedResult, Record, RunnerSetup, SlotFill, SlotPiece, vectors_of
 from millrace.run.runner import AnyRunner, StepResult
 
 
 class RankFollower:
-    def __init__(self, runner: AnyRunner) -> None:
-        self._runner = runner
-        self._waiting: deque[StepPlan | BlockCopies] = deque()
+    def __init__(self, runner: AnyRunner, take_piece: Callable[[SlotPiece], None] | None = None) -> None:
+        """`take_piece`: of the matrices of adapters; None if steps have none."""
+        self._runner, self._take_piece = runner, take_piece
+        self._waiting: deque[StepPlan | BlockCopies | SlotPiece] = deque()
         """Not begun yet."""
         self._inputs: dict[int, deque[StepInputs]] = {}
         """By step, in the order of rank 0: drafts, then masks."""
@@ -47,7 +49,10 @@ class RankFollower:
         if not self._waiting:
             return False
         first = self._waiting[0]
-        if isinstance(first, BlockCopies):
+        if isinstance(first, SlotPiece):
+            assert self._take_piece is not None
+            self._take_piece(first)
+        elif isinstance(first, BlockCopies):
             if self._undrawn is not None:
                 return False
             self._runner.copy(first)

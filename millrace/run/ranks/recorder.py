@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from millrace.models.adapters.files import Packed
 from millrace.plan.codec.decoder import StepDecoder
 from millrace.plan.codec.encoder import StepEncoder
 from millrace.plan.codec.layout import StepMessage
@@ -23,7 +24,7 @@ from millrace.run.sampling.masks import Uint32s
 
 Float32s = npt.NDArray[np.float32]
 
-SETUP, STEP, RESULT, SLOT = range(4)
+SETUP, STEP, RESULT, SLOT, PIECE = range(5)
 """Kinds of records."""
 
 
@@ -62,6 +63,16 @@ class SlotFill(msgspec.Struct, frozen=True, array_like=True):
     digest: str
 
 
+class SlotPiece(msgspec.Struct, frozen=True, array_like=True):
+    """A piece of the matrices that a slot gets. Steps after the last one find them there."""
+
+    slot: int
+    data: bytes = b""
+    is_last: bool = False
+    packed: Packed | None = None
+    """What all pieces hold, with the last one. None: the slot is emptied."""
+
+
 class LoggedResult(msgspec.Struct, frozen=True, array_like=True):
     """What a step gave."""
 
@@ -72,10 +83,11 @@ class LoggedResult(msgspec.Struct, frozen=True, array_like=True):
     """float32: those of pooled rows, one after the other."""
 
 
-Record = RunnerSetup | StepMessage | LoggedResult | SlotFill
+Record = RunnerSetup | StepMessage | LoggedResult | SlotFill | SlotPiece
 
 _setup_decoder = msgspec.msgpack.Decoder(RunnerSetup)
 _slot_decoder = msgspec.msgpack.Decoder(SlotFill)
+_piece_decoder = msgspec.msgpack.Decoder(SlotPiece)
 _result_decoder = msgspec.msgpack.Decoder(LoggedResult)
 
 
@@ -118,6 +130,10 @@ class StepRecorder:
         with self._lock:
             self._sink.write(SLOT, msgspec.msgpack.encode(fill))
 
+    def slot_piece(self, piece: SlotPiece) -> None:
+        with self._lock:
+            self._sink.write(PIECE, msgspec.msgpack.encode(piece))
+
     def result(self, result: StepResult) -> None:
         logged = LoggedResult(result.step_no, result.drawn().tobytes(), vectors_of(result).tobytes())
         with self._lock:
@@ -137,6 +153,8 @@ class RecordReader:
             return _setup_decoder.decode(data)
         if kind == STEP:
             return self._decoder.decode(data)
+        if kind == PIECE:
+            return _piece_decoder.decode(data)
         if kind == SLOT:
             return _slot_decoder.decode(data)
         if kind == RESULT:

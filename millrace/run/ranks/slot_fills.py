@@ -27,12 +27,14 @@ class TakesAdapters(Protocol):
     def fill_slot(self, slot: int, adapter: Adapter | None) -> IsReady: ...
 
 
-def recorded(runner: TakesAdapters, *steps: StepRecorder) -> Callable[[int, Adapter | None], IsReady]:
+def recorded(
+    fill_slot: Callable[[int, Adapter | None], IsReady], *steps: StepRecorder
+) -> Callable[[int, Adapter | None], IsReady]:
     """`fill_slot` of a runner whose steps are recorded. The record comes before the first step that may read the
     slot."""
 
     def fill(slot: int, adapter: Adapter | None) -> IsReady:
-        is_ready = runner.fill_slot(slot, adapter)
+        is_ready = fill_slot(slot, adapter)
         folder, digest = ("", "") if adapter is None else (str(adapter.folder), adapter.digest)
 
         def asked() -> bool:
