@@ -47,7 +47,7 @@ class RankedSlots:
         if adapter is None:
             self._ranks.slot_piece(SlotPiece(slot, is_last=True))
             return None
-        data = memoryview(adapter.data.view(torch.uint8).numpy())
+        data = adapter.data.view(torch.uint8).numpy().data
         for first in range(0, len(data), PIECE_BYTES):
             self._ranks.slot_piece(SlotPiece(slot, bytes(data[first : first + PIECE_BYTES])))
         self._ranks.slot_piece(SlotPiece(slot, is_last=True, packed=_packed(adapter)))
@@ -81,7 +81,7 @@ class SlotReceiver:
 def _packed(adapter: Adapter) -> Packed:
     linears = tuple(
         PackedLinear(
-            *(index, lora.a.storage_offset(), lora.a.numel(), lora.b.storage_offset(), lora.b.numel()),
+            *(index, int(lora.a.storage_offset()), lora.a.numel(), int(lora.b.storage_offset()), lora.b.numel()),
             *(lora.ranks, lora.scales),
         )
         for index, lora in adapter.linears.items()
