@@ -13,6 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from millrace.ops.triton.blocks import product
 from millrace.ops.triton.blocks.decode import KINDS
+from millrace.ops.triton.gemm import int8_rows
 from millrace.ops.triton.moe import stored_experts as experts
 
 FOURS = ("N", "K", "row_bytes", "x_stride")
@@ -37,12 +38,20 @@ def report(case, capability, compiled):
 
 
 for capability in map(int, sys.argv[1:]):
-    for name, rows in (("Q4_K", 1), ("Q6_K", 64), ("IQ2_XS", 16), ("IQ1_M", 64)):
+    for name, rows in (("Q4_K", 1), ("Q5_K", 16), ("Q6_K", 64), ("IQ4_XS", 1), ("IQ2_XS", 16), ("IQ1_M", 64)):
         tiles = product.choose_tiles(rows, 4096, 4096, 264)
         pointers = {"x_ptr": "*bf16", "blocks_ptr": "*u8", "table_ptr": "*i8", "out_ptr": "*bf16"}
         sizes = {"BM": tiles.m, "BN": tiles.n, "BK": product.DEPTH, "SPLIT": 1, "EARLY": False, "bias_ptr": None}
         report(name, capability, made(
             product._product_kernel, pointers, {**block_constants(name), **sizes}, capability, tiles
+        ))
+    for rows in (100, 1000):
+        tiles = int8_rows.choose_tiles(rows, capability >= 90)
+        pointers = {"x_ptr": "*i8", "w_ptr": "*i8", "out_ptr": "*bf16"}
+        pointers |= {"x_scales_ptr": "*fp32", "w_scales_ptr": "*bf16"}
+        sizes = {"BM": tiles.m, "BN": tiles.n, "BK": tiles.k, "TOGETHER": tiles.together, "WHOLE": True}
+        report(f"int8-{rows}", capability, made(
+            int8_rows._int8_kernel, pointers, {**sizes, "EARLY": False, "bias_ptr": None}, capability, tiles
         ))
     for case, slots in (("Q5_K", 8), ("int4", 8), ("int4", 2048), ("fp8", 2048)):
         tiles = experts.choose_tiles(slots, 8)
@@ -73,6 +82,6 @@ for capability in map(int, sys.argv[1:]):
 def test_kernels_compile_within_shared_memory() -> None:
     output = output_of(COMPILE, *LIMITS)
     found = [line.split()[1:] for line in output.splitlines() if line.startswith("shared")]
-    assert len(found) == 8 * len(LIMITS), output
+    assert len(found) == 12 * len(LIMITS), output
     for case, capability, shared in found:
         assert int(shared) <= LIMITS[int(capability)] * 1024, (case, capability, shared)

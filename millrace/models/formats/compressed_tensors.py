@@ -61,7 +61,8 @@ class CompressedTensorsFormat:
         scale = f"{module}.weight_scale"
         if scale not in used:
             return None
-        weights = self._rule_of(module)
+        rule = self._rule_of(module)
+        weights: Mapping[str, Any] = rule["weights"]
         bits, kind = weights.get("num_bits", 8), weights.get("type", "int")
         if kind == "float" and bits == 4:
             return self._fp4(module, shape, used, weights)
@@ -69,10 +70,10 @@ class CompressedTensorsFormat:
             return self._fp8(module, shape, used, weights)
         if kind != "int" or bits not in (4, 8):
             raise unsupported(f"compressed-tensors with {kind} weights of {bits} bits", "Use one with 4 or 8 bits.")
-        return self._integers(module, shape, used, weights)
+        return self._integers(module, shape, used, weights, _are_int8(rule.get("input_activations")))
 
     def _rule_of(self, module: str) -> Mapping[str, Any]:
-        """The `weights` of the group that names the module, or its class."""
+        """The group that names the module, or its class."""
         if any(_matches(target, module) for target in self._ignored):
             raise ModelError(
                 f"Module {module} has quantised weights, but quantization_config.ignore names it. The config and the"
@@ -82,8 +83,7 @@ class CompressedTensorsFormat:
         by_class = [group for group in self._groups if {"Linear", "Embedding"} & set(group["targets"])]
         for group in (*by_name, *by_class):
             if group.get("weights"):
-                found: Mapping[str, Any] = group["weights"]
-                return found
+                return group
         raise ModelError(
             f"Module {module} has quantised weights, but no group of quantization_config.config_groups names it."
             " Download config.json again."
@@ -147,7 +147,12 @@ class CompressedTensorsFormat:
     # --- integers ---
 
     def _integers(
-        self, module: str, shape: tuple[int, int], used: tuple[str, ...], weights: Mapping[str, Any]
+        self,
+        module: str,
+        shape: tuple[int, int],
+        used: tuple[str, ...],
+        weights: Mapping[str, Any],
+        int8_inputs: bool,
     ) -> QuantisedMatrix:
         outputs, inputs = shape
         scale, zero_point = f"{module}.weight_scale", f"{module}.weight_zero_point"
@@ -178,7 +183,7 @@ class CompressedTensorsFormat:
             tensors=used,
             num_bytes=items(shape) * stored_bits // 8
             + outputs * groups * (self._tensors.dtype(scale).itemsize + has_zeros),
-            read=partial(self._read_integers, module, shape, bits, group, has_zeros, order),
+            read=partial(self._read_integers, module, shape, bits, group, has_zeros, order, int8_inputs),
             gguf=gguf_of(stored_bits, group, inputs, zero=8, has_zeros=has_zeros),
             has_order=order is not None,
         )
@@ -191,6 +196,7 @@ class CompressedTensorsFormat:
         group: int,
         has_zeros: bool,
         order: torch.Tensor | None,
+        int8_inputs: bool,
         dtype: torch.dtype,
     ) -> GroupedWeight:
         """Codes as unsigned integers: what is stored as signed is moved up by 128."""
@@ -220,7 +226,15 @@ class CompressedTensorsFormat:
             zero=1 << (bits - 1),
             zeros=zeros,
             order=order,
+            int8_inputs=int8_inputs,
         )
+
+
+def _are_int8(activations: Mapping[str, Any] | None) -> bool:
+    """True if a checkpoint's activations are symmetric INT8; static scales are not used (docs/formats.md)."""
+    if activations is None or not activations.get("symmetric", True):
+        return False
+    return bool(activations.get("type", "int") == "int" and activations.get("num_bits", 8) == 8)
 
 
 def _matches(target: str, module: str) -> bool:

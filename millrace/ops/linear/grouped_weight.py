@@ -38,6 +38,8 @@ class GroupedWeight:
     """The GGUF format with the same values, for codes in the order of `order`; None if there is none."""
     order: Tensor | None = None
     """int64 [K]: column i of the codes belongs to input `order[i]` (act-order)."""
+    int8_inputs: bool = False
+    """The checkpoint was made for inputs rounded to INT8 (W8A8)."""
 
     @property
     def bits(self) -> int:
@@ -137,7 +139,10 @@ def _cat(parts: Sequence[Tensor]) -> Tensor:
 
 
 def _fits_after(first: GroupedWeight, other: GroupedWeight) -> bool:
-    scalars, optional = ("in_features", "group", "rows_per_scale", "zero"), ("zeros", "output_scales", "offsets")
+    scalars, optional = (
+        ("in_features", "group", "rows_per_scale", "zero", "int8_inputs"),
+        ("zeros", "output_scales", "offsets"),
+    )
     same = all(getattr(first, name) == getattr(other, name) for name in scalars)
     tensors = all(getattr(first, name).dtype == getattr(other, name).dtype for name in ("codes", "scales"))
     present = all((getattr(first, name) is None) == (getattr(other, name) is None) for name in optional)

@@ -17,6 +17,7 @@ from millrace.ops.linear.block_weight import BlockWeight
 from millrace.ops.linear.dense import Head
 from millrace.ops.linear.grouped import by_parts, make_triton
 from millrace.ops.linear.grouped_weight import GroupedWeight
+from millrace.ops.linear.int8_products import Int8Products, multiplies_int8
 from millrace.ops.triton import gluon_missing, triton_missing
 
 if TYPE_CHECKING:
@@ -82,6 +83,8 @@ class PackedCodesLinear(Head):
 def make_packed(weight: GroupedWeight | BlockWeight, bias: Tensor | None = None) -> Head:
     if isinstance(weight, GroupedWeight) and can_pack(weight):
         return PackedCodesLinear(weight, bias)
+    if isinstance(weight, GroupedWeight) and multiplies_int8(weight):
+        return Int8Products(weight, bias)
     return make_triton(weight, bias)
 
 
@@ -98,7 +101,8 @@ VERSIONS = (
         op="grouped_linear",
         name="packed",
         make=by_parts(make_packed),
-        when="Gluon kernels over packed 4-bit codes, by number of rows; other codes as in `triton`",
+        when="Gluon kernels over packed 4-bit codes, by number of rows; many rows of W8A8 checkpoints as integers;"
+        " other codes as in `triton`",
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),
         missing=packed_missing,

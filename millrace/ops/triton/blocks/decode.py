@@ -1,7 +1,8 @@
 """Tiles of numbers from GGUF blocks, decoded in registers. The reference is `ops/linear/gguf_values.py`.
 
 A block holds 32 or 256 consecutive inputs of one output, in groups of 16 or 32 that share a scale:
-value = integer * scale + offset. Blocks start at even addresses only, so that nothing wider than 16 bits is loaded.
+value = integer * scale + offset. Here every number loads its own byte; blocks start at even addresses only, so that
+nothing wider than 16 bits can be loaded. `words.py` has the formats that are read by words.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Final
 
 import triton
 import triton.language as tl
+
+from millrace.ops.triton.blocks.words import tile_of_words
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +82,6 @@ def _signed_by_seven(value, field, place):
 
 
 @triton.jit
-def _six_bit_pair(base, j):
-    """Scale j and minimum j of twelve bytes: see `gguf_values._six_bit_pairs`."""
-    k = j % 4
-    scale, minimum, mixed = _byte(base + k), _byte(base + 4 + k), _byte(base + 8 + k)
-    low = j < 4
-    scale = tl.where(low, scale & 63, (mixed & 15) | ((scale >> 2) & 48))
-    minimum = tl.where(low, minimum & 63, (mixed >> 4) | ((minimum >> 2) & 48))
-    return scale.to(tl.float32), minimum.to(tl.float32)
-
-
-@triton.jit
 def _of_32(base, i, KIND: tl.constexpr):
     """Q4_0, Q4_1, Q5_0, Q5_1: (integers, scales, offsets)."""
     HAS_OFFSET: tl.constexpr = KIND == 3 or KIND == 7
@@ -109,7 +101,7 @@ def _of_32(base, i, KIND: tl.constexpr):
 
 @triton.jit
 def _of_256(base, j, i, KIND: tl.constexpr):
-    """The K-quants: (integers, scales, offsets)."""
+    """Q2_K, Q3_K: (integers, scales, offsets)."""
     at = base[:, :, None]
     pair = i // 128 * 32 + i % 32  # byte of two bits each
     shift = i % 128 // 32 * 2
@@ -118,41 +110,21 @@ def _of_256(base, j, i, KIND: tl.constexpr):
         both = _byte(base + j)
         scales = _half(base + 80) * (both & 15).to(tl.float32)
         offsets = -(_half(base + 82) * (both >> 4).to(tl.float32))
-    elif KIND == 11:  # Q3_K
+    else:  # Q3_K
         upper = (_byte(at + i % 32) >> (i // 32)) & 1
         codes = ((_byte(at + 32 + pair) >> shift) & 3) + 4 * upper - 4
         low = (_byte(base + 96 + j % 8) >> (j // 8 * 4)) & 15
         high = (_byte(base + 104 + j % 4) >> (j // 4 * 2)) & 3
         scales = _half(base + 108) * ((low | (high << 4)) - 32).to(tl.float32)
         offsets = scales * 0.0
-    elif KIND == 14:  # Q6_K
-        low = (_byte(at + i // 128 * 64 + i % 64) >> (i % 128 // 64 * 4)) & 15
-        codes = (low | (((_byte(at + 128 + pair) >> shift) & 3) << 4)) - 32
-        scales = _half(base + 208) * _signed(_byte(base + 192 + j)).to(tl.float32)
-        offsets = scales * 0.0
-    else:  # Q4_K, Q5_K
-        START: tl.constexpr = 16 if KIND == 12 else 48
-        codes = (_byte(at + START + i // 64 * 32 + i % 32) >> (i % 64 // 32 * 4)) & 15
-        if KIND == 13:
-            codes = codes | (((_byte(at + 16 + i % 32) >> (i // 32)) & 1) << 4)
-        scale, minimum = _six_bit_pair(base + 4, j)
-        scales = _half(base) * scale
-        offsets = -(_half(base + 2) * minimum)
     return codes.to(tl.float32), scales, offsets
 
 
 @triton.jit
-def _from_levels(base, j, i, table, KIND: tl.constexpr):
-    """IQ4_NL, IQ4_XS: codes are places in a table of 16."""
-    at = base[:, :, None]
-    if KIND == 20:
-        codes = (_byte(at + 2 + i % 16) >> (i // 16 * 4)) & 15
-        scales = _half(base)
-    else:
-        codes = (_byte(at + 8 + i // 32 * 16 + i % 16) >> (i % 32 // 16 * 4)) & 15
-        low = (_byte(base + 4 + j // 2) >> (j % 2 * 4)) & 15
-        high = (_byte(base + 2 + j // 4) >> (j % 4 * 2)) & 3
-        scales = _half(base) * ((low | (high << 4)) - 32).to(tl.float32)
+def _from_levels(base, i, table):
+    """IQ4_NL: codes are places in a table of 16."""
+    codes = (_byte(base[:, :, None] + 2 + i % 16) >> (i // 16 * 4)) & 15
+    scales = _half(base)
     return tl.load(table + codes).to(tl.float32), scales, scales * 0.0
 
 
@@ -216,13 +188,11 @@ def _of_one_bit(base, j, i, grid, KIND: tl.constexpr):
 
 
 @triton.jit
-def decode_tile(
+def _tile_of_bytes(
     blocks, outputs, first, N, K, row_bytes, table,
     KIND: tl.constexpr, ITEMS: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """float32 [BN, BK]: the numbers of these outputs (int64) from input `first` on. Past the end of the weight they
-    are any of its numbers."""
     GROUPS: tl.constexpr = BK // GROUP
     start = tl.minimum(first + tl.arange(0, GROUPS) * GROUP, K - GROUP)
     within = start % ITEMS
@@ -237,10 +207,27 @@ def decode_tile(
         values, scales, offsets = _of_32(base, i, KIND)
     elif KIND < 16:
         values, scales, offsets = _of_256(base, j, i, KIND)
-    elif KIND == 20 or KIND == 23:
-        values, scales, offsets = _from_levels(base, j, i, table, KIND)
+    elif KIND == 20:
+        values, scales, offsets = _from_levels(base, i, table)
     elif KIND == 19 or KIND == 29:
         values, scales, offsets = _of_one_bit(base, j, i, table, KIND)
     else:
         values, scales, offsets = _from_grid(base, j, i, table, KIND)
     return tl.reshape(values * scales[:, :, None] + offsets[:, :, None], [BN, BK])
+
+
+@triton.jit
+def decode_tile(
+    blocks, outputs, first, N, K, row_bytes, table,
+    KIND: tl.constexpr, ITEMS: tl.constexpr, BYTES: tl.constexpr, GROUP: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """float32 [BN, BK]: the numbers of these outputs (int64) from input `first` on. Past the end of the weight they
+    are any of its numbers."""
+    if KIND == 12 or KIND == 13 or KIND == 14 or KIND == 23:
+        tl.static_assert(BK == 128)
+        return tile_of_words(blocks, outputs, first, K, row_bytes, KIND, BYTES, BN)
+    else:
+        return _tile_of_bytes(
+            blocks, outputs, first, N, K, row_bytes, table, KIND, ITEMS, BYTES, GROUP, BN, BK
+        )  # fmt: skip
