@@ -6,19 +6,22 @@ import pytest
 import torch
 from helpers.triton_mode import device
 
+from millrace.ops.cpp.native import native
 from millrace.ops.lora.add import NativeAddLora, add_lora, make_triton
 from millrace.ops.lora.weights import LinearLora, LoraColumns, LoraPart, LoraTable, pack
 
 SIZES, INPUTS = (40, 16, 19), 37
 
 
-def random_lora(ranks: tuple[int, ...], dtype: torch.dtype, inputs: int = INPUTS) -> LinearLora:
+def random_lora(
+    ranks: tuple[int, ...], dtype: torch.dtype, inputs: int = INPUTS, sizes: tuple[int, ...] = SIZES
+) -> LinearLora:
     return pack(
         [
             LoraPart(torch.randn(rank, inputs).to(dtype), torch.randn(rank, size).to(dtype), 0.1 + rank / 64)
             if rank
             else None
-            for rank, size in zip(ranks, SIZES, strict=True)
+            for rank, size in zip(ranks, sizes, strict=True)
         ]
     )
 
@@ -105,3 +108,38 @@ def test_an_emptied_slot_adds_nothing() -> None:
     before = out.clone()
     op(x, torch.tensor([1, 1], dtype=torch.int32), table, out)
     assert torch.equal(out, before)
+
+
+WIDE = (200, 64, 90)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [(16, 16, 16), (5, 0, 256)])
+def test_a_token_of_a_long_run_gets_what_it_gets_alone(dtype: torch.dtype, ranks: tuple[int, ...]) -> None:
+    """With one thread and with several: they share runs, rows of A and outputs."""
+    torch.manual_seed(0)
+    columns, inputs = LoraColumns(1, 3, torch.device("cpu")), 150
+    columns.put(1, {0: random_lora(ranks, dtype, inputs, WIDE)})
+    columns.put(2, {0: random_lora((0, 3, 0), dtype, inputs, WIDE)})
+    table, op = LoraTable(columns, 0, WIDE, inputs), NativeAddLora()
+    slots = torch.tensor([1] * 45 + [2] * 9 + [0] * 2 + [1] * 3, dtype=torch.int32)
+    x, base = torch.randn(len(slots), inputs).to(dtype), torch.randn(len(slots), sum(WIDE)).to(dtype)
+    alone = base.clone()
+    for token in range(len(slots)):
+        op(x[token : token + 1], slots[token : token + 1].clone(), table, alone[token : token + 1])
+    wanted = expected(x, slots, table, base)
+    torch.testing.assert_close(
+        alone.double(), wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3 if dtype.itemsize == 4 else 1
+    )
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3):
+            native().with_gil.set_threads(threads)
+            for count in (1, 2, 7, len(slots)):
+                together = base.clone()
+                for first in range(0, len(slots), count):
+                    some = slice(first, first + count)
+                    op(x[some], slots[some].clone(), table, together[some])
+                assert torch.equal(together, alone), (threads, count)
+    finally:
+        native().with_gil.set_threads(before)

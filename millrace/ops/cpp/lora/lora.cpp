@@ -1,7 +1,8 @@
 // Adds the low-rank products of LoRA adapters to the output of a linear, each token with the adapter in its slot.
 //
 // A slot holds, for each part of the outputs that its adapter changes, A [rank, k] and B [rank, outputs]; the parts
-// follow one another. Sums are in float32 over the inputs in a fixed order, so a token's result depends on no other.
+// follow one another. Neighbouring tokens with one adapter are a run, which reads the matrices once for several tokens.
+// Sums are in float32 over the inputs in a fixed order, so a token's result depends on no other.
 #include "kernels.h"
 #include "pool.h"
 #include "vec.h"
@@ -11,8 +12,14 @@
 
 namespace {
 
-constexpr int64_t RUN = 4;  // tokens that share a read of the matrices
-constexpr int64_t WORK_TO_SHARE = 1 << 16;  // products of a call, below which waking a thread does not pay off
+constexpr int64_t WORK_TO_SHARE = 1 << 15;  // products of a call, below which waking a thread does not pay off
+constexpr int64_t MAX_RUN = 32;             // tokens of a run
+constexpr int64_t TASKS_PER_THREAD = 2;
+// Tokens, rows of A, and vectors of outputs that are computed at once: with fewer, each sum waits for its last product.
+constexpr int JOINT = 4;
+constexpr int64_t PANEL = JOINT * LANES;  // outputs that are computed at once
+constexpr int64_t MIN_TO_COPY = 8;        // tokens for which copying a panel of B pays off
+constexpr int64_t MAX_RANK = 256;         // of adapters, for copied panels
 
 inline float to_float(float x) { return x; }
 
@@ -30,10 +37,20 @@ inline void put(bf16* p, float x) {
     p->bits = rounded[0];
 }
 
+// Adds the upper half to the lower one, until one sum is left.
 inline float sum_of(vf v) {
+#if defined(__AVX512F__)
+    __m512d all = (__m512d)v;
+    __m256 eight = (__m256)_mm256_castpd_ps(_mm512_castpd512_pd256(all));
+    eight = _mm256_add_ps(eight, _mm256_castpd_ps(_mm512_extractf64x4_pd(all, 1)));
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+#else
     for (int width = LANES / 2; width; width /= 2)
         for (int lane = 0; lane < width; lane++) v[lane] += v[lane + width];
     return v[0];
+#endif
 }
 
 struct Call {
@@ -46,121 +63,207 @@ struct Call {
     int64_t parts, k;
 };
 
-// Rows of A, or vectors of outputs, that are summed at once: with fewer, each sum waits for its last product.
-constexpr int64_t JOINT = 4;
-
-// low[i][r + j] = scale * A[r + j] · x[i], for COUNT tokens and ROWS rows of A.
+// low[i][j] = scale * A[j] · x[i], for COUNT tokens and ROWS rows of A.
 template <typename T, int COUNT, int ROWS>
-void shrink_rows(const T* const* x, const T* a, int64_t k, float scale, float* low, int64_t low_stride) {
+void shrink_rows(const T* x, int64_t x_stride, const T* a, int64_t k, float scale, float* low, int64_t low_stride) {
     int64_t whole = k / LANES * LANES;
     vf sums[ROWS][COUNT] = {};
     for (int64_t at = 0; at < whole; at += LANES) {
         vf inputs[COUNT];
-        for (int i = 0; i < COUNT; i++) inputs[i] = load(x[i] + at);
+#pragma GCC unroll 4
+        for (int i = 0; i < COUNT; i++) inputs[i] = load(x + i * x_stride + at);
+#pragma GCC unroll 4
         for (int j = 0; j < ROWS; j++) {
             vf weight = load(a + j * k + at);
+#pragma GCC unroll 4
             for (int i = 0; i < COUNT; i++) sums[j][i] = fma(inputs[i], weight, sums[j][i]);
         }
     }
+#pragma GCC unroll 4
     for (int j = 0; j < ROWS; j++) {
+#pragma GCC unroll 4
         for (int i = 0; i < COUNT; i++) {
             float sum = sum_of(sums[j][i]);
-            for (int64_t at = whole; at < k; at++) sum += to_float(x[i][at]) * to_float(a[j * k + at]);
+            for (int64_t at = whole; at < k; at++) sum += to_float(x[i * x_stride + at]) * to_float(a[j * k + at]);
             low[i * low_stride + j] = sum * scale;
         }
     }
 }
 
 template <typename T, int COUNT>
-void shrink(const T* const* x, const T* a, int64_t rank, int64_t k, float scale, float* low, int64_t low_stride) {
+void shrink(const T* x, int64_t x_stride, const T* a, int64_t rank, int64_t k, float scale, float* low,
+            int64_t low_stride) {
     int64_t r = 0;
-    for (; r + JOINT <= rank; r += JOINT) shrink_rows<T, COUNT, JOINT>(x, a + r * k, k, scale, low + r, low_stride);
-    for (; r < rank; r++) shrink_rows<T, COUNT, 1>(x, a + r * k, k, scale, low + r, low_stride);
+    for (; r + JOINT <= rank; r += JOINT)
+        shrink_rows<T, COUNT, JOINT>(x, x_stride, a + r * k, k, scale, low + r, low_stride);
+    for (; r < rank; r++) shrink_rows<T, COUNT, 1>(x, x_stride, a + r * k, k, scale, low + r, low_stride);
 }
 
-// out[i] += low[i] B, for COUNT tokens and VECTORS vectors of outputs from `at` on.
-template <typename T, int COUNT, int VECTORS>
-void expand_vectors(T* const* out, const T* b, int64_t rank, int64_t size, const float* low, int64_t low_stride,
-                    int64_t at) {
+// out[i] += low[i] B, for COUNT tokens and VECTORS vectors of outputs.
+template <typename T, typename B, int COUNT, int VECTORS>
+void expand_vectors(T* out, int64_t out_stride, const B* b, int64_t b_stride, int64_t rank, const float* low,
+                    int64_t low_stride) {
     vf sums[VECTORS][COUNT] = {};
     for (int64_t r = 0; r < rank; r++) {
+        vf factors[COUNT];
+#pragma GCC unroll 4
+        for (int i = 0; i < COUNT; i++) factors[i] = splat(low[i * low_stride + r]);
+#pragma GCC unroll 4
         for (int j = 0; j < VECTORS; j++) {
-            vf weight = load(b + r * size + at + j * LANES);
-            for (int i = 0; i < COUNT; i++) sums[j][i] = fma(weight, splat(low[i * low_stride + r]), sums[j][i]);
+            vf weight = load(b + r * b_stride + j * LANES);
+#pragma GCC unroll 4
+            for (int i = 0; i < COUNT; i++) sums[j][i] = fma(weight, factors[i], sums[j][i]);
         }
     }
-    for (int j = 0; j < VECTORS; j++)
+#pragma GCC unroll 4
+    for (int j = 0; j < VECTORS; j++) {
+#pragma GCC unroll 4
         for (int i = 0; i < COUNT; i++) {
-            T* place = out[i] + at + j * LANES;
+            T* place = out + i * out_stride + j * LANES;
             store(place, load(place) + sums[j][i]);
         }
-}
-
-template <typename T, int COUNT>
-void expand(T* const* out, const T* b, int64_t rank, int64_t size, const float* low, int64_t low_stride) {
-    int64_t at = 0;
-    for (; at + JOINT * LANES <= size; at += JOINT * LANES)
-        expand_vectors<T, COUNT, JOINT>(out, b, rank, size, low, low_stride, at);
-    for (; at + LANES <= size; at += LANES) expand_vectors<T, COUNT, 1>(out, b, rank, size, low, low_stride, at);
-    for (; at < size; at++) {
-        for (int64_t i = 0; i < COUNT; i++) {
-            float sum = 0;
-            for (int64_t r = 0; r < rank; r++) sum += to_float(b[r * size + at]) * low[i * low_stride + r];
-            put(out[i] + at, to_float(out[i][at]) + sum);
-        }
     }
 }
 
-template <typename T, int COUNT>
-void add_run(const Call& call, const T* x, T* out, int64_t first) {
-    int64_t slot = call.slots[first];
-    const int32_t* ranks = call.ranks + slot * call.parts;
-    const T* a = (const T*)call.a[slot];
-    const T* b = (const T*)call.b[slot];
-    int64_t most = 0;
-    for (int64_t part = 0; part < call.parts; part++) most = std::max(most, (int64_t)ranks[part]);
-    if (!most) return;
-    std::vector<float> low(COUNT * most);
-    const T* inputs[COUNT];
-    T* outputs[COUNT];
-    for (int64_t i = 0; i < COUNT; i++) {
-        inputs[i] = x + (first + i) * call.x_stride;
-        outputs[i] = out + (first + i) * call.out_stride;
+// Calls f.template operator()<COUNT>(first) for groups of COUNT tokens, at most JOINT.
+template <typename F>
+void in_groups(int64_t tokens, F f) {
+    int64_t first = 0;
+    for (; first + JOINT <= tokens; first += JOINT) f.template operator()<JOINT>(first);
+    switch (tokens - first) {
+        case 1: return f.template operator()<1>(first);
+        case 2: return f.template operator()<2>(first);
+        case 3: return f.template operator()<3>(first);
+        default: return;
     }
-    for (int64_t part = 0; part < call.parts; part++) {
-        int64_t rank = ranks[part], size = call.sizes[part];
-        if (rank) {
+}
+
+// Neighbouring tokens with one adapter.
+struct Run {
+    int64_t first, count;
+};
+
+template <typename T>
+struct Product {
+    const Call& call;
+    const T* x;
+    T* out;
+    float* low;  // [tokens][low_stride]: by token the ranks of all parts
+    int64_t low_stride;
+
+    const int32_t* ranks(const Run& run) const { return call.ranks + call.slots[run.first] * call.parts; }
+
+    // Piece `piece` of `pieces` of the rows of A.
+    void shrink_run(const Run& run, int64_t piece, int64_t pieces) const {
+        int64_t slot = call.slots[run.first], total = 0;
+        for (int64_t part = 0; part < call.parts; part++) total += ranks(run)[part];
+        int64_t units = (total + JOINT - 1) / JOINT;
+        int64_t from = units * piece / pieces * JOINT, to = units * (piece + 1) / pieces * JOINT;
+        int64_t first = 0;
+        for (int64_t part = 0; part < call.parts; part++) {
+            int64_t last = first + ranks(run)[part], begin = std::max(first, from), end = std::min(last, to);
             float scale = call.scales[slot * call.parts + part];
-            shrink<T, COUNT>(inputs, a, rank, call.k, scale, low.data(), most);
-            expand<T, COUNT>(outputs, b, rank, size, low.data(), most);
-            a += rank * call.k;
-            b += rank * size;
+            // A few rows of A at a time, for all tokens.
+            for (; begin < end; begin += JOINT) {
+                int64_t rows = std::min<int64_t>(JOINT, end - begin);
+                const T* a = (const T*)call.a[slot] + begin * call.k;
+                in_groups(run.count, [&]<int COUNT>(int64_t token) {
+                    token += run.first;
+                    shrink<T, COUNT>(x + token * call.x_stride, call.x_stride, a, rows, call.k, scale,
+                                     low + token * low_stride + begin, low_stride);
+                });
+            }
+            first = last;
         }
-        for (int64_t i = 0; i < COUNT; i++) outputs[i] += size;
     }
-}
+
+    // Piece `piece` of `pieces` of the outputs.
+    void expand_run(const Run& run, int64_t piece, int64_t pieces) const {
+        int64_t slot = call.slots[run.first], total = 0;
+        for (int64_t part = 0; part < call.parts; part++)
+            if (ranks(run)[part]) total += (call.sizes[part] + PANEL - 1) / PANEL;
+        int64_t from = total * piece / pieces, to = total * (piece + 1) / pieces;
+        const T* b = (const T*)call.b[slot];
+        int64_t output = 0, panel = 0, rank_at = 0;
+        for (int64_t part = 0; part < call.parts; part++) {
+            int64_t rank = ranks(run)[part], size = call.sizes[part];
+            for (int64_t at = 0; rank && at < size; at += PANEL, panel++)
+                if (from <= panel && panel < to)
+                    expand_panel(run, b + at, size, rank, rank_at, output + at, std::min(PANEL, size - at));
+            b += rank * size, rank_at += rank, output += size;
+        }
+    }
+
+  private:
+    // `count` outputs from `output` on, at most PANEL.
+    void expand_panel(const Run& run, const T* b, int64_t size, int64_t rank, int64_t rank_at, int64_t output,
+                      int64_t count) const {
+        if (run.count < MIN_TO_COPY || count < PANEL || rank > MAX_RANK)
+            return expand_from(run, b, size, rank, rank_at, output, count);
+        alignas(64) float panel[MAX_RANK * PANEL];
+        for (int64_t r = 0; r < rank; r++)
+            for (int64_t at = 0; at < PANEL; at += LANES) store(panel + r * PANEL + at, load(b + r * size + at));
+        expand_from(run, panel, PANEL, rank, rank_at, output, count);
+    }
+
+    template <typename B>
+    void expand_from(const Run& run, const B* b, int64_t b_stride, int64_t rank, int64_t rank_at, int64_t output,
+                     int64_t count) const {
+        in_groups(run.count, [&]<int COUNT>(int64_t token) {
+            token += run.first;
+            T* place = out + token * call.out_stride + output;
+            const float* own = low + token * low_stride + rank_at;
+            if (count == PANEL)
+                return expand_vectors<T, B, COUNT, JOINT>(place, call.out_stride, b, b_stride, rank, own, low_stride);
+            int64_t at = 0;
+            for (; at + LANES <= count; at += LANES)
+                expand_vectors<T, B, COUNT, 1>(place + at, call.out_stride, b + at, b_stride, rank, own, low_stride);
+            for (; at < count; at++) {
+                for (int64_t i = 0; i < COUNT; i++) {
+                    float sum = 0;
+                    for (int64_t r = 0; r < rank; r++) sum += to_float(b[r * b_stride + at]) * own[i * low_stride + r];
+                    T* target = place + i * call.out_stride + at;
+                    put(target, to_float(*target) + sum);
+                }
+            }
+        });
+    }
+};
 
 template <typename T>
 void add_all(const Call& call, const T* x, T* out, int64_t tokens) {
-    std::vector<int64_t> firsts;
-    int64_t work = 0;
+    // As long as they can be, if there are enough for all threads.
+    int64_t num_tasks = TASKS_PER_THREAD * pool::threads();
+    int64_t longest = std::clamp((tokens / num_tasks + JOINT - 1) / JOINT * JOINT, (int64_t)JOINT, MAX_RUN);
+    std::vector<Run> runs;
+    int64_t work = 0, widest = 0;
     for (int64_t first = 0, last = 0; first < tokens; first = last) {
-        while (last < tokens && last - first < RUN && call.slots[last] == call.slots[first]) last++;
-        if (!call.slots[first]) continue;
-        firsts.push_back(first);
-        for (int64_t part = 0; part < call.parts; part++)
-            work += (last - first) * call.ranks[call.slots[first] * call.parts + part] * (call.k + call.sizes[part]);
-    }
-    pool::for_each((int64_t)firsts.size(), work >= WORK_TO_SHARE, [&](int64_t index) {
-        int64_t first = firsts[index], last = first + 1;
-        while (last < tokens && last - first < RUN && call.slots[last] == call.slots[first]) last++;
-        switch (last - first) {
-            case 1: return add_run<T, 1>(call, x, out, first);
-            case 2: return add_run<T, 2>(call, x, out, first);
-            case 3: return add_run<T, 3>(call, x, out, first);
-            default: return add_run<T, RUN>(call, x, out, first);
+        while (last < tokens && last - first < longest && call.slots[last] == call.slots[first]) last++;
+        const int32_t* ranks = call.ranks + call.slots[first] * call.parts;
+        int64_t width = 0;
+        for (int64_t part = 0; part < call.parts; part++) {
+            width += ranks[part];
+            work += (last - first) * ranks[part] * (call.k + call.sizes[part]);
         }
-    });
+        if (width) runs.push_back({first, last - first});
+        widest = std::max(widest, width);
+    }
+    if (runs.empty()) return;
+    static thread_local std::vector<float> memory;
+    if ((int64_t)memory.size() < tokens * widest) memory.resize(tokens * widest);
+    Product<T> product{call, x, out, memory.data(), widest};
+    int64_t count = runs.size(), pieces = (num_tasks + count - 1) / count;
+    if (work < WORK_TO_SHARE || pieces == 1) {
+        pool::for_each(count, work >= WORK_TO_SHARE, [&](int64_t index) {
+            product.shrink_run(runs[index], 0, 1);
+            product.expand_run(runs[index], 0, 1);
+        });
+        return;
+    }
+    pool::for_each(count * pieces, true,
+                   [&](int64_t task) { product.shrink_run(runs[task / pieces], task % pieces, pieces); });
+    pool::for_each(count * pieces, true,
+                   [&](int64_t task) { product.expand_run(runs[task / pieces], task % pieces, pieces); });
 }
 
 }  // namespace
