@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from helpers import starter
 from helpers.suite import FUZZ, SEED, LiveGuard, Outcomes, can_have, seed_generators
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
@@ -47,6 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(LiveGuard())
+    starter.install()
     if not hasattr(config, "workerinput"):  # The controller sees the reports of every worker.
         config.pluginmanager.register(Outcomes(config.getoption("--outcomes")))
 
@@ -62,7 +64,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    starter.switch(on=item.get_closest_marker("fresh") is None)
     seed_generators(SEED)
 
 

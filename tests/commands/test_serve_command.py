@@ -94,6 +94,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.fresh
 def test_last_line_works_when_pasted_and_sigterm_ends_everything() -> None:
     with serving() as served:
         assert any("KV pool" in line for line in served.lines)
@@ -110,6 +111,7 @@ def test_last_line_works_when_pasted_and_sigterm_ends_everything() -> None:
         assert not any(alive(pid) for pid in children)
 
 
+@pytest.mark.fresh
 def test_in_process_needs_no_child_and_ends_on_ctrl_c() -> None:
     with serving("--in-process") as served:
         assert descendants(served.process.pid) == []
@@ -123,6 +125,7 @@ def test_in_process_needs_no_child_and_ends_on_ctrl_c() -> None:
         assert "Stopping: no requests are running." in served.process.stderr.read()
 
 
+@pytest.mark.fresh
 def test_two_fronts_share_the_port_and_nothing_outlives_the_first() -> None:
     with serving("--fronts", "2") as served:
         # A program that one of them starts for a moment is no third.
