@@ -30,7 +30,7 @@ from millrace.plan.queue.admission_forecast import AdmissionForecast
 from millrace.plan.shapes.declared import OwnSizes
 from millrace.run.device.defaults import CPU_DEFAULTS
 
-pytestmark = [pytest.mark.live, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
 SETTINGS: dict[str, Any] = {
     "dtype": "float32",

@@ -12,7 +12,7 @@ import pytest
 from helpers.served import Served, Stream, is_ready, serving, wait_until
 from helpers.tiny_server import NAME, tiny_options
 
-pytestmark = [pytest.mark.live, pytest.mark.alone]
+pytestmark = pytest.mark.live
 
 ENDLESS = 30_000
 """Tokens of a stream that runs until something ends it."""

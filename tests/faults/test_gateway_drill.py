@@ -14,7 +14,7 @@ from millrace.faults.gateway_drill import GATEWAY_KINDS, drill
 from millrace.faults.proxy import FaultyProxy
 from millrace.gateway.settings import ReplicaSettings
 
-pytestmark = [pytest.mark.live, pytest.mark.alone]
+pytestmark = pytest.mark.live
 
 
 def test_no_stream_is_lost_and_no_token_wrong() -> None:

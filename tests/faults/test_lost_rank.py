@@ -12,7 +12,7 @@ import pytest
 from helpers.served import Served, serving, wait_until
 from helpers.tiny_server import NAME, tiny_options
 
-pytestmark = [pytest.mark.live, pytest.mark.alone, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
 LENGTH = 250
 

@@ -16,7 +16,7 @@ import pytest
 from helpers.served import Served, serving, wait_until
 from helpers.tiny_server import NAME, tiny_options
 
-pytestmark = [pytest.mark.live, pytest.mark.alone]
+pytestmark = pytest.mark.live
 
 LETTERS = {"type": "string", "minLength": 12, "maxLength": 12}
 LIST = {"type": "array", "items": LETTERS, "minItems": 24, "maxItems": 24}

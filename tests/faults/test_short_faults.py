@@ -12,7 +12,7 @@ from helpers.tiny_server import tiny_options
 from millrace.faults.disconnects import churn
 from millrace.faults.fuzz import fuzz
 
-pytestmark = [pytest.mark.live, pytest.mark.alone]
+pytestmark = pytest.mark.live
 
 
 def test_mutated_requests_and_disconnects_break_and_leak_nothing(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from helpers.served import wait_until
 
 from millrace.cli import main
 
-pytestmark = [pytest.mark.live, pytest.mark.alone]
+pytestmark = pytest.mark.live
 
 CODE = """
 import asyncio, sys

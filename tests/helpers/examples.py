@@ -7,8 +7,10 @@ import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +49,18 @@ ASKED = (
     """ -d '{"model": "smollm2", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}'"""
 )
 """The request that examples trace and explain, sent before each of them: an engine that is unloaded forgets it."""
+
+ASK = """
+import json, os, socket, sys
+asking = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+asking.connect(sys.argv[1])
+socket.send_fds(asking, [json.dumps([sys.argv[2:], os.getcwd(), dict(os.environ)]).encode()], [0, 1, 2])
+for descriptor in (0, 1, 2):
+    os.close(descriptor)
+code = int(asking.recv(16))
+os._exit(code if code >= 0 else 128 - code)
+"""
+"""The program `millrace` of the workshop: asks the tests to start it here, with these streams, and ends as it ends."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +152,12 @@ class Workshop:
         self.ran: set[str] = set()
         """Names of the `millrace` commands that ended well."""
         (folder / "bin").mkdir()
-        self._program("millrace", f'exec {shlex.quote(sys.executable)} -m millrace "$@"')
+        starts = folder / "starts"
+        self._starts = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._starts.bind(str(starts))
+        self._starts.listen(16)
+        threading.Thread(target=self._start_all, name="starts", daemon=True).start()
+        self._program("millrace", f'exec {shlex.quote(sys.executable)} -I -S -c {shlex.quote(ASK)} {starts} "$@"')
         self._program("curl", 'exec curl --fail-with-body --silent --show-error "$@"')
         write_files(folder)
         cache = folder / "cache" / "millrace"
@@ -156,6 +175,26 @@ class Workshop:
         }
         self.environment["HOME"] = str(folder)
         (folder / ".config" / "fish" / "completions").mkdir(parents=True)
+
+    def _start_all(self) -> None:
+        """Start each `millrace` that a command calls; as a program of this process it starts quickly."""
+        while True:
+            connection, _ = self._starts.accept()
+            threading.Thread(target=self._start, args=(connection,), daemon=True).start()
+
+    def _start(self, connection: socket.socket) -> None:
+        with connection:
+            data, (stdin, stdout, stderr), _, _ = socket.recv_fds(connection, 1 << 20, 3)
+            arguments, folder, variables = json.loads(data)
+            command = [sys.executable, "-m", "millrace", *arguments]
+            try:
+                process = subprocess.Popen(
+                    command, stdin=stdin, stdout=stdout, stderr=stderr, cwd=folder, env=variables
+                )
+            finally:
+                for descriptor in (stdin, stdout, stderr):
+                    os.close(descriptor)
+            connection.send(str(process.wait()).encode())
 
     def _program(self, name: str, line: str) -> None:
         path = self.folder / "bin" / name

@@ -140,7 +140,9 @@ def _can_fork(request: dict[str, Any], starter: Starter) -> bool:
 
 
 def _for_imports(variables: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in variables.items() if name.startswith(READ_BY_IMPORTS)}
+    chosen = {name: value for name, value in variables.items() if name.startswith(READ_BY_IMPORTS)}
+    chosen.pop("PYTHONPATH", None)  # The new process adds its folders.
+    return chosen
 
 
 def _running_starter() -> Starter | None:
@@ -242,7 +244,7 @@ def _run(request: dict[str, Any], descriptors: list[int]) -> None:
     module, *arguments = request["arguments"][2:]
     sys.orig_argv = request["arguments"]
     sys.argv = [module, *arguments]
-    sys.path.insert(0, request["folder"])
+    sys.path[:0] = [request["folder"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.modules.pop(module, None)
     _end(_exit_code(module))
 
