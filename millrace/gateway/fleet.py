@@ -14,7 +14,7 @@ from millrace.gateway.routing.decisions import Decision, DecisionLog, RequestRec
 from millrace.gateway.routing.health import HealthLimits, slow_outliers
 from millrace.gateway.routing.policies import policy_named
 from millrace.gateway.routing.prefix_map import PrefixMap
-from millrace.gateway.settings import GatewaySettings, ReplicaSettings, replica_name
+from millrace.gateway.settings import GatewaySettings, ReplicaSettings, replica_name, without_credentials
 
 SILENT_S = 30.0
 """Streams of Millrace replicas send a sign of life every 10 s at least."""
@@ -101,7 +101,7 @@ class Fleet:
         )
         self.decisions.decided(record, decision)
         attempt = OpenAttempt(asked, asked.prompt_tokens - matched + asked.output_tokens)
-        attempt.kv_from = self.replicas[kv_from].settings.url if kv_from else ""
+        attempt.kv_from = without_credentials(self.replicas[kv_from].settings.url) if kv_from else ""
         replica = self.replicas[choice.replica]
         replica.add(attempt)
         self.prefixes.sent_to(replica.name, asked.chain)

@@ -22,6 +22,7 @@ from millrace.observe.tracing.context import TRACEPARENT
 from millrace.serve.fetching.wire import FETCH_HEADER, FROM_HEADER
 from millrace.serve.http.app_keys import TRACE
 from millrace.serve.http.ids import REQUEST_ID_HEADER
+from millrace.serve.tenancy.block_ticket import TICKET_HEADER
 from millrace.serve.tenancy.cache_scope import SALT_HEADER
 from millrace.serve.tenancy.owner import OWNER_HEADER
 
@@ -39,6 +40,7 @@ _NOT_PASSED = frozenset(
         OWNER_HEADER.lower(),
         FROM_HEADER.lower(),
         FETCH_HEADER.lower(),
+        TICKET_HEADER.lower(),
         "forwarded",
         "x-forwarded-for",
         "x-forwarded-host",

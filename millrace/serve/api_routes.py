@@ -17,7 +17,6 @@ from millrace.serve.describe import routes_kv, routes_load, routes_stats, routes
 from millrace.serve.describe import routes_models as models
 from millrace.serve.describe import routes_requests as requests
 from millrace.serve.encode import classify, cohere_embed, multi_vector, rerank, score, sparse_vector
-from millrace.serve.fetching.wire import BLOCKS_PATH
 from millrace.serve.generate.work import Prepare
 from millrace.serve.http.error_bodies import error_body
 from millrace.serve.ollama import create as ollama_create
@@ -38,6 +37,7 @@ from millrace.serve.responses import routes_conversations as conversations
 from millrace.serve.responses.translate import prepare_response
 from millrace.serve.stored import routes_batches as batches
 from millrace.serve.stored import routes_files as files
+from millrace.serve.tenancy.block_ticket import BLOCKS_PATH
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

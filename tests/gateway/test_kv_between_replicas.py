@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -15,9 +16,13 @@ from helpers.gateways import gateway_over
 from helpers.served import Served, serving
 from helpers.tiny_server import NAME, tiny_options
 
-from millrace.gateway.settings import ReplicaSettings
+from millrace.gateway.fleet import Fleet
+from millrace.gateway.routing.decisions import RequestRecord
+from millrace.gateway.routing.request_facts import facts_of
+from millrace.gateway.settings import GatewaySettings, ReplicaSettings
 from millrace.serve.fetching.shared_part import write_shared
-from millrace.serve.fetching.wire import BLOCKS_PATH, FETCH_HEADER, FROM_HEADER, BlocksWanted, opened, sealed
+from millrace.serve.fetching.wire import FETCH_HEADER, FROM_HEADER, BlocksWanted, opened, sealed
+from millrace.serve.tenancy.block_ticket import BLOCKS_PATH, TICKET_HEADER, covers, is_valid, ticket_for
 
 pytestmark = pytest.mark.live
 
@@ -82,10 +87,11 @@ async def between(source: str, fault: str) -> AsyncIterator[str]:
     """A source that answers wrongly, in the parts and not in the question before them."""
 
     async def give(request: web.Request) -> web.Response:
-        asked = await request.read()
+        asked, headers = await request.read(), {TICKET_HEADER: request.headers[TICKET_HEADER]}
+        assert not {"Authorization", "X-Millrace-Gateway-Key"} & set(request.headers)
         async with (
             aiohttp.ClientSession(skip_auto_headers=("Content-Type",)) as session,
-            session.post(source + request.raw_path, data=asked, headers=TRUSTED) as answer,
+            session.post(source + request.raw_path, data=asked, headers=headers) as answer,
         ):
             data = await answer.read()
         wanted = msgspec.msgpack.decode(asked, type=BlocksWanted)
@@ -145,11 +151,42 @@ def test_a_fetch_that_fails_is_computed(pair: tuple[Served, Served], fault: str,
     asyncio.run(check())
 
 
+def test_a_ticket_is_for_one_question_and_a_short_time() -> None:
+    now = 1_800_000_000.5
+    ticket = ticket_for(b"asked", NAME, KEY, now)
+    assert is_valid(ticket, NAME, KEY, now + 59)
+    assert is_valid(ticket, NAME, KEY, now - 59)
+    assert covers(ticket, b"asked")
+    assert not covers(ticket, b"asked for more")
+    assert not is_valid(ticket, NAME, KEY, now + 61)
+    assert not is_valid(ticket, NAME, KEY, now - 61)
+    assert not is_valid(ticket, "another", KEY, now)
+    assert not is_valid(ticket, NAME, "another key", now)
+    assert not is_valid(ticket, NAME, "", now)
+    for broken in ("", ".", "..", "now" + ticket, ticket[:-1], ticket + "0", "9" * 400 + ticket, "é" + ticket):
+        assert not is_valid(broken, NAME, KEY, now)
+
+
+def test_a_password_in_a_replicas_url_stays_at_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet = Fleet(GatewaySettings(policy="round-robin"), clock=lambda: 100.0)
+    for name in "ab":
+        fleet.add(ReplicaSettings(f"http://user:secret@{name}:8000", name=name)).health.succeeded(100.0)
+    monkeypatch.setattr(Fleet, "_kv_source", lambda self, asked, chosen, *_: "b" if chosen == "a" else "a")
+    asked = facts_of("/v1/completions", b'{"prompt": "x"}', {}, "r", "", 1000).asked
+    replica, attempt = fleet.choose(asked, RequestRecord(), excluded=(), cause="new")
+    assert attempt.kv_from == f"http://{'b' if replica.name == 'a' else 'a'}:8000"
+
+
 def test_blocks_are_given_to_the_fleet_only(pair: tuple[Served, Served]) -> None:
     async def check() -> None:
         async with aiohttp.ClientSession(skip_auto_headers=("Content-Type",)) as session:
-            for headers, status in (({}, 403), (TRUSTED, 400)):
-                async with session.post(url_of(pair[0]) + BLOCKS_PATH, data=b"?", headers=headers) as answer:
+            ticket = {TICKET_HEADER: ticket_for(b"?", NAME, KEY, time.time())}
+            other = {TICKET_HEADER: ticket_for(b"!", NAME, KEY, time.time())}
+            old = {TICKET_HEADER: ticket_for(b"?", NAME, KEY, time.time() - 100)}
+            for headers, status in (({}, 403), (TRUSTED, 400), (ticket, 400), (other, 403), (old, 403)):
+                async with session.post(
+                    f"{url_of(pair[0])}{BLOCKS_PATH}?model={NAME}", data=b"?", headers=headers
+                ) as answer:
                     assert answer.status == status
 
     asyncio.run(check())

@@ -13,7 +13,8 @@ from helpers.fake_clock import FakeClock
 
 from millrace.link.block_parts import PartAnswer, PartOfPrefix, PrefixFacts
 from millrace.serve.fetching.fetcher import FORGET_S, Fetched, Prefix, PrefixFetcher
-from millrace.serve.fetching.wire import BLOCKS_PATH, BlocksGiven, BlocksWanted, sealed
+from millrace.serve.fetching.wire import BlocksGiven, BlocksWanted, sealed
+from millrace.serve.tenancy.block_ticket import BLOCKS_PATH
 
 pytestmark = pytest.mark.live
 

@@ -4,6 +4,7 @@ blocks of a prompt, for other replicas of the same fleet."""
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Literal
 
 import msgspec
@@ -19,6 +20,7 @@ from millrace.serve.http.ids import REQUEST_ID_HEADER
 from millrace.serve.http.json_answer import encode
 from millrace.serve.http.queries import check_query
 from millrace.serve.state import STATE
+from millrace.serve.tenancy.block_ticket import LIFE_S, TICKET_HEADER, covers, is_valid
 from millrace.serve.tenancy.trust import is_gateway
 
 PING_EVERY_S = 5.0
@@ -77,10 +79,20 @@ def _shown(event: KvEvents, seq: int, tier: Tier, block_tokens: int) -> KvEvent:
 async def blocks(request: web.Request) -> web.Response:
     """A part of a prompt's blocks, or how many of them are cached."""
     check_query(request, ("model",))
-    _check_trust(request, "KV blocks belong to all tenants")
-    model, state = asked_model(request), request.app[STATE]
+    state, ticket = request.app[STATE], request.headers.get(TICKET_HEADER)
+    key, name = state.config.server.gateway_key, request.query.get("model", "")
+    if ticket is None:
+        _check_trust(request, "KV blocks belong to all tenants")
+    elif not is_valid(ticket, name, key, time.time()):
+        raise Forbidden(
+            "The ticket of this question is not valid: replicas need the same --gateway-key, and clocks that differ by"
+            f" less than {LIFE_S:g} s."
+        )
+    model = asked_model(request)
     loaded_engine(request, model)
     asked = await read_body(request, state.body_limit_bytes)
+    if ticket is not None and not covers(ticket, asked):
+        raise Forbidden("The ticket is for another question.")
     given = await state.block_source.give(model.client, asked, state.config.server.gateway_key)
     headers = {REQUEST_ID_HEADER: request[REQUEST_ID], "Server": "millrace"}
     return web.Response(body=given, content_type="application/octet-stream", headers=headers)

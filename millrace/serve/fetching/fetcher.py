@@ -24,8 +24,8 @@ from millrace.link.block_parts import PartOfPrefix, PrefixFacts
 from millrace.link.client import EngineClient
 from millrace.serve.fetching.shared_part import SharedPart, is_on_this_machine
 from millrace.serve.fetching.source import facts_of, leading_columns
-from millrace.serve.fetching.wire import BLOCKS_PATH, OVERHEAD_BYTES, BlocksGiven, BlocksWanted, opened
-from millrace.serve.tenancy.trust import GATEWAY_KEY_HEADER
+from millrace.serve.fetching.wire import OVERHEAD_BYTES, BlocksGiven, BlocksWanted, opened
+from millrace.serve.tenancy.block_ticket import BLOCKS_PATH, TICKET_HEADER, ticket_for
 
 MIN_TOKENS = 256
 """Fewer tokens are computed."""
@@ -226,7 +226,8 @@ class _Transfer:
 
     async def _ask(self, facts: PrefixFacts, wanted: BlocksWanted) -> BlocksGiven:
         asked = msgspec.msgpack.encode(wanted)
-        headers = {GATEWAY_KEY_HEADER: self._key} if self._key else {}
+        ticket = ticket_for(asked, self._prefix.model, self._key, time.time()) if self._key else ""
+        headers = {TICKET_HEADER: ticket} if ticket else {}
         url = f"{self._source}{BLOCKS_PATH}?model={quote(self._prefix.model, safe='')}"
         async with self._fetcher.session().post(url, data=asked, headers=headers, allow_redirects=False) as answer:
             if answer.status != 200:

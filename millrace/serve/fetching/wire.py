@@ -11,7 +11,6 @@ FROM_HEADER = "X-Millrace-Kv-From"
 """The URL of a replica that has more of the prompt's blocks."""
 FETCH_HEADER = "X-Millrace-Kv-Fetch"
 """What became of it, in the answer to the gateway."""
-BLOCKS_PATH = "/v1/kv/blocks"
 OVERHEAD_BYTES = 1 << 16
 """Bytes of an answer beside its blocks, at most."""
 CHECKSUM_BYTES = 32

@@ -10,6 +10,7 @@ from aiohttp.typedefs import Middleware
 from millrace.errors import Forbidden
 from millrace.serve.http.app_keys import EXTRA_HEADERS
 from millrace.serve.http.ids import REQUEST_ID_HEADER, WARNING_HEADER
+from millrace.serve.tenancy.block_ticket import BLOCKS_PATH, TICKET_HEADER
 from millrace.serve.tenancy.keyring import DEFAULT_TENANT, Keyring
 from millrace.serve.tenancy.owner import TENANT
 from millrace.web.pages import is_open as is_page
@@ -31,6 +32,7 @@ def authorise(get_keyring: Callable[[], Keyring | None]) -> Middleware:
     async def check_key(request: web.Request, handler: Handler) -> web.StreamResponse:
         keyring = get_keyring()
         is_open = request.path in OPEN_PATHS or is_page(request.path) or request.method == hdrs.METH_OPTIONS
+        is_open = is_open or (request.path == BLOCKS_PATH and TICKET_HEADER in request.headers)
         if keyring is not None:
             key = key_in(request)
             is_visitor = is_open and (key is None or request.path != "/metrics")
