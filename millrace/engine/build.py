@@ -284,13 +284,15 @@ def _decide(config: Config, files: ModelFiles, on_loading: Callable[[str, int, i
         precision=precision,
         drafter=drafter,
         plan=plan,
-        runner=_runner_settings(config, plan, host_tier),
+        runner=_runner_settings(config, plan, host_tier, drafter),
         scheduler=_scheduler_settings(config, spec, plan, host_tier, drafts, target, work),
         work=work,
     )
 
 
-def _runner_settings(config: Config, plan: MemoryPlan, host_tier: HostTierSettings) -> RunnerSettings:
+def _runner_settings(
+    config: Config, plan: MemoryPlan, host_tier: HostTierSettings, drafter: DrafterSource | None
+) -> RunnerSettings:
     return RunnerSettings(
         num_blocks=plan.num_blocks,
         block_size=config.plan.block_size,
@@ -305,6 +307,7 @@ def _runner_settings(config: Config, plan: MemoryPlan, host_tier: HostTierSettin
         state_slots=plan.states.num_slots,
         graphs=config.run.graphs,
         adapter_slots=config.adapters.num_slots,
+        all_states=config.run.tensor_parallel > 1 and drafter is not None and drafter.reads_all_states,
     )
 
 
@@ -392,6 +395,7 @@ def _setup(config: Config, decided: Decided) -> RunnerSetup:
         state_slots=settings.state_slots,
         graphs=settings.graphs,
         adapter_slots=settings.adapter_slots,
+        all_states=settings.all_states,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,6 +65,39 @@ def load_decoder(
         progress=progress,
         mesh=mesh,
     )
+
+
+def load_ends(
+    files: ModelFiles,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    deterministic: bool = False,
+    quantization: Quantization = "none",
+    seed: int = 0,
+) -> Decoder:
+    """The whole embedding and head, and one layer: for a drafter that reads those of a model split over ranks."""
+    from millrace.models.weights import open_weights
+
+    return build_decoder(
+        _ends_of(files),
+        open_weights(files, seed=seed),
+        device=device,
+        dtype=dtype,
+        deterministic=deterministic,
+        quantization=quantization,
+    )
+
+
+def ends_bytes(files: ModelFiles, dtype: torch.dtype, quantization: Quantization) -> int:
+    """Of weights that `load_ends` will hold, if the files are not quantised; else an upper bound."""
+    spec = _ends_of(files)
+    return layout_bytes(spec, layout_of(spec), dtype, quantization)
+
+
+def _ends_of(files: ModelFiles) -> ModelSpec:
+    spec = spec_from_config(files.config)
+    return replace(spec, layers=spec.layers[:1])
 
 
 def check_quantization(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> None:

@@ -212,7 +212,7 @@ class Runner:
         if drafter is not None:
             parts = (decoder, self._draft_kv, self._table, self._sampler, device)
             model = make_model_drafter(drafter, *parts, block_size=settings.block_size, max_rows=max_rows)
-        self._read_layers = read_layers(drafter)
+        self._read_layers, self._all_states = read_layers(drafter), settings.all_states
         drafters = make_drafters(settings.speculate, model, "" if drafter is None else kind_of(drafter))
         self._drafted = DraftedRows(self._table, max_rows, drafters, guide) if drafters is not None else None
         self._no_states = torch.zeros((0, decoder.spec.hidden_size), dtype=decoder.dtype, device=device.torch_device)
@@ -393,7 +393,7 @@ class Runner:
     def _compute(self, step: StepRows, draws: Int32s, slots: AdapterSlots | None) -> Computed:
         scores_prompts = step.scored is not None
         taps, drafter_needs_all = self._taps(step)
-        needs_all = drafter_needs_all or step.pooled is not None
+        needs_all = drafter_needs_all or step.pooled is not None or self._all_states
         query_starts = np.zeros(len(step.rows) + 1, np.int32)
         np.cumsum(step.counts, out=query_starts[1:])
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()

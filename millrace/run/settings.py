@@ -23,6 +23,9 @@ class RunnerSettings:
     max_copied: int = 1
     """KV blocks copied to or from host memory in one batch."""
     adapter_slots: int = 0
+    all_states: bool = False
+    """Over ranks, whose steps must be alike: every step computes the final states of all tokens, as rank 0's drafter
+    needs them."""
     """Adapters on the device at once; 0: steps have none."""
     state_places: int = 1
     """Places of a row's recurrent state: one for each token that it may draw in a step."""

@@ -293,7 +293,6 @@ def test_a_device_for_one_rank_refuses_more(monkeypatch: pytest.MonkeyPatch, tmp
     ("settings", "says"),
     [
         ({"mirror": True}, "leave --mirror out"),
-        ({"speculate": "draft", "drafter": "smollm2-135m-instruct"}, "Use --speculate suffix or ngram"),
         ({"tensor_parallel": 5}, r"has 4 attention heads, .* Set --tensor-parallel 4 or less"),
     ],
 )

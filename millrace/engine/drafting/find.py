@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -14,7 +14,7 @@ from millrace.errors import ConfigError
 from millrace.models.decoder import Decoder
 from millrace.models.drafters.load import DrafterFiles, drafter_bytes, kind_in, load_drafter, open_drafter
 from millrace.models.drafters.spec import DrafterKind
-from millrace.models.load import build_decoder, has_quantised_weights, weight_bytes
+from millrace.models.load import build_decoder, ends_bytes, has_quantised_weights, load_ends, weight_bytes
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.run.device.kv_pool import KvFormat, bytes_per_token, format_or_full
@@ -38,6 +38,11 @@ class DrafterSource(Protocol):
     def max_drafts(self) -> int | None:
         """Drafts of a row in one step; None: any number."""
         ...
+
+    @property
+    def reads_all_states(self) -> bool:
+        """True if it reads the target's final states of all tokens."""
+        return False
 
     def memory(self, dtype: torch.dtype, kv_dtype: KvFormat, device: torch.device) -> DrafterMemory: ...
 
@@ -88,6 +93,10 @@ class HeadSource(DrafterSource):
     files: DrafterFiles
     is_deterministic: bool
     quantization: Quantization
+    split: ModelFiles | None = None
+    """Of a target that is split over ranks: the drafter, which only rank 0 has, reads its embedding and head whole."""
+    seed: int = 0
+    """Of the target's weights, if they are random."""
 
     @property
     def kind(self) -> Speculation:
@@ -97,9 +106,15 @@ class HeadSource(DrafterSource):
     def max_drafts(self) -> int | None:
         return self.files.spec.max_drafts
 
+    @property
+    def reads_all_states(self) -> bool:
+        return self.files.spec.kind != "medusa" and not self.files.spec.target_layers
+
     def memory(self, dtype: torch.dtype, kv_dtype: KvFormat, device: torch.device) -> DrafterMemory:
         spec, decoder = self.files.spec, self.files.spec.decoder
         weights_bytes = drafter_bytes(self.files, dtype, self.quantization)
+        if self.split is not None:
+            weights_bytes += ends_bytes(self.split, dtype, self.quantization)
         if decoder is None:
             return DrafterMemory(weights_bytes, kept_width=spec.target_hidden_size)
         own_format = format_or_full(kv_dtype, decoder, dtype=dtype, device=device)
@@ -112,7 +127,10 @@ class HeadSource(DrafterSource):
         )
 
     def load(self, target: Decoder) -> DrafterModel:
-        return load_drafter(self.files, target, deterministic=self.is_deterministic, quantization=self.quantization)
+        choice: dict[str, Any] = {"deterministic": self.is_deterministic, "quantization": self.quantization}
+        if self.split is not None:
+            target = load_ends(self.split, seed=self.seed, device=target.device, dtype=target.dtype, **choice)
+        return load_drafter(self.files, target, **choice)
 
 
 def find_drafter(
@@ -141,7 +159,8 @@ def find_drafter(
     _check_kind(config, files, spec)
     if files.spec.kind != "medusa":
         _check_windows(config, spec)
-    return HeadSource(files, config.run.deterministic, quantization)
+    split = target if config.run.tensor_parallel > 1 else None
+    return HeadSource(files, config.run.deterministic, quantization, split, config.model.seed)
 
 
 def _folder(config: Config, progress: Progress | None) -> Path | None:

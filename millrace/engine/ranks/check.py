@@ -8,7 +8,6 @@ from millrace.config import Config
 from millrace.errors import ConfigError
 from millrace.host.cores import usable_cores
 from millrace.run.device.device import Device
-from millrace.run.drafting.drafters import MODEL_DRAFTERS
 
 PARAM = "run.tensor_parallel"
 
@@ -22,12 +21,6 @@ def check_ranks(config: Config) -> None:
             "--mirror runs beside an engine of one process. With --tensor-parallel every rank draws every token, and"
             " the draws are compared anyway: leave --mirror out.",
             param="mirror",
-        )
-    if config.plan.drafter or config.plan.speculate in MODEL_DRAFTERS:
-        raise ConfigError(
-            f"--speculate {config.plan.speculate} has a drafter that is a model, which cannot be split with"
-            " --tensor-parallel yet. Use --speculate suffix or ngram, without --drafter.",
-            param="speculate",
         )
 
 

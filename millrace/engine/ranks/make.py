@@ -67,6 +67,7 @@ def runner_from(setup: RunnerSetup, device: Device, mesh: Mesh = ONE_RANK) -> Ru
             state_places=setup.state_places,
             state_slots=setup.state_slots,
             adapter_slots=setup.adapter_slots,
+            all_states=setup.all_states,
         ),
         drafter=None if drafter is None else drafter.load(decoder),
     )

@@ -50,6 +50,7 @@ class RunnerSetup(msgspec.Struct, frozen=True):
     state_places: int = 1
     state_slots: int = 0
     adapter_slots: int = 0
+    all_states: bool = False
     shapes: str = ""
     """Digest of the shapes that its runner declared. In a step log; ranks tell theirs when they are ready."""
 
