@@ -126,8 +126,8 @@ class ServerConfig:
     )
     resume_s: float = setting(
         120.0,
-        "seconds that requests of an engine that died wait for the next one, which continues them; 0 = they end with an"
-        " error at once",
+        "seconds that requests of an engine that died wait for the next one, which continues them; five times as long"
+        " while it shows that it loads; 0 = they end with an error at once",
         minimum=0.0,
     )
     header_limit_kb: int = setting(8, "maximum header line in KiB; longer lines get a 431", minimum=1)

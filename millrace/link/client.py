@@ -484,6 +484,7 @@ class EngineClient:
             return
         if isinstance(message, EngineLoading):
             self.loading = message
+            self.requests.note_loading()
             if self._on_loading is not None:
                 self._on_loading(message)
             return

@@ -24,6 +24,8 @@ TOKEN_BYTES = 4
 """Of a token in `NewRequest.prompt`."""
 MAX_LOSSES = 2
 """A request that was open when so many engines died may have killed them, and is not tried again."""
+MAX_WAITS = 5
+"""An engine that says that it loads is waited for so many times as long as one that says nothing."""
 CHECK_S = 0.25
 """Interval at which waiting requests are held to their limits on time."""
 
@@ -90,6 +92,8 @@ class OpenRequests:
         self.num_resumed = 0
         self.num_given_up = 0
         """Requests that ended with an error because their engine had died."""
+        self._progress_at = 0.0
+        """When the next engine last said that it is loading."""
         self._why = ""
         self._timer: asyncio.TimerHandle | None = None
 
@@ -179,11 +183,25 @@ class OpenRequests:
             deadline, lost_at = one.message.deadline, one.lost_at or now
             if deadline is not None and now >= deadline:
                 self.end(one.finish("deadline"))
-            elif now - lost_at >= self._resume_s:
-                self.end(one.finish("error", f"{self._why} No engine was ready within {self._resume_s:g} s."))
+            elif late := self.late(now, lost_at):
+                self.end(one.finish("error", f"{self._why} {late}"))
         if self._timer is not None:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(CHECK_S, self._check)
+
+    def note_loading(self) -> None:
+        """The next engine is being loaded and says so."""
+        self._progress_at = time.monotonic()
+
+    def late(self, now: float, lost_at: float) -> str:
+        """Why a request that lost its engine then waits no longer; empty if it does."""
+        limit_s = self._resume_s
+        if now - max(lost_at, self._progress_at) >= limit_s:
+            if self._progress_at <= lost_at:
+                return f"No engine was ready within {limit_s:g} s."
+            return f"The next engine has shown no progress for {limit_s:g} s."
+        is_late = now - lost_at >= MAX_WAITS * limit_s
+        return f"No engine was ready within {MAX_WAITS * limit_s:g} s." if is_late else ""
 
 
 def _crashed(why: str) -> str:

@@ -16,6 +16,7 @@ from millrace.link.client import EngineClient
 from millrace.link.messages import (
     Abort,
     EngineFailed,
+    EngineLoading,
     EngineRetired,
     Finish,
     NewRequest,
@@ -165,6 +166,21 @@ def test_the_wait_has_a_bound() -> None:
         assert (server.client.requests.num_given_up, server.client.requests.num_waiting) == (1, 0)
 
     run(work, resume_s=0.01)
+
+
+def test_an_engine_that_says_that_it_loads_is_waited_for_longer() -> None:
+    async def work(server: Server) -> None:
+        requests = server.client.requests
+        lost_at = time.monotonic()
+        assert "within 100 s" in requests.late(lost_at + 100, lost_at)
+        server.link.send(0, EngineLoading("weights", 1, 2))
+        await until(lambda: server.client.loading is not None)
+        assert requests.late(lost_at + 100, lost_at) == ""
+        assert "no progress for 100 s" in requests.late(time.monotonic() + 100, lost_at)
+        requests._progress_at = lost_at + 450
+        assert "within 500 s" in requests.late(lost_at + 500, lost_at)
+
+    run(work, resume_s=100.0)
 
 
 def test_a_deadline_holds_while_a_request_waits() -> None:
