@@ -98,6 +98,8 @@ class Replica:
     token_ms: float = 0.0
     """Smoothed time between two frames of a stream."""
     num_token_samples: int = 0
+    lacks_adapters: bool = True
+    """It has joined or was away: it may lack adapters that clients added meanwhile."""
     marks_tokens: bool = False
     """True once a stream of it had token ids: then one without has no tokens yet."""
     fetch_tokens_per_s: float = 0.0

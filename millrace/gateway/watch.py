@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from millrace.gateway.catching_up import CatchUp
 from millrace.gateway.fleet import Fleet
 from millrace.gateway.foreign import probe_path, read_report
 from millrace.gateway.replica import Replica
@@ -37,6 +38,7 @@ class _KvEvent(msgspec.Struct):
 class Watch:
     def __init__(self, fleet: Fleet, session: aiohttp.ClientSession) -> None:
         self.fleet, self.session = fleet, session
+        self.adapters = CatchUp(fleet, session)
         self._tick: asyncio.Task[None] | None = None
         self.block_tokens: dict[str, int] = {}
         """Tokens per KV block of replicas that send events."""
@@ -66,7 +68,11 @@ class Watch:
     async def _probe_often(self, replica: Replica) -> None:
         count = lost = 0
         while True:
+            if not replica.health.share(self.fleet.clock()):
+                replica.lacks_adapters = True
             problem = await self.probe(replica, with_models=count % MODELS_EVERY == 0)
+            if not problem and replica.is_millrace and replica.lacks_adapters and await self.adapters.bring(replica):
+                await self.probe(replica, with_models=True)
             count, lost = (count + 1, 0) if not problem else (0, lost + 1)
             if lost >= PROBES_LOST or (lost and "refused" in problem):
                 self.lost(replica, problem)

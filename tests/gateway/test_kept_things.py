@@ -34,7 +34,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Ser
 
 
 @asynccontextmanager
-async def over(pair: tuple[Served, Served], **settings: Any) -> AsyncIterator[GatewayUnderTest]:
+async def over(pair: tuple[Served, ...], **settings: Any) -> AsyncIterator[GatewayUnderTest]:
     replicas = [ReplicaSettings(f"http://127.0.0.1:{one.port}", name=f"r{n}") for n, one in enumerate(pair)]
     async with gateway_over(*replicas, policy="round-robin", **settings) as gateway:
         yield gateway
@@ -179,6 +179,32 @@ def test_adapters_are_added_and_removed_at_all_replicas(pair: tuple[Served, Serv
             status, refused = await gateway.post("/v1/adapters", added)
             assert (status, "r1 cannot be reached" in refused["error"]["message"]) == (503, True)
             assert pair[0].request("GET", "/v1/adapters/one")[0] == 404, "nothing was changed"
+
+    asyncio.run(check())
+
+
+def test_a_replica_that_joins_gets_the_adapters_of_clients(pair: tuple[Served, Served], tmp_path: Path) -> None:
+    values = {name: value for name, value in CONFIG.items() if name != "architectures"}
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values))
+    write_adapter(tmp_path / "late", base, rank=4, targets=ATTENTION, seed=2, size=8.0)
+
+    async def check() -> None:
+        async with over(pair[:1]) as gateway:
+            added = {"name": "late", "path": str(tmp_path / "late")}
+            assert (await gateway.post("/v1/adapters", added))[0] == 200
+            asked = {"model": "late", "prompt": "Why", "max_tokens": 2}
+            fleet, replica = gateway.state.fleet, ReplicaSettings(f"http://127.0.0.1:{pair[1].port}", name="r1")
+            gateway.state.watch.follow(fleet.add(replica))
+            async with asyncio.timeout(60):
+                while fleet.replicas["r1"].lacks_adapters or fleet.replicas["r1"].models.find("late") is None:
+                    assert (await gateway.post("/v1/completions", asked))[0] == 200
+                    await asyncio.sleep(0.02)
+            used = set()
+            for _ in range(4):
+                async with gateway.session.post(gateway.url + "/v1/completions", json=asked) as answer:
+                    used.add((answer.status, answer.headers["X-Millrace-Replica"]))
+            assert used == {(200, "r0"), (200, "r1")}
+            assert await delete(gateway, "/v1/adapters/late") == 200
 
     asyncio.run(check())
 

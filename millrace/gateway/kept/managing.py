@@ -53,8 +53,9 @@ async def at_all(request: web.Request) -> web.Response:
     state = request.app[STATE]
     _check_may_manage(request, state)
     raw = await read_any_body(request, state.settings.body_limit_mb << 20)
-    replicas = _concerned(state, request, raw)
-    done = await asyncio.gather(*(_ask(state, request, one, raw) for one in replicas))
+    async with state.watch.adapters.changing:
+        replicas = _concerned(state, request, raw)
+        done = await asyncio.gather(*(_ask(state, request, one, raw) for one in replicas))
     well = [one for one in done if one.is_well]
     is_removal = request.method == "DELETE" or request.path == "/v1/unload_lora_adapter"
     failed = [one for one in done if not one.is_well and not (is_removal and well and one.status == 404)]

@@ -27,6 +27,10 @@ class ModelList:
         return cls([one for one in msgspec.json.decode(body).get("data", []) if isinstance(one, dict) and "id" in one])
 
     @property
+    def has_adapters(self) -> bool:
+        return any(one.get("parent") for one in self.entries)
+
+    @property
     def ids(self) -> Collection[str]:
         return self._by_id.keys()
 

@@ -73,6 +73,8 @@ class AdapterInfo(msgspec.Struct, kw_only=True):
     bytes: int
     base_model: str
     """As the adapter's own files name it."""
+    is_added: bool
+    """A client added it while the server ran."""
     open_requests: int
     loads: int
     """Times that its files were read."""
@@ -233,6 +235,7 @@ def shown(model: ServedModel[FrontState], one: AdapterFigures, *, has_path: bool
         max_rank=one.max_rank,
         bytes=one.bytes,
         base_model=one.base_model,
+        is_added=one.is_added,
         open_requests=one.open_requests,
         loads=one.loads,
         failure=one.failure if has_path or not one.failure else "It could not be read; its operator sees why.",

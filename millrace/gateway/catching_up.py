@@ -1,0 +1,87 @@
+"""A replica that joins, or comes back, gets the adapters that clients added to the others. Until it lists an adapter,
+requests for it go elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from millrace.gateway.fleet import Fleet
+from millrace.gateway.replica import Replica
+from millrace.gateway.upstream import LOST, own_headers
+
+log = logging.getLogger("millrace.gateway")
+
+
+class _Adapter(msgspec.Struct):
+    name: str
+    model: str
+    path: str | None = None
+    is_added: bool = False
+
+
+class _Adapters(msgspec.Struct):
+    data: list[_Adapter]
+
+
+class CatchUp:
+    def __init__(self, fleet: Fleet, session: aiohttp.ClientSession) -> None:
+        self._fleet, self._session = fleet, session
+        self.changing = asyncio.Lock()
+        """Held while clients change adapters, so that none is brought back that is just being removed."""
+
+    async def bring(self, replica: Replica) -> bool:
+        """True if it was given adapters. It is tried again later while no other replica can be asked, or an answer is
+        lost."""
+        donors = [one for one in self._fleet.open_replicas() if one is not replica and one.is_millrace]
+        if not donors:
+            return False
+        async with self.changing:
+            try:
+                wanted = await self._missing(replica, donors)
+                for adapter in wanted:
+                    await self._add(replica, adapter)
+            except (*LOST, msgspec.DecodeError) as error:
+                log.warning("Replica %s has not got the adapters of the others yet: %s.", replica.name, error)
+                return False
+        replica.lacks_adapters = False
+        return bool(wanted)
+
+    async def _missing(self, replica: Replica, donors: list[Replica]) -> list[_Adapter]:
+        """Only an operator's answer has paths."""
+        found: dict[tuple[str, str], _Adapter] = {}
+        for donor in donors:
+            if not donor.models.has_adapters:
+                continue
+            status, body = await self._ask(donor, "GET")
+            if status == 200:
+                for one in msgspec.json.decode(body, type=_Adapters).data:
+                    is_known = replica.models.find(f"{one.model}:{one.name}") is not None
+                    if one.is_added and one.path and replica.models.find(one.model) is not None and not is_known:
+                        found.setdefault((one.model, one.name), one)
+        return list(found.values())
+
+    async def _add(self, replica: Replica, adapter: _Adapter) -> None:
+        body = {"name": adapter.name, "path": adapter.path, "model": adapter.model}
+        status, answer = await self._ask(replica, "POST", body)
+        if status < 300:
+            log.info("Replica %s has got the adapter %s.", replica.name, adapter.name)
+        elif status != 409:  # It has one of this name.
+            log.warning(
+                "Replica %s did not take the adapter %s, so requests for it go to others: it answered %d, %s",
+                *(replica.name, adapter.name, status, answer[:500].decode(errors="replace")),
+            )
+
+    async def _ask(self, replica: Replica, method: str, body: dict[str, Any] | None = None) -> tuple[int, bytes]:
+        settings = self._fleet.settings
+        async with (
+            asyncio.timeout(settings.answer_s),
+            self._session.request(
+                method, f"{replica.settings.url}/v1/adapters", json=body, headers=own_headers(settings)
+            ) as answer,
+        ):
+            return answer.status, await answer.read()
