@@ -48,7 +48,7 @@ class Choosing:
             budget = self._budget.for_chunks(self._rows, singles, behind, self._waiting.num_by_class)
             limits = self._choice.chunk_limits(behind, budget, self._newcomer(now)) if len(behind) else []
             leaves_some = bool(limits) and sum(limits) < budget.left(int(self._rows.priority[behind].min()))
-            chunks = self._take_chunks(behind, limits, budget)
+            chunks = self._take_chunks(behind, limits, budget) if limits else {}
             if len(singles) or chunks or len(self._in_flight) or only is not None or self._pool.num_soon:
                 break
             if not self._preempting.preempt_one():
@@ -74,7 +74,7 @@ class Choosing:
         seating = self._seating
         singles, behind = self._runnable(only)
         crossing = self._crossing(singles)
-        if len(crossing) > seating.num_available_columns:
+        if len(crossing) and len(crossing) > seating.num_available_columns:
             while self._lacks_blocks(len(crossing)) and self._preempting.preempt_one():
                 singles, behind = self._runnable(only)
                 crossing = self._crossing(singles)
@@ -140,7 +140,11 @@ class Choosing:
         """The rows whose next token may need a new block."""
         if len(singles) == 0:
             return singles
-        rows = self._rows
+        rows, repeated = self._rows, self._composer.repeated
+        if repeated is not None and singles is repeated.order:
+            crossing = repeated.crossing(rows)
+            if crossing is not None:
+                return crossing
         last = rows.computed[singles]
         if self._drafts.is_on:
             last += rows.slack[singles]

@@ -14,15 +14,22 @@ from millrace.plan.shapes.choice import ShapeChoice
 from millrace.plan.shapes.declared import StepSizes
 from millrace.plan.shapes.heads import DueRows
 from millrace.plan.step import (
+    ONE,
+    OWN_DRAW,
     Admission,
     Bools,
+    DrawShape,
     ForcedDrafts,
+    HeadShape,
     Int32s,
     Int64s,
     StateCopies,
     StepPlan,
+    StepShape,
     TrainedPlaces,
 )
+
+NO_HEADS: tuple[HeadShape, ...] = ()
 
 
 class Composer:
@@ -68,9 +75,11 @@ class Composer:
                 adapters=rows.num_adapted > 0 and bool(rows.adapter[table_rows].any()),
             )
         )
-        is_bare = drafts is None and scored is None and pooled is None
-        due = self._due(table_rows, starts + counts, samples, masked, is_bare=is_bare)
-        draw, heads = self._shapes.heads(due, shape)
+        draw, heads = OWN_DRAW, NO_HEADS
+        if self._shapes.has_heads:
+            is_bare = drafts is None and scored is None and pooled is None
+            due = self._due(table_rows, starts + counts, samples, masked, is_bare=is_bare)
+            draw, heads = self._shapes.heads(due, shape)
         self._epoch += 1
         states = self._states(admitted, table_rows, starts + counts) if self._seating.checkpoints is not None else None
         block_groups, block_rows, block_cols, block_ids = self._seating.take_new_blocks()
@@ -117,12 +126,10 @@ class Composer:
 
     def _due(
         self, table_rows: Int64s, ends: Int32s, samples: Bools, masked: Bools | None, *, is_bare: bool = True
-    ) -> DueRows | None:
+    ) -> DueRows:
         """The rows that draw, for the choice of heads. `ends`: positions of the tokens that they draw. `is_bare`: no
         row has places, or gets anything for its prompt."""
         rows, shapes = self._rows, self._shapes
-        if not shapes.has_heads:
-            return None
         if not rows.num_from_logits and masked is None:
             return DueRows(int(np.count_nonzero(samples)))
         due = table_rows[samples]
@@ -133,6 +140,19 @@ class Composer:
             can_wait = is_bare and len(self._in_flight) > 0 and shapes.can_wait(len(table_rows))
             can_wait = can_wait and not (rows.num_beyond_head and bool(rows.beyond_head[due].any()))
         return DueRows(len(due), int(np.count_nonzero(from_logits)), can_wait)
+
+    def _draw_again(
+        self, repeated: RepeatedDecode, ends: Int32s, shape: StepShape
+    ) -> tuple[DrawShape, tuple[HeadShape, ...]]:
+        """The heads of a step that repeats the one before."""
+        if not self._shapes.has_heads:
+            return OWN_DRAW, NO_HEADS
+        due, before = repeated.due, repeated.plan
+        if due is None:
+            due = self._due(repeated.order, ends, before.samples, before.masked)
+            if before.masked is None and not self._rows.num_with_minimum:
+                repeated.due = due  # The same rows, and each is drawn as before.
+        return self._shapes.heads(due, shape)
 
     def _states(self, admitted: tuple[Admission, ...], table_rows: Int64s, ends: Int32s) -> StateCopies | None:
         checkpoints, rows = self._seating.checkpoints, self._rows
@@ -155,12 +175,13 @@ class Composer:
     def _repeat(self, repeated: RepeatedDecode, trained_rests: bool) -> StepPlan:
         """What `compose` would return for the same rows, reusing the columns of the previous plan."""
         rows, order, before = self._rows, repeated.order, repeated.plan
-        starts = before.starts + 1
-        rows.computed[order] = starts + 1
-        rows.known[order] = starts + 2
+        starts = before.starts + ONE
+        ends = starts + ONE
+        rows.computed[order] = ends
+        rows.known[order] = ends + ONE
         shared_blocks = self._seating.shared_blocks(int(order[0]))
         shape, is_captured = self._shapes.repeat(before.shape, len(order), shared_blocks)
-        draw, heads = self._shapes.heads(self._due(order, starts + 1, before.samples, before.masked), shape)
+        draw, heads = self._draw_again(repeated, ends, shape)
         block_groups, block_rows, block_cols, block_ids = self._seating.take_new_blocks()
         plan = StepPlan(
             step_no=self._in_flight.next_step,
@@ -193,11 +214,12 @@ class Composer:
         """The last of `count` plans that repeat the one before, as if each had been made. The rows have the blocks."""
         rows, order, before = self._rows, repeated.order, repeated.plan
         starts = before.starts + np.int32(count)
-        rows.computed[order] = starts + 1
-        rows.known[order] = starts + 2
+        ends = starts + ONE
+        rows.computed[order] = ends
+        rows.known[order] = ends + ONE
         shared_blocks = self._seating.shared_blocks(int(order[0]))
         shape, is_captured = self._shapes.repeat(before.shape, len(order), shared_blocks)
-        draw, heads = self._shapes.heads(self._due(order, starts + 1, before.samples, before.masked), shape)
+        draw, heads = self._draw_again(repeated, ends, shape)
         block_groups, block_rows, block_cols, block_ids = self._seating.take_new_blocks()
         plan = replace(
             before,

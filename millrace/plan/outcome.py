@@ -13,7 +13,7 @@ import numpy as np
 
 from millrace.plan.request import Request, end_of
 from millrace.plan.rows import NO_TOKEN, Rows
-from millrace.plan.step import NO_EPOCH, Bools, Ended, Int32s, Int64s, StepPlan
+from millrace.plan.step import NO_EPOCH, ONE, Bools, Ended, Int32s, Int64s, StepPlan
 
 
 @dataclass(slots=True)
@@ -91,15 +91,16 @@ class PendingOutcome:
 
     def next(self, count: int = 1) -> PendingOutcome:
         """The outcome of the repeated decode step that follows, or of a later one."""
+        further = ONE if count == 1 else np.int32(count)
         return PendingOutcome(
             computed_rows=self.computed_rows,
-            computed=self.computed + np.int32(count),
+            computed=self.computed + further,
             sample_index=self.sample_index,
             all_active=True,
             table_rows=self.table_rows,
             request_ids=self.request_ids,
             first_ids=self.first_ids[:0],
-            positions=self.positions + np.int32(count),
+            positions=self.positions + further,
             is_last=self.is_last,
             length_ends={},
             end_tokens=self.end_tokens,
@@ -133,7 +134,7 @@ class PendingOutcome:
         if self.end_tokens is None:
             return None
         is_end = self.end_tokens == drawn
-        if not is_end.any():
+        if not np.count_nonzero(is_end):  # In a third of the time of `any`.
             return None
         stopped: Bools = is_end.any(axis=0)
         return stopped

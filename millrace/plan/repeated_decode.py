@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from millrace.plan.rows import Rows
+from millrace.plan.shapes.heads import DueRows
 from millrace.plan.step import Int32s, Int64s, StepPlan
 
 
@@ -21,6 +22,17 @@ class RepeatedDecode:
     """The last plan."""
     plans_left: int
     """Plans until the first row reaches its limit."""
+    due: DueRows | None = None
+    """The rows that draw, if they are the same in every further plan."""
+    room: Int32s | None = None
+    """Tokens that still fit in the blocks of each row, when `crossing` was called first; empty if some row has blocks
+    that it does not need yet."""
+    crossings: dict[int, Int64s] = field(default_factory=dict)
+    """By room: the rows that had it."""
+    num_since: int = 0
+    """Plans since then."""
+    asked_at: int = -1
+    """`num_since` at the last call of `crossing`."""
 
     def can_repeat(self, rows: Rows) -> bool:
         """True if the next plan may have the same rows. Each is one token behind: the token it just drew."""
@@ -29,6 +41,26 @@ class RepeatedDecode:
     def advance(self, plan: StepPlan, count: int = 1) -> None:
         self.plan = plan
         self.plans_left -= count
+        self.num_since += count
+
+    def crossing(self, rows: Rows) -> Int64s | None:
+        """The rows that need a new block for the next plan, which comes round for each row after a block of tokens.
+        None if that must be computed. The caller gives the rows their blocks, or makes a plan that repeats nothing."""
+        if self.room is None:
+            self.room, self.num_since = self._rooms(rows), 0
+        if self.asked_at == self.num_since or not len(self.room):
+            return None  # Asked before: some rows may have their blocks already.
+        self.asked_at = self.num_since
+        room = self.num_since % rows.block_size
+        if room not in self.crossings:
+            self.crossings[room] = self.order[self.room == room]
+        return self.crossings[room]
+
+    def _rooms(self, rows: Rows) -> Int32s:
+        order = self.order
+        rooms: Int32s = rows.num_blocks[order] * rows.block_size - rows.computed[order]
+        has_more = bool((rooms >= rows.block_size).any()) or bool(rows.slack[order].any())
+        return rooms[:0] if has_more else rooms
 
 
 def crossings(computed: Int32s, num_blocks: Int32s, block_size: int, count: int) -> tuple[Int64s, int]:

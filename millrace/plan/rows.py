@@ -115,6 +115,8 @@ class Rows:
         """Number of known tokens below which the row is drawn from logits: always, up to its minimum length, or 0."""
         self.num_from_logits = 0
         """Active rows for which that is not 0."""
+        self.num_with_minimum = 0
+        """Active rows for which it is a number that they may pass."""
         self.beyond_head = np.zeros(self.capacity, np.bool_)
         """True for rows whose draw is more than a head: they are shaped, or get log-probabilities."""
         self.num_beyond_head = 0
@@ -237,9 +239,12 @@ class Rows:
         if not request.draws:
             self.silent[row] = True
             self.num_silent += 1
-        until, is_beyond = logits_until(request), request.beyond_head
+        until = logits_until(request)
+        is_beyond = until > 0 and request.beyond_head
         self.logits_until[row], self.beyond_head[row] = until, is_beyond
-        self.num_from_logits += until > 0
+        if until:
+            self.num_from_logits += 1
+            self.num_with_minimum += until != ALWAYS
         self.num_beyond_head += is_beyond
 
     def release(self, row: int, fence: int | None) -> tuple[Request, list[list[int]]]:
@@ -262,7 +267,9 @@ class Rows:
             self.num_silent -= not request.draws
             self.silent[row] = False
         if self.num_from_logits:
-            self.num_from_logits -= bool(self.logits_until[row])
+            until = int(self.logits_until[row])
+            self.num_from_logits -= until > 0
+            self.num_with_minimum -= 0 < until < ALWAYS
             self.num_beyond_head -= request.beyond_head
         if request.end_token_ids:
             self.num_with_ends -= 1

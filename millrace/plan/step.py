@@ -20,6 +20,8 @@ Bools = npt.NDArray[np.bool_]
 
 FEW = 16
 """Below this length a Python loop beats a NumPy call."""
+ONE = np.int32(1)
+"""Added to a column of int32 numbers in less time than a Python integer."""
 NO_EPOCH = -1
 """Epoch of a plan that repeats no other and that no other repeats."""
 

@@ -239,7 +239,7 @@ def test_heads_are_chosen_for_every_rank() -> None:
     assert shapes.heads(DueRows(3, 3), TABLE.decode(4, places=4))[0] == DrawShape(full=16), "one state for each place"
     assert shapes.heads(DueRows(3), prompt_shape := TABLE.all_mixed()[0])[0] == DrawShape(greedy=4)
     assert prompt_shape.kind == "mixed"
-    assert choice_of().heads(None, shape) == (DrawShape(), ())
+    assert ShapeChoice().heads(DueRows(3), shape) == (DrawShape(), ())
 
 
 def test_a_head_without_a_graph_is_a_larger_one_until_it_is_captured() -> None:

@@ -181,7 +181,7 @@ class _Steps:
         num_singles = case.rows if case.count == 1 else 0
         sizes = StepSizes(starts, counts, case.count, num_singles=num_singles, adapters=self._has_adapters)
         shape, is_captured = self._shapes.choose(sizes)
-        draw, heads = self._shapes.heads(DueRows(case.rows) if self._shapes.has_heads else None, shape)
+        draw, heads = self._shapes.heads(DueRows(case.rows), shape)
         blocks = -(-(case.context + case.count + case.steps + WARM_STEPS + 1) // self._block_size) if admitted else 0
         self._step_no += 1
         return StepPlan(

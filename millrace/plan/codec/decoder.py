@@ -44,6 +44,7 @@ from millrace.plan.codec.layout import (
     RELEASE,
     REPEATED,
     REPEATED_HEAD,
+    RUNS_AT,
     TRAINED_RESTS,
     UINT32,
     VARIANTS,
@@ -54,10 +55,12 @@ from millrace.plan.codec.layout import (
     shape_from,
 )
 from millrace.plan.step import (
+    ONE,
     Admission,
     Appended,
     BlockCopies,
     CapturePlan,
+    DrawShape,
     ForcedDrafts,
     HeadShape,
     Int32s,
@@ -67,8 +70,11 @@ from millrace.plan.step import (
     StateCopies,
     StepInputs,
     StepPlan,
+    StepShape,
     TrainedPlaces,
 )
+
+_NONE = np.frombuffer(b"", INT32)
 
 
 class StepDecoder:
@@ -79,6 +85,8 @@ class StepDecoder:
         self._sequence = 0
         """Number of the next message."""
         self._last: StepPlan | None = None
+        self._runs_at: tuple[int, bytes, StepShape, DrawShape, int] | None = None
+        """Of the last repeated plan: the kind of its shape and the bytes of what it ran at; what they say."""
 
     def decode(self, data: bytes) -> StepMessage:
         """Raises `StepBytesError`."""
@@ -97,7 +105,7 @@ class StepDecoder:
                 )
             reader = _Reader(data)
             if kind == REPEATED:
-                message: StepMessage = _repeated(reader, self._last)
+                message: StepMessage = self._repeated(reader)
             elif kind in _READERS:
                 message = _READERS[kind](reader)
             else:
@@ -109,6 +117,44 @@ class StepDecoder:
         if reader.num_left >= ALIGNMENT:
             raise StepBytesError(f"step message {sequence} has {reader.num_left} bytes too many")
         return message
+
+    def _repeated(self, reader: _Reader) -> StepPlan:
+        last = self._last
+        _, flags, shape_kind, _, step_no, num_updates, shared_blocks = reader.fields(REPEATED_HEAD)
+        if last is None:
+            raise StepBytesError(f"step {step_no} repeats a step that was not sent")
+        shape, draw, draw_flags = self._read_runs_at(reader, shape_kind, last)
+        starts = last.starts + ONE
+        starts.flags.writeable = False
+        block_rows, block_cols, block_ids, block_groups = _updates(reader, num_updates, flags)
+        return StepPlan(
+            step_no=step_no,
+            rows=last.rows,
+            starts=starts,
+            counts=last.counts,
+            samples=last.samples,
+            block_rows=block_rows,
+            block_cols=block_cols,
+            block_ids=block_ids,
+            block_groups=block_groups,
+            shape=shape,
+            shared_blocks=shared_blocks,
+            trained_rests=bool(flags & TRAINED_RESTS),
+            masked=last.masked,
+            draw=draw,
+            captures=captures_from(shape if flags & CAPTURES else None, draw, draw_flags),
+            epoch=last.epoch,
+        )
+
+    def _read_runs_at(self, reader: _Reader, kind: int, last: StepPlan) -> tuple[StepShape, DrawShape, int]:
+        """The same records as before if the bytes are."""
+        data, before = reader.bytes(RUNS_AT.size), self._runs_at
+        if before is not None and before[1] == data and before[0] == kind:
+            return before[2:]
+        *sizes, full, greedy, draw_flags = RUNS_AT.unpack(data)
+        shape, draw = shape_from(tuple(sizes), kind, last.shape), draw_from(full, greedy, draw_flags, last.draw)
+        self._runs_at = kind, data, shape, draw, draw_flags
+        return shape, draw, draw_flags
 
 
 class _Reader:
@@ -142,42 +188,13 @@ class _Reader:
 
 def _updates(reader: _Reader, count: int, flags: int) -> tuple[Int32s, Int32s, Int32s, Int32s | None]:
     """Rows, columns, ids and groups."""
+    if not count:
+        return _NONE, _NONE, _NONE, _NONE if flags & HAS_GROUPS else None
     rows, cols, ids = reader.column(INT32, 3 * count).reshape(3, count)
     groups = None
     if flags & HAS_GROUPS:
         groups, rows = rows >> np.int32(GROUP_SHIFT), rows & np.int32((1 << GROUP_SHIFT) - 1)
     return rows, cols, ids, groups
-
-
-def _repeated(reader: _Reader, last: StepPlan | None) -> StepPlan:
-    _, flags, shape_kind, _, step_no, num_updates, shared_blocks, *sizes, full, greedy, draw_flags = reader.fields(
-        REPEATED_HEAD
-    )
-    if last is None:
-        raise StepBytesError(f"step {step_no} repeats a step that was not sent")
-    starts = last.starts + np.int32(1)
-    starts.flags.writeable = False
-    block_rows, block_cols, block_ids, block_groups = _updates(reader, num_updates, flags)
-    shape = shape_from(tuple(sizes), shape_kind, last.shape)
-    draw = draw_from(full, greedy, draw_flags, last.draw)
-    return StepPlan(
-        step_no=step_no,
-        rows=last.rows,
-        starts=starts,
-        counts=last.counts,
-        samples=last.samples,
-        block_rows=block_rows,
-        block_cols=block_cols,
-        block_ids=block_ids,
-        block_groups=block_groups,
-        shape=shape,
-        shared_blocks=shared_blocks,
-        trained_rests=bool(flags & TRAINED_RESTS),
-        masked=last.masked,
-        draw=draw,
-        captures=captures_from(shape if flags & CAPTURES else None, draw, draw_flags),
-        epoch=last.epoch,
-    )
 
 
 def _plan(reader: _Reader) -> StepPlan:

@@ -38,6 +38,7 @@ from millrace.plan.codec.layout import (
     RELEASE,
     REPEATED,
     REPEATED_HEAD,
+    RUNS_AT,
     TRAINED_RESTS,
     UINT32,
     VARIANTS,
@@ -50,9 +51,11 @@ from millrace.plan.step import (
     Admission,
     BlockCopies,
     CapturePlan,
+    DrawShape,
     HeadShape,
     StepInputs,
     StepPlan,
+    StepShape,
 )
 
 _REASON_CODES = {reason: code for code, reason in enumerate(REASONS)}
@@ -64,11 +67,13 @@ class StepEncoder:
         """Number of the next message."""
         self._epoch = NO_EPOCH
         """Of the last plan."""
+        self._runs_at: tuple[StepShape, DrawShape, int, bytes] | None = None
+        """Shape and draw of the last repeated plan that captured nothing; code of the kind, and the bytes of both."""
 
     def plan(self, plan: StepPlan) -> bytes:
         is_repeated = plan.repeats(self._epoch) and _only_advances(plan)
         self._epoch = plan.epoch
-        return _repeated(plan, self._next()) if is_repeated else encode_plan(plan, self._next())
+        return self._repeated(plan) if is_repeated else encode_plan(plan, self._next())
 
     def inputs(self, inputs: StepInputs) -> bytes:
         return encode_inputs(inputs, self._next())
@@ -85,6 +90,23 @@ class StepEncoder:
             return CAPTURE_HEAD.pack(*head, *(0,) * 4)
         return CAPTURE_HEAD.pack(CAPTURE, 0, kind_of_shape(shape), sequence, 0, 0, *sizes_of_shape(shape))
 
+    def _repeated(self, plan: StepPlan) -> bytes:
+        """Rows, counts, samples and masked are those of the plan before, and each row starts one token later."""
+        last, shape, captures = self._runs_at, plan.shape, plan.captures
+        if last is not None and shape is last[0] and plan.draw is last[1] and not captures:
+            kind, runs_at = last[2:]
+        else:
+            kind, runs_at = kind_of_shape(shape), RUNS_AT.pack(*sizes_of_shape(shape), *draw_of(plan))
+            self._runs_at = None if captures else (shape, plan.draw, kind, runs_at)
+        flags, num_updates, sequence = TRAINED_RESTS if plan.trained_rests else 0, len(plan.block_ids), self._sequence
+        if captures and shape in captures:
+            flags |= CAPTURES
+        if plan.block_groups is not None:
+            flags |= HAS_GROUPS
+        self._sequence = (sequence + 1) & 0xFFFFFFFF
+        head = REPEATED_HEAD.pack(REPEATED, flags, kind, sequence, plan.step_no, num_updates, plan.shared_blocks)
+        return head + runs_at + _updates(plan) if num_updates else head + runs_at
+
     def _next(self) -> int:
         sequence = self._sequence
         self._sequence = (sequence + 1) & 0xFFFFFFFF
@@ -92,33 +114,11 @@ class StepEncoder:
 
 
 def _only_advances(plan: StepPlan) -> bool:
-    """True for the plans that `_repeated` can write, given that their epoch is that of the plan before."""
+    """True for plans that a repeated one can hold, given that their epoch is that of the plan before."""
     has_records = plan.admitted or plan.released or plan.appended or plan.forced or plan.placed
     has_columns = plan.draft_places is not None or plan.scored is not None or plan.pooled is not None
     has_copies = plan.states is not None
     return not (has_records or has_columns or has_copies or plan.trained is not None or plan.draft_floor)
-
-
-def _repeated(plan: StepPlan, sequence: int) -> bytes:
-    """Rows, counts, samples and masked are those of the plan before, and each row starts one token later."""
-    shape, num_updates = plan.shape, len(plan.block_ids)
-    flags = (
-        (CAPTURES if plan.shape in plan.captures else 0)
-        | (TRAINED_RESTS if plan.trained_rests else 0)
-        | (HAS_GROUPS if plan.block_groups is not None else 0)
-    )
-    head = REPEATED_HEAD.pack(
-        REPEATED,
-        flags,
-        kind_of_shape(shape),
-        sequence,
-        plan.step_no,
-        num_updates,
-        plan.shared_blocks,
-        *sizes_of_shape(shape),
-        *draw_of(plan),
-    )
-    return head + _updates(plan) if num_updates else head
 
 
 def encode_plan(plan: StepPlan, sequence: int = 0) -> bytes:

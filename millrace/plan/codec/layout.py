@@ -62,8 +62,10 @@ PLAN_HEAD = Struct(f"{_HEAD}qqdd10i{_SHAPE}{_DRAW}4x")
 """Step, epoch, draft floor, worth of trained drafts; numbers of rows, block updates, shared blocks, admissions,
 releases, records of appended, of forced and of placed tokens, copies of states, and how many of them go to rows;
 shape; draw."""
-REPEATED_HEAD = Struct(f"{_HEAD}qii{_SHAPE}{_DRAW}4x")
-"""Step, number of block updates, shared blocks; shape; draw."""
+REPEATED_HEAD = Struct(f"{_HEAD}qii")
+"""Step, number of block updates, shared blocks. What the step runs at follows."""
+RUNS_AT = Struct(f"<{_SHAPE}{_DRAW}4x")
+"""Shape; draw."""
 INPUTS_HEAD = Struct(f"{_HEAD}qiii4x")
 """Step, number of masks, words of each, rows with drafts."""
 COPIES_HEAD = Struct(f"{_HEAD}qi4x")

@@ -11,7 +11,7 @@ from functools import partial
 from millrace.plan.shapes.captures import Captures
 from millrace.plan.shapes.declared import DeclaredShapes, OwnSizes, StepSizes
 from millrace.plan.shapes.heads import DueRows, HeadChoice
-from millrace.plan.step import OWN_DRAW, DrawShape, HeadShape, StepShape
+from millrace.plan.step import DrawShape, HeadShape, StepShape
 
 
 class ShapeChoice:
@@ -19,7 +19,8 @@ class ShapeChoice:
         """`declared`: by default every step runs at its own size."""
         self._declared = declared = OwnSizes() if declared is None else declared
         self.captures = Captures(declared.to_capture(), declared.decode_sizes, enabled=declared.can_capture)
-        self._is_padded = len(declared.decode_sizes) > 0
+        self.has_heads = len(declared.decode_sizes) > 0
+        """Heads have sizes. If not, runners draw at the step's own size."""
         self._heads = HeadChoice(declared, self.captures)
         self._settled: StepShape | None = None
         """The last decode shape, if it has a graph and is no fallback: a repeated step runs at it again."""
@@ -33,27 +34,22 @@ class ShapeChoice:
 
     def repeat(self, last: StepShape, num_rows: int, shared_blocks: int) -> tuple[StepShape, bool]:
         """The same for a step that decodes the rows of the step before, which ran at `last`."""
-        if not self._is_padded:
+        if not self.has_heads:
             return last, False
         key = self._declared.repeated_key(last.key, num_rows, shared_blocks)
         if last is self._settled and last.key == key:
             return last, False
         return self._decode(self._declared.decode(num_rows, key=key))
 
-    def heads(self, due: DueRows | None, shape: StepShape) -> tuple[DrawShape, tuple[HeadShape, ...]]:
+    def heads(self, due: DueRows, shape: StepShape) -> tuple[DrawShape, tuple[HeadShape, ...]]:
         """The heads of a step at this shape, and those of them whose graphs are captured with it. `due`: its rows that
-        draw; None if `has_heads` is False."""
-        return (OWN_DRAW, ()) if due is None else self._heads.choose(due, shape)
+        draw."""
+        return self._heads.choose(due, shape)
 
     def can_wait(self, num_rows: int) -> bool:
         """The draw of a step of this many rows may wait on the device."""
         most = self._declared.waits_above
         return most is not None and num_rows > most
-
-    @property
-    def has_heads(self) -> bool:
-        """Heads have sizes. If not, runners draw at the step's own size."""
-        return self._is_padded
 
     def _wanted(self, sizes: StepSizes) -> StepShape:
         for shape, prepared_by in self._declared.find(sizes):
