@@ -53,8 +53,7 @@ class RankFollower:
             assert self._take_piece is not None
             self._take_piece(first)
         elif isinstance(first, BlockCopies):
-            if self._undrawn is not None:
-                return False
+            self._undrawn = None  # They follow the masks of the step before: rank 0 has given up one without.
             self._runner.copy(first)
         else:
             drafts = self._inputs.get(first.step_no)
