@@ -14,8 +14,7 @@ from millrace.models.adapters.slots import AdapterSlots
 from millrace.models.batch import Taps
 from millrace.models.native_stack import KINDS, DrawStep, ForwardStep, NativeStack, describe_adapters
 from millrace.ops.head.draw import checked_masks
-from millrace.plan.step import Bools, Int32s
-from millrace.run.sampling.masks import Masks
+from millrace.plan.step import Bools, Int32s, Masks
 from millrace.run.table.batch import StepRows
 from millrace.run.table.inputs import host_tokens
 from millrace.run.table.request_table import RequestTable

@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import Tensor
 
-from millrace.plan.step import Bools, Int32s, Int64s, StepPlan, TrainedDrafts
+from millrace.plan.step import Bools, Int32s, Int64s, Masks, StepPlan, TrainedDrafts
 from millrace.run.drafting.drafter import DraftAsk, DraftGuide, RowProgress, RowTokens
 from millrace.run.drafting.drafters import GRAMMAR, Drafters
-from millrace.run.sampling.masks import Masks
 from millrace.run.sampling.penalties import NO_DRAFT
 from millrace.run.table.batch import StepBatch, StepRows
 from millrace.run.table.request_table import RequestTable

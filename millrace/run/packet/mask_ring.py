@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.plan.step import Int32s
+from millrace.plan.step import Int32s, Uint32s
 from millrace.run.device.host_gate import HostGates
 from millrace.run.device.side_stream import SideStream
 from millrace.run.packet.packet_ring import RING
-from millrace.run.sampling.masks import Uint32s
 
 MIN_LINES = 16
 

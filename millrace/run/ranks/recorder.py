@@ -17,10 +17,9 @@ from millrace.plan.codec.decoder import StepDecoder
 from millrace.plan.codec.encoder import StepEncoder
 from millrace.plan.codec.layout import StepMessage
 from millrace.plan.shapes.declared import DeclaredShapes
-from millrace.plan.step import BlockCopies, CapturePlan, Int32s, StepInputs, StepPlan
+from millrace.plan.step import BlockCopies, CapturePlan, Int32s, StepInputs, StepPlan, Uint32s
 from millrace.run.device.device import Pending
 from millrace.run.runner import AnyRunner, StepResult
-from millrace.run.sampling.masks import Uint32s
 
 Float32s = npt.NDArray[np.float32]
 

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from millrace.plan.step import Int32s, Int64s, StepPlan, Variant
-from millrace.run.sampling.masks import Masks
+from millrace.plan.step import Int32s, Int64s, Masks, StepPlan, Variant
 from millrace.run.sampling.row_params import RowParamTable
 
 NO_MASK = -1
