@@ -155,6 +155,6 @@ class DeviceSlots:
         del self._slots[slot.digest]
         self._store.unpin(slot.digest)
         if self.max_bytes is not None:
-            self._fill(slot.number, None)
+            self._fill(slot.number, None)()  # Asked at once: only then is it recorded, before the slot is filled again.
         self._free.append(slot.number)
         self.num_evictions += 1
