@@ -27,9 +27,9 @@ class DueRows:
 class HeadChoice:
     def __init__(self, declared: DeclaredShapes, captures: Captures) -> None:
         self._declared, self._captures = declared, captures
-        self._settled: tuple[int, int, DrawShape] | None = None
-        """States of both heads as they were asked for, and what was chosen, if all have graphs and none is a fallback:
-        the same heads are chosen again."""
+        self._settled: dict[tuple[int, int], DrawShape] = {}
+        """By the sizes of both heads: what was chosen, if nothing is left to capture and none is a fallback. The same
+        heads are chosen from then on."""
 
     def choose(self, due: DueRows, shape: StepShape) -> tuple[DrawShape, tuple[HeadShape, ...]]:
         """The heads, and those of them whose graphs are captured with this step."""
@@ -39,22 +39,20 @@ class HeadChoice:
         num_greedy = due.num_rows - num_full
         if num_full and num_greedy and not self._is_split(num_greedy):
             num_full, num_greedy = due.num_rows, 0
-        full, greedy = num_full * places, num_greedy * places
-        settled = self._settled
-        if settled is not None and not due.can_wait and settled[0] == full and settled[1] == greedy:
-            return settled[2], ()
-        return self._choose(full, greedy, may_wait=due.can_wait and places == 1)
+        wanted = self._size(num_full * places), self._size(num_greedy * places)
+        if not due.can_wait and wanted in self._settled:
+            return self._settled[wanted], ()
+        return self._choose(wanted, may_wait=due.can_wait and places == 1)
 
-    def _choose(self, full: int, greedy: int, *, may_wait: bool) -> tuple[DrawShape, tuple[HeadShape, ...]]:
-        heads = [self._head(full, "full"), self._head(greedy, "greedy")]
+    def _choose(self, wanted: tuple[int, int], *, may_wait: bool) -> tuple[DrawShape, tuple[HeadShape, ...]]:
+        heads = [self._head(wanted[0], "full"), self._head(wanted[1], "greedy")]
         present = [head for head in heads if head is not None]
         has_graphs = all(self._captures.is_captured(head) for head in present)
         sizes = tuple(0 if head is None else head.states for head in heads)
         draw = DrawShape(sizes[0], sizes[1], waits=may_wait and has_graphs)
         captured = tuple(head for head in present if self._captures.use(head))
-        is_wanted = sizes == (self._size(full), self._size(greedy))
-        is_settled = is_wanted and all(self._captures.has(head) for head in present) and not draw.waits
-        self._settled = (full, greedy, draw) if is_settled else None
+        if sizes == wanted and not draw.waits and all(self._captures.has(head) for head in present):
+            self._settled[wanted] = draw
         return draw, captured
 
     def _is_split(self, num_greedy: int) -> bool:
@@ -64,11 +62,10 @@ class HeadChoice:
         sizes = self._declared.decode_sizes
         return sizes[bisect_left(sizes, states)] if states else 0
 
-    def _head(self, states: int, variant: Variant) -> HeadShape | None:
+    def _head(self, wanted: int, variant: Variant) -> HeadShape | None:
         """After a fallback, the right one is captured when the engine is idle."""
-        if not states:
+        if not wanted:
             return None
-        wanted = self._size(states)
         size = self._captures.choose_size(wanted, lambda size: HeadShape(size, variant))
         if size != wanted:
             self._captures.want(HeadShape(wanted, variant))
