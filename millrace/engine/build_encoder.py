@@ -14,6 +14,7 @@ from millrace.engine.fingerprint import weights_digest
 from millrace.engine.loop import Engine
 from millrace.engine.parts import EngineParts
 from millrace.errors import ConfigError, MemoryPlanError
+from millrace.host.background import run_in_background
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import EngineReady
 from millrace.models.encoders.load import LoadedEncoder, load_encoder
@@ -32,6 +33,8 @@ def build_encoder_engine(
 ) -> tuple[Engine, EngineReady]:
     _refuse_settings(config)
     device = open_device(config.run)
+    if device.torch_device.type == "cpu" and not config.server.in_process:
+        run_in_background()  # Streams of other models of the server keep their pace beside a large batch.
     dtype = _dtype(config, device)
     weights_bytes = sum(path.stat().st_size for path in files.weights)
     free_bytes = device.free_bytes()

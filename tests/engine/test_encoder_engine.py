@@ -22,7 +22,7 @@ TEXTS = [[2, 5, 6, 7, 3], [2, 9, 3], [2, *range(10, 60), 3], [2, 11, 12, 13, 3]]
 def run_engine(folder: Path, *messages: ToEngine, **settings: object) -> tuple[dict[int, Finish], EngineReady]:
     """The terminal event of each request."""
     channel = FakeChannel(messages)
-    chosen = {"model.source": str(folder), "run.device": "cpu", "run.threads": 1}
+    chosen = {"model.source": str(folder), "run.device": "cpu", "run.threads": 1, "server.in_process": True}
     config = load_config(None, {**chosen, **{key.replace("__", "."): value for key, value in settings.items()}}).config
     threads = torch.get_num_threads()
     engine, ready = build_engine(config, channel)
@@ -85,3 +85,14 @@ def test_tiers_of_a_kv_cache_are_ignored_by_name(tmp_path: Path) -> None:
     _, ready = run_engine(save_encoder(tmp_path / "m"), **tiers)
     assert [note.split()[0] for note in ready.notes] == ["--kv-host-gib", "--kv-disk"]
     assert not (tmp_path / "kv").exists()
+
+
+@pytest.mark.parametrize("in_process", [False, True])
+def test_an_engine_process_gives_way_to_streams(
+    in_process: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stream of another model must not wait for a batch. A program's own thread keeps its priority."""
+    calls: list[bool] = []
+    monkeypatch.setattr("millrace.engine.build_encoder.run_in_background", lambda: calls.append(True))
+    run_engine(save_encoder(tmp_path / "m"), request(0, TEXTS[0]), server__in_process=in_process)
+    assert calls == ([] if in_process else [True])
