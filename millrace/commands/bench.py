@@ -52,7 +52,7 @@ examples:
   millrace bench adapters --models llama-3.1-8b          the same on a GPU, with random weights of that shape
   millrace bench step                                    time of a CPU step by kind of work
   millrace bench adapter-load                            1,000 adapters with room for 64; a stream beside loading
-  millrace bench encode --model DIR --reference PYTHON   an encoder, in turns with sentence-transformers of that Python
+  millrace bench encode --model DIR --reference PYTHON   an encoder beside sentence-transformers and ONNX Runtime
   millrace bench front --streams 64,512,2048             fronts over a null engine: tokens/s, µs of CPU per token
   millrace bench front --fronts 1,2 --streams 512        the same with one front and with two
   millrace bench gateway --streams 256                   a gateway over null replicas: added latency, tokens/s,
@@ -121,7 +121,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     encode = parser.add_argument_group("bench encode")
     encode.add_argument("--texts", type=int, default=1000, metavar="N", help="texts to embed (default: 1000)")
     encode.add_argument(
-        "--reference", default="", metavar="PYTHON", help="interpreter with sentence-transformers, to compare with"
+        "--reference",
+        default="",
+        metavar="PYTHON",
+        help="interpreter with sentence-transformers and, for ONNX files, onnxruntime, to compare with",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON line per figure instead of a table")
     bench_peers.add_arguments(parser)

@@ -1,40 +1,89 @@
-"""Throughput of an encoder on texts of mixed lengths, alone or in turns with sentence-transformers.
+"""Throughput of an encoder on texts of mixed lengths, alone or in turns with sentence-transformers and ONNX Runtime.
 
-The reference runs in a process of its own, with the interpreter that has it installed.
+A reference runs in a process of its own, with the interpreter that has it installed and as many threads.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
 
 from millrace.bench.figures import Figure
 from millrace.config import Config
 from millrace.errors import ConfigError
 from millrace.llm import LLM
+from millrace.models.weights.onnx_weights import OnnxWeights
+from millrace.sources.resolve import ModelFiles, resolve_model
 
 ROUNDS = 2
 LEAST_WORDS = 6
 _WORDS = (
     "the sea river house light music garden winter summer paper stone cloud bread horse letter window forest".split()
 )
-_REFERENCE = """
+_READ = """
 import json, sys, time
+request = json.load(open(sys.argv[1]))
+texts, threads = request["texts"], request["threads"]
+"""
+_SENTENCE_TRANSFORMERS = (
+    _READ
+    + """
 import torch
 from sentence_transformers import SentenceTransformer
-request = json.load(open(sys.argv[1]))
-torch.set_num_threads(request["threads"] or torch.get_num_threads())
+torch.set_num_threads(threads)
 model = SentenceTransformer(request["model"], device=request["device"])
-model.encode(request["texts"][:8])
+embed = model.encode
+"""
+)
+_ONNX_RUNTIME = (
+    _READ
+    + """
+import numpy as np
+import onnxruntime
+from tokenizers import Tokenizer
+options = onnxruntime.SessionOptions()
+options.intra_op_num_threads = threads
+session = onnxruntime.InferenceSession(request["onnx"], options, providers=["CPUExecutionProvider"])
+inputs = {one.name for one in session.get_inputs()}
+tokenizer = Tokenizer.from_file(request["model"] + "/tokenizer.json")
+tokenizer.enable_truncation(request["max_tokens"])
+tokenizer.enable_padding()
+
+def embed(texts):
+    \"\"\"Sorted by length and in batches of 32, as sentence-transformers does it; then the mean, of length 1.\"\"\"
+    texts = sorted(texts, key=len, reverse=True)
+    for first in range(0, len(texts), 32):
+        found = tokenizer.encode_batch(texts[first : first + 32])
+        mask = np.array([one.attention_mask for one in found], np.int64)
+        given = {"input_ids": np.array([one.ids for one in found], np.int64), "attention_mask": mask}
+        given["token_type_ids"] = np.zeros_like(mask)
+        states = session.run(None, {name: given[name] for name in inputs})[0]
+        mean = (states * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)
+        mean /= np.linalg.norm(mean, axis=1, keepdims=True)
+"""
+)
+_MEASURE = """
+embed(texts[:8])
 began = time.perf_counter()
-model.encode(request["texts"])
+embed(texts)
 print(json.dumps(time.perf_counter() - began))
 """
+
+
+@dataclass(frozen=True, slots=True)
+class _Reference:
+    name: str
+    program: str
 
 
 def mixed_texts(count: int, max_words: int, seed: int = 0) -> list[str]:
@@ -43,35 +92,62 @@ def mixed_texts(count: int, max_words: int, seed: int = 0) -> list[str]:
 
 
 def encode_figures(config: Config, count: int, reference: str) -> Iterator[Figure]:
-    """`reference`: a Python interpreter with sentence-transformers; "" for none."""
+    """`reference`: a Python interpreter with sentence-transformers, and with onnxruntime for an ONNX file on a CPU; ""
+    for none."""
     source, run = config.model.source, config.run
-    with LLM(source, device=run.device, threads=run.threads, dtype=config.model.dtype, progress=False) as llm:
-        # Each word is one token of most vocabularies; truncation makes both sides read the same tokens.
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        LLM(source, device=run.device, threads=run.threads, dtype=config.model.dtype, progress=False) as llm,
+    ):
+        # Each word is one token of most vocabularies; truncation makes all sides read the same tokens.
         texts = mixed_texts(count, max(LEAST_WORDS, llm.max_context - 2))
         num_tokens = sum(min(len(llm.tokenizer.encode(text)), llm.max_context) for text in texts)
+        files, is_cpu = resolve_model(source), llm.device.startswith("cpu")
+        request = Path(scratch) / "request.json"
+        described = {
+            "texts": texts,
+            "model": str(_folder_for_references(files, Path(scratch)) if reference else files.path),
+            "onnx": str(files.weights[0]),
+            "max_tokens": llm.max_context,
+            "threads": run.threads or torch.get_num_threads(),
+            "device": "cpu" if is_cpu else "cuda",
+        }
+        request.write_text(json.dumps(described))
+        peers = [_Reference("sentence-transformers", _SENTENCE_TRANSFORMERS)]
+        if files.kind == "onnx" and is_cpu:
+            peers.append(_Reference("onnxruntime", _ONNX_RUNTIME))
         llm.embed(texts[:8], truncate=True)
-        ours, theirs = [], []
+        ours: list[float] = []
+        theirs: dict[str, list[float]] = {peer.name: [] for peer in peers} if reference else {}
         for _ in range(ROUNDS if reference else 1):
             began = time.perf_counter()
             llm.embed(texts, truncate=True)
             ours.append(time.perf_counter() - began)
-            if reference:
-                device = "cpu" if llm.device.startswith("cpu") else "cuda"
-                theirs.append(_reference_s(reference, source, texts, run.threads, device))
+            for peer in peers if reference else ():
+                theirs[peer.name].append(_reference_s(reference, peer, request))
     yield Figure("encode", "texts_per_s", count / min(ours), "texts/s")
     yield Figure("encode", "tokens_per_s", num_tokens / min(ours), "tok/s")
-    if theirs:
-        yield Figure("sentence-transformers", "texts_per_s", count / min(theirs), "texts/s")
-        yield Figure("encode", "ratio", min(theirs) / min(ours), "x")
+    for name, seconds in theirs.items():
+        yield Figure(name, "texts_per_s", count / min(seconds), "texts/s")
+        yield Figure("encode", f"ratio_to_{name}", min(seconds) / min(ours), "x")
 
 
-def _reference_s(python: str, model: str, texts: list[str], threads: int, device: str) -> float:
-    with tempfile.TemporaryDirectory() as folder:
-        request = Path(folder) / "request.json"
-        request.write_text(json.dumps({"model": model, "texts": texts, "threads": threads, "device": device}))
-        command = [python, "-c", _REFERENCE, str(request)]
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
+def _folder_for_references(files: ModelFiles, scratch: Path) -> Path:
+    """sentence-transformers reads no ONNX file without more packages, so it gets the same weights as safetensors."""
+    if files.kind != "onnx":
+        return files.path
+    folder = scratch / "model"
+    shutil.copytree(files.path, folder, ignore=shutil.ignore_patterns("*.onnx", "*.verified"))
+    source = OnnxWeights(files.weights[0])
+    tensors = {name: source.get(name).contiguous() for name in source.names()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def _reference_s(python: str, peer: _Reference, request: Path) -> float:
+    command = [python, "-c", peer.program + _MEASURE, str(request)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
     if found.returncode:
         last = (found.stderr.strip().splitlines() or ["no message"])[-1]
-        raise ConfigError(f"--reference {python} could not run sentence-transformers: {last}", param="reference")
+        raise ConfigError(f"--reference {python} could not run {peer.name}: {last}", param="reference")
     return float(json.loads(found.stdout.strip().splitlines()[-1]))

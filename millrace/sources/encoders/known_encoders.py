@@ -15,14 +15,15 @@ def _json(value: object) -> str:
     return json.dumps(value, indent=2) + "\n"
 
 
-def _mean_modules() -> dict[str, str]:
-    """Mean pooling and vectors of length 1, as sentence-transformers stores it."""
+def _mean_modules(width: int) -> dict[str, str]:
+    """Mean pooling and vectors of length 1, as sentence-transformers stores it. `width`: numbers per token."""
     names = (("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize"))
     modules = [
         {"idx": index, "name": str(index), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for index, (path, kind) in enumerate(names)
     ]
-    return {"modules.json": _json(modules), "1_Pooling/config.json": _json({"pooling_mode_mean_tokens": True})}
+    pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True}
+    return {"modules.json": _json(modules), "1_Pooling/config.json": _json(pooling)}
 
 
 KNOWN_ENCODERS: tuple[KnownModel, ...] = (
@@ -71,7 +72,7 @@ KNOWN_ENCODERS: tuple[KnownModel, ...] = (
                 "73687f47b47aedc8bfa8712f7e6616450058f1f1bb3d5e5861f8a92964d6467a",
             ),
         ),
-        written=_mean_modules(),
+        written=_mean_modules(384),
     ),
     KnownModel(
         name="mini-reranker",
