@@ -33,7 +33,7 @@ def build_encoder_engine(
 ) -> tuple[Engine, EngineReady]:
     _refuse_settings(config)
     device = open_device(config.run)
-    if device.torch_device.type == "cpu" and not config.server.in_process:
+    if device.defaults.shares_cores and not config.server.in_process:
         run_in_background()  # Streams of other models of the server keep their pace beside a large batch.
     dtype = _dtype(config, device)
     weights_bytes = sum(path.stat().st_size for path in files.weights)

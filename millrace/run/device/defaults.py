@@ -48,6 +48,8 @@ class DeviceDefaults:
     """Every row of a step is computed with all its places, and one drafter fills them."""
     can_split: bool = False
     """A model can be split over several processes."""
+    shares_cores: bool = False
+    """Steps compute on the cores that other models' steps need too."""
 
 
 CPU_DEFAULTS = DeviceDefaults(
@@ -64,6 +66,7 @@ CPU_DEFAULTS = DeviceDefaults(
     # Steps wait for a batch.
     copy_batch_bytes=4 << 20,
     can_split=True,
+    shares_cores=True,
 )
 CUDA_DEFAULTS = DeviceDefaults(
     dtype=torch.bfloat16,
