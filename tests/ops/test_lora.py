@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.triton_mode import device
+from helpers.triton_mode import device, interpreted
 
 from millrace.ops.cpp.native import native
 from millrace.ops.lora.add import NativeAddLora, add_lora, make_triton
 from millrace.ops.lora.weights import LinearLora, LoraColumns, LoraPart, LoraTable, pack
+from millrace.ops.triton.lora import MOST_ROWS
 
 SIZES, INPUTS = (40, 16, 19), 37
 
@@ -59,20 +60,39 @@ def test_adds_each_tokens_own_product(version: str, dtype: torch.dtype) -> None:
     assert torch.equal(out[untouched], base[untouched])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_triton_adds_each_tokens_own_product(dtype: torch.dtype) -> None:
+# The interpreter's dot does not know bfloat16.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16 if interpreted else torch.bfloat16])
+@pytest.mark.parametrize("most_rows", [pytest.param(MOST_ROWS, id="by row"), pytest.param(0, id="in tiles")])
+def test_triton_adds_each_tokens_own_product(most_rows: int, dtype: torch.dtype) -> None:
     table = mixed_table(dtype, str(device))
-    x, out = torch.randn(len(SLOTS), INPUTS).to(dtype), torch.randn(len(SLOTS), sum(SIZES)).to(dtype)
-    x, out, slots = x.to(device), out.to(device), SLOTS.to(device)
-    wanted, base = expected(x, SLOTS, table, out), out.clone()
-    alone, triton_add_lora = out[3:4].clone(), make_triton()
+    slots = torch.cat((SLOTS, SLOTS.flip(0), SLOTS)).to(device)  # More than one tile, the last one not full.
+    x, out = torch.randn(len(slots), INPUTS).to(dtype), torch.randn(len(slots), sum(SIZES)).to(dtype)
+    x, out = x.to(device), out.to(device)
+    wanted, base = expected(x, slots, table, out), out.clone()
+    alone, triton_add_lora = out[3:4].clone(), make_triton(most_rows)
     triton_add_lora(x[3:4], slots[3:4], table, alone)
     triton_add_lora(x, slots, table, out)
-    tolerance = 1e-4 if dtype == torch.float32 else 0.06
-    torch.testing.assert_close(out.double(), wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=tolerance)
+    low = 0.06 if most_rows else 1.0  # In tiles x Aᵀ is rounded.
+    tolerance = 1e-4 if dtype == torch.float32 else low
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=tolerance)
     untouched = (slots == 0) | (slots == 5)
     assert torch.equal(out[untouched], base[untouched])
-    assert torch.equal(alone, out[3:4]), "a token does not depend on its neighbours"
+    if most_rows:
+        assert torch.equal(alone, out[3:4]), "a token does not depend on its neighbours"
+
+
+@pytest.mark.parametrize("most_rows", [pytest.param(MOST_ROWS, id="by row"), pytest.param(0, id="in tiles")])
+@pytest.mark.parametrize("inputs", [544, 1300])
+def test_inputs_are_cut_into_slices(inputs: int, most_rows: int) -> None:
+    columns = LoraColumns(1, 2, device)
+    torch.manual_seed(0)
+    columns.put(1, {0: random_lora((3, 17, 0), torch.float32, inputs).to(device)})
+    table = LoraTable(columns, 0, SIZES, inputs)
+    x, out = torch.randn(5, inputs, device=device), torch.randn(5, sum(SIZES), device=device)
+    slots = torch.ones(5, dtype=torch.int32, device=device)
+    wanted = expected(x, slots, table, out)
+    make_triton(most_rows)(x, slots, table, out)
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.gpu

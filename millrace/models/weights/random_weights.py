@@ -26,6 +26,8 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch
 _OCTAVE_RMS = math.sqrt(7 / 3)
 """Root mean square of numbers uniform in [1, 2)."""
 _CHUNK_ITEMS = 1 << 22
+SMALL = 1 << 16
+"""A tensor of no more numbers has the same ones on every device, rounded to the dtype."""
 RESIDUAL_KEY = "residual_initializer_range"
 """Key of a config: range of the weights whose products are added to the residual stream; as the others by default."""
 _RESIDUAL_NAMES = ("o_proj.weight", "down_proj.weight")
@@ -62,6 +64,10 @@ class RandomWeights:
             return out.fill_(1.0 if name.endswith(_GATE_NORMS) else self._norm_value)
         std = self._residual_std if name.endswith(_RESIDUAL_NAMES) else self._std
         seed = int.from_bytes(hashlib.blake2b(f"{self._seed}/{name}".encode(), digest_size=8).digest(), "little")
+        if out.numel() <= SMALL:
+            plain = torch.empty(shape)
+            _fill_with_bits(plain, std, seed)
+            return out.copy_(plain)
         if out.device.type == "cpu" and dtype in _MANTISSA_BITS:
             _fill_with_bits(out, std, seed)
             return out

@@ -6,6 +6,7 @@ rounded once. A token's result does not depend on the other tokens.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
@@ -44,14 +45,22 @@ class NativeAddLora:
         )
 
 
-def make_triton() -> AddLora:
-    from millrace.ops.triton.lora import add_lora as triton_add_lora  # local: imports Triton
+def make_triton(most_rows: int | None = None) -> AddLora:
+    """`most_rows`: more tokens are multiplied in tiles; None: as many as is fastest."""
+    from millrace.ops.triton.lora import MOST_ROWS  # local: imports Triton
+    from millrace.ops.triton.lora import add_lora as triton_add_lora
+
+    most = MOST_ROWS if most_rows is None else most_rows
 
     def add(x: Tensor, slots: Tensor, table: LoraTable, out: Tensor) -> None:
         tables = (table.a, table.b, table.ranks, table.scales)
-        triton_add_lora(x, slots, tables, table.in_features, table.out_sizes, out)
+        triton_add_lora(x, slots, tables, table.in_features, table.out_sizes, out, most)
 
     return add
+
+
+def make_triton_by_row() -> AddLora:
+    return make_triton(sys.maxsize)
 
 
 VERSIONS = (
@@ -69,7 +78,15 @@ VERSIONS = (
         op="add_lora",
         name="triton",
         make=make_triton,
-        when="Triton: each token reads its own matrices; any mix of adapters in one captured step",
+        when="Triton: tokens of prompts share each read of their matrices; any mix of adapters in one captured step",
+        devices=("cuda",),
+        missing=triton_missing,
+    ),
+    Version(
+        op="add_lora",
+        name="triton_by_row",
+        make=make_triton_by_row,
+        when="Triton: each token reads its own matrices",
         devices=("cuda",),
         invariant_on=("cuda",),
         missing=triton_missing,
