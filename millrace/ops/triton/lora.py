@@ -3,10 +3,11 @@ reads its slot, ranks and addresses on the device, so a captured step serves any
 
 Few tokens take a program each and slice of the inputs; what one slice gives is stored, and summed in a fixed order by
 the second kernel. Many tokens share programs in tiles: a tile multiplies by the matrices of each adapter that it has,
-one after the other, which is one or two adapters where the tokens are those of prompts.
+one after the other, which is one or two adapters where the tokens are those of prompts. There a kernel between the two
+sums what the slices gave.
 
-Both kernels start while the one before still runs (`dependent_launch.py`), and read by then what is older: slots,
-tables, matrices, and x, which the linear has read before them.
+All start while the kernel before still runs (`dependent_launch.py`), and read by then what is older: slots, tables and
+matrices; the first one x, which the linear has read before it; the others `out`, which the linear has written.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from millrace.ops.triton.kernel_keys import settle_keys
 PARTS, MAX_RANK = 3, 256
 """Of a linear's outputs (queries, keys, values); of an adapter."""
 BLOCK_R = 16
-SLICE, ROW_OUTPUTS = 512, 256
-"""Inputs and outputs that a program takes for one token."""
+SLICE, ROW_OUTPUTS, ROW_WARPS = 512, 512, 4
+"""Inputs and outputs that a program takes for one token; warps that it has for outputs."""
 TILE, TILE_INPUTS, TILE_OUTPUTS = 32, 128, 128
 """Tokens of a tile; inputs that it multiplies at a time; outputs of one program."""
 MOST_ROWS = 128
 """More tokens are multiplied in tiles."""
 BUSY = 256
 """Programs that keep a GPU busy: tiles are cut along their inputs until there are so many."""
-MAX_CUTS = 8
+MAX_CUTS, SUMMED_AT_ONCE = 8, 64
 _NO_SLOT = tl.constexpr(1 << 30)
 
 
@@ -127,6 +128,8 @@ def _expand_rows(
     is_output = columns < size
     mask = (rows < rank)[:, None] & is_output[None, :]
     tile = tl.load(b + rows[:, None].to(tl.int64) * size + columns[None, :], mask=mask, other=0.0)
+    place = out + token * out_stride + first_output + columns
+    base = tl.load(place, mask=is_output, other=0.0).to(tl.float32)
     wait_for_previous_kernel(EARLY)
     if rank > 0:
         own = _low_rows(low, token, cuts, before, 0, rank, WIDTH, CUTS, BLOCK_R)
@@ -136,8 +139,6 @@ def _expand_rows(
             mask = (first + rows < rank)[:, None] & is_output[None, :]
             tile = tl.load(b + (first + rows)[:, None].to(tl.int64) * size + columns[None, :], mask=mask, other=0.0)
             total += tl.sum(tile.to(tl.float32) * own[:, None], axis=0)
-        place = out + token * out_stride + first_output + columns
-        base = tl.load(place, mask=is_output, other=0.0).to(tl.float32)
         tl.store(place, (base + total * scale).to(out.dtype.element_ty), mask=is_output)
 
 
@@ -177,18 +178,36 @@ def _shrink_tiles(
 
 
 @triton.jit
+def _sum_cuts(
+    low, sums, slots, ranks,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, CUTS: tl.constexpr, BLOCK_R: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """sums [T, WIDTH] of low [T, CUTS, WIDTH]."""
+    token = tl.program_id(0).to(tl.int64)
+    total = _total_rank(ranks, tl.load(slots + token), PARTS)
+    wait_for_previous_kernel(EARLY)
+    for first in range(0, total, BLOCK_R):
+        rows, at = first + tl.arange(0, BLOCK_R), tl.arange(0, CUTS)
+        place = low + (token * CUTS + at)[:, None] * WIDTH + rows[None, :]
+        parts = tl.load(place, mask=(rows < total)[None, :], other=0.0)
+        tl.store(sums + token * WIDTH + rows, tl.sum(parts, axis=0), mask=rows < total)
+
+
+@triton.jit
 def _expand_tiles(
     low, out, out_stride, slots, b_table, ranks, scales, num_tokens, size_0, size_1, size_2,
-    PARTS: tl.constexpr, WIDTH: tl.constexpr, CUTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    PARTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As `_expand_rows`, for BLOCK_M tokens."""
+    """As `_expand_rows`, for BLOCK_M tokens and low [T, WIDTH]."""
     tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     part, size, first_output, local = _part_of(tl.program_id(1), size_0, size_1, size_2, BLOCK_N)
     columns = local + tl.arange(0, BLOCK_N)
     is_output = columns < size
     own_slots = tl.load(slots + tokens, mask=tokens < num_tokens, other=0)
     slot = tl.min(tl.where(own_slots > 0, own_slots, _NO_SLOT), axis=0)
+    places = out + tokens[:, None].to(tl.int64) * out_stride + (first_output + columns)[None, :]
+    base = tl.load(places, mask=(own_slots > 0)[:, None] & is_output[None, :], other=0.0).to(tl.float32)
     wait_for_previous_kernel(EARLY)
     sums = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     changed = tokens * 0
@@ -201,10 +220,7 @@ def _expand_tiles(
         for first in range(0, rank, BLOCK_R):
             rows = first + tl.arange(0, BLOCK_R)
             mask = is_own[:, None] & (rows < rank)[None, :]
-            own = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-            for cut in tl.static_range(CUTS):
-                place = low + (tokens.to(tl.int64) * CUTS + cut)[:, None] * WIDTH + (before + rows)[None, :]
-                own += tl.load(place, mask=mask, other=0.0)
+            own = tl.load(low + tokens.to(tl.int64)[:, None] * WIDTH + (before + rows)[None, :], mask=mask, other=0.0)
             tile = tl.load(
                 b + rows[:, None].to(tl.int64) * size + columns[None, :],
                 mask=(rows < rank)[:, None] & is_output[None, :], other=0.0,
@@ -212,8 +228,6 @@ def _expand_tiles(
             sums = tl.dot((own * scale).to(tile.dtype), tile, sums, input_precision=PRECISION)
         slot = tl.min(tl.where(own_slots > slot, own_slots, _NO_SLOT), axis=0)
     mask = (changed > 0)[:, None] & is_output[None, :]
-    places = out + tokens[:, None].to(tl.int64) * out_stride + (first_output + columns)[None, :]
-    base = tl.load(places, mask=mask, other=0.0).to(tl.float32)
     tl.store(places, (base + sums).to(out.dtype.element_ty), mask=mask)
 
 
@@ -231,11 +245,11 @@ def add_lora(
 ) -> None:
     """`tables`: by slot the addresses of A and of B, ranks and scales. `sizes`: outputs of each part. `most_rows`: more
     tokens are multiplied in tiles, where the order of sums depends on their number."""
-    if x.stride(1) != 1:
-        x = x.contiguous()
     tokens = x.shape[0]
     if not tokens:
         return
+    if x.stride(1) != 1:
+        raise ValueError("add_lora reads inputs that are contiguous in each token")
     add = _add_by_row if tokens <= most_rows else _add_by_tile
     add(x, slots, tables, in_features, sizes, out)
 
@@ -261,6 +275,7 @@ def _add_by_row(
         CUTS=triton.next_power_of_2(cuts),
         BLOCK_R=BLOCK_R,
         BLOCK_N=ROW_OUTPUTS,
+        num_warps=ROW_WARPS,
         **early,
     )
 
@@ -285,11 +300,21 @@ def _add_by_tile(
         PRECISION=precision,
         **early,
     )
+    if cuts > 1:
+        low, parts = torch.empty((tokens, PARTS * MAX_RANK), dtype=torch.float32, device=x.device), low
+        _sum_cuts[(tokens,)](
+            *(parts, low, slots, ranks),
+            PARTS=PARTS,
+            WIDTH=PARTS * MAX_RANK,
+            CUTS=cuts,
+            BLOCK_R=SUMMED_AT_ONCE,
+            num_warps=1,
+            **early,
+        )
     _expand_tiles[(tiles, sum(triton.cdiv(size, TILE_OUTPUTS) for size in sizes))](
         *(low, out, out.stride(0), slots, b, ranks, scales, tokens, *sizes),
         PARTS=PARTS,
         WIDTH=PARTS * MAX_RANK,
-        CUTS=cuts,
         BLOCK_R=BLOCK_R,
         BLOCK_M=TILE,
         BLOCK_N=TILE_OUTPUTS,
