@@ -80,15 +80,18 @@ class OpProgram:
     def __call__(self, residual: Tensor, batch: ForwardBatch, kv: Sequence[Tensor]) -> Tensor:
         """Decoder.forward for embedded tokens, which may be overwritten."""
         layers, last, spans, adapters = self.layers, batch.last, self._spans(batch), batch.adapters
+        is_adapted = adapters is not None
+        adapts_all = adapters is not None and not adapters.qkv_alone
         step = MixerStep(batch, kv, self.ops.attention, self._angles_of(batch), spans)
         step.prepare([layer.mixer for layer in layers])
         hidden, first = residual, layers[0]
         if first.input_norm is not None:
-            takes_fp8 = _takes_fp8(first.mixer, batch)
+            takes_fp8 = _takes_fp8(first.mixer, is_adapted)
             hidden = self.ops.rms_norm(residual, first.input_norm, self._eps, quantise=takes_fp8)
         for index, layer in enumerate(layers):
             _tap(batch.taps, index, residual)
-            step.adapters = addends = None if adapters is None else adapters.of_layer(index)
+            step.adapters = None if adapters is None else adapters.of_layer(index)
+            addends = step.adapters if adapts_all else None
             if last is None or index + 1 < len(layers):
                 hidden = layer.mixer.mix(hidden, step)
             elif len(last.index):
@@ -100,10 +103,10 @@ class OpProgram:
                 return residual[:0]
             out = Branch(layer.mixer.out, layer.mixer_out_norm, spans, addends)
             mlp = Branch(layer.mlp, layer.mlp_out_norm, spans, addends)
-            hidden, residual = self._add(out, hidden, residual, layer.mlp_norm, _takes_fp8(layer.mlp, batch))
+            hidden, residual = self._add(out, hidden, residual, layer.mlp_norm, _takes_fp8(layer.mlp, adapts_all))
             if index + 1 < len(layers):
                 following = layers[index + 1]
-                takes_fp8 = _takes_fp8(following.mixer, batch)
+                takes_fp8 = _takes_fp8(following.mixer, is_adapted)
                 hidden, residual = self._add(mlp, hidden, residual, following.input_norm, takes_fp8)
         return self._final(self._result(mlp, hidden), residual, batch)
 
@@ -138,9 +141,9 @@ class OpProgram:
         return final
 
 
-def _takes_fp8(part: Mixer | Mlp, batch: ForwardBatch) -> bool:
+def _takes_fp8(part: Mixer | Mlp, is_adapted: bool) -> bool:
     """What adapters add is computed from inputs that are not quantised."""
-    return part.takes_fp8 and batch.adapters is None
+    return part.takes_fp8 and not is_adapted
 
 
 def _tap(taps: Taps | None, index: int, residual: Tensor) -> None:

@@ -72,7 +72,7 @@ class Composer:
                 drafts=drafts,
                 all_draw=(not chosen.chunks and not has_silent) or bool(samples.all()),
                 scores_prompts=scored is not None or has_silent,
-                adapters=rows.num_adapted > 0 and bool(rows.adapter[table_rows].any()),
+                adapters=int(rows.adapted[table_rows].max()) if rows.num_adapted else 0,
             )
         )
         draw, heads = OWN_DRAW, NO_HEADS

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field
 
 from millrace.params import DEFAULT_ROW_PARAMS, Documents, FinishReason, Retain, RowParams
-from millrace.plan.step import Ended, Int32s
+from millrace.plan.step import ALL_LINEARS, Ended, Int32s
 
 INTERACTIVE, STANDARD, BATCH = 0, 1, 2
 NUM_CLASSES = 3
@@ -74,6 +74,8 @@ class Request:
     """Part of the first block's hash: requests share blocks only if their salts are equal."""
     adapter: int = 0
     """Slot of its adapter on the device; 0 for the base model."""
+    adapter_changes: int = ALL_LINEARS
+    """If it has an adapter, see `StepSizes.adapters`."""
     read_cache: bool = True
     """False if every prompt token must be computed, as for prompt log-probabilities."""
     constrained: bool = False

@@ -121,8 +121,8 @@ class Rows:
         """True for rows whose draw is more than a head: they are shaped, or get log-probabilities."""
         self.num_beyond_head = 0
         """Active rows of that kind."""
-        self.adapter = np.zeros(self.capacity, np.int32)
-        """`Request.adapter`."""
+        self.adapted = np.zeros(self.capacity, np.int8)
+        """`Request.adapter_changes` of rows with an adapter, otherwise 0."""
         self.num_adapted = 0
         """Active rows with an adapter."""
 
@@ -234,7 +234,7 @@ class Rows:
             self.pooled[row] = True
             self.num_pooled += 1
         if request.adapter:
-            self.adapter[row] = request.adapter
+            self.adapted[row] = request.adapter_changes
             self.num_adapted += 1
         if not request.draws:
             self.silent[row] = True
@@ -262,7 +262,7 @@ class Rows:
             self.pooled[row] = False
         if self.num_adapted:
             self.num_adapted -= request.adapter > 0
-            self.adapter[row] = 0
+            self.adapted[row] = 0
         if self.num_silent:
             self.num_silent -= not request.draws
             self.silent[row] = False

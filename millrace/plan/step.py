@@ -33,6 +33,10 @@ Location = Literal["device", "host", "disk"]
 """Where a KV block can be: the pool, host memory, a disk of this machine."""
 
 
+QKV_ALONE, ALL_LINEARS = 1, 2
+"""What adapters of a step change: queries, keys and values alone, or more."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """The sizes that a step runs at, on every rank, and how it runs."""

@@ -121,16 +121,16 @@ def test_steps_with_adapters_have_graphs_of_their_own() -> None:
     for sizes in (decoding(3), drafted, prompt(1, 100), prompt(1, 9, scores=True)):
         shape, _ = shapes.choose(sizes)
         assert shape == plain.choose(sizes)[0]
-        adapted, captures = shapes.choose(replace(sizes, adapters=True))
+        adapted, captures = shapes.choose(replace(sizes, adapters=2))
         assert replace(adapted, key=shape.key) == shape
-        assert (table.key_of(adapted), captures) == (replace(table.key_of(shape), adapters=True), False)
-    last, captures = shapes.choose(replace(decoding(3), adapters=True))
+        assert (table.key_of(adapted), captures) == (replace(table.key_of(shape), adapters=2), False)
+    last, captures = shapes.choose(replace(decoding(3), adapters=2))
     assert captures
     assert shapes.repeat(last, 3, 0) == (last, False)
     parts = [plan.shape for plan in captured(choice_of(facts))]
     without = [part for part in parts if isinstance(part, HeadShape) or not table.key_of(part).adapters]
     assert without == [one.shape for one in captured(plain)]
-    assert shapes.choose(replace(decoding(16), adapters=True))[0] in parts
+    assert shapes.choose(replace(decoding(16), adapters=1))[0] in parts
 
 
 def test_split_kv_and_long_rows_wait_for_their_graphs() -> None:

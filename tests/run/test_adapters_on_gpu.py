@@ -25,7 +25,7 @@ from millrace.models.adapters.read import Adapter, read_adapter
 from millrace.models.adapters.targets import targets_of
 from millrace.ops.lora.add import make_triton
 from millrace.plan.request import Request
-from millrace.plan.step import StepPlan
+from millrace.plan.step import ALL_LINEARS, QKV_ALONE, StepPlan
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import CpuDevice, open_device
 from millrace.run.runner import Runner
@@ -52,9 +52,9 @@ def fill(runner: Runner | CudaRunner, slot: int, adapter: Adapter) -> None:
     assert is_ready()
 
 
-def with_adapters(asked: list[Request], slots: tuple[int, ...]) -> list[Request]:
+def with_adapters(asked: list[Request], slots: tuple[int, ...], changes: int = ALL_LINEARS) -> list[Request]:
     for request in asked:
-        request.adapter = slots[request.id % len(slots)]
+        request.adapter, request.adapter_changes = slots[request.id % len(slots)], changes
         request.salt = b"%d" % request.adapter
     return asked
 
@@ -92,11 +92,15 @@ def test_same_tokens_as_the_plain_runner_also_after_a_slot_was_replaced(
             fill(runner, 1, third)
             after, _ = drive(runner, with_adapters(with_prompts(requests(2, 1, few), LENGTHS[:2]), (0, 1)))
             alone, _ = drive(runner, with_prompts(requests(2, 1, few), LENGTHS[:2]))
-        answers.append((before, after, alone))
+            assert first.qkv_alone
+            fill(runner, 1, first)
+            inner, _ = drive(runner, with_adapters(with_prompts(requests(2, 1, few), LENGTHS[:2]), (0, 1), QKV_ALONE))
+        answers.append((before, after, alone, inner))
     assert answers[1] == answers[0]
-    before, after, alone = answers[0]
+    before, after, alone, inner = answers[0]
     assert before[0] == after[0] == alone[0]
+    assert inner == {index: before[index] for index in inner}
     assert len({tuple(one[1]) for one in (before, after, alone)}) == 3, "adapters without an effect prove nothing"
     key_of = fast.shapes.table.key_of
     kinds = {(plan.shape.kind == "decode", key_of(plan.shape).adapters) for plan in plans}
-    assert kinds == {(True, True), (False, True), (True, False), (False, False)}
+    assert kinds == {(is_decode, changes) for is_decode in (False, True) for changes in (0, QKV_ALONE, ALL_LINEARS)}

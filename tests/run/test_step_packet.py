@@ -10,7 +10,7 @@ import pytest
 from millrace.ops.attention.context_rule import context_parts
 from millrace.ops.attention.decode_rule import LIST_COLUMNS, SHARED_UNIT
 from millrace.params import RowParams, SamplingParams
-from millrace.plan.step import Admission, Int32s, Int64s, StepPlan, StepShape, exact_shape
+from millrace.plan.step import ALL_LINEARS, QKV_ALONE, Admission, Int32s, Int64s, StepPlan, StepShape, exact_shape
 from millrace.run.device.device import CpuDevice
 from millrace.run.packet.layout import ALIGN, PacketLayout
 from millrace.run.packet.step_packet import PacketWriter
@@ -238,9 +238,9 @@ def test_a_packet_names_the_adapter_slot_of_each_token() -> None:
     table.adapters[plan.rows] = own = np.array([2, 0, 7], np.int32)
     chunks, packet = own.repeat(plan.counts).tolist(), np.full(20_000, 777, np.int32)
     shapes = {
-        shape_table.with_adapters(mixed): [*chunks, *[0] * (32 - len(chunks))],
-        shape_table.with_adapters(shape_table.decode(3, places=2)): [2, 2, 0, 0, 7, 7, 0, 0],
-        shape_table.with_adapters(shape_table.decode(3)): [2, 0, 7, 0],
+        shape_table.with_adapters(mixed, ALL_LINEARS): [*chunks, *[0] * (32 - len(chunks))],
+        shape_table.with_adapters(shape_table.decode(3, places=2), ALL_LINEARS): [2, 2, 0, 0, 7, 7, 0, 0],
+        shape_table.with_adapters(shape_table.decode(3), QKV_ALONE): [2, 0, 7, 0],
         shape_table.decode(3): [],
     }
     for shape, wanted in shapes.items():

@@ -26,7 +26,7 @@ from millrace.params import RowParams, SamplingParams
 from millrace.plan.shapes.choice import ShapeChoice
 from millrace.plan.shapes.declared import StepSizes
 from millrace.plan.shapes.heads import DueRows
-from millrace.plan.step import Admission, StepPlan
+from millrace.plan.step import ALL_LINEARS, QKV_ALONE, Admission, StepPlan
 from millrace.run.ranks.slot_fills import TakesAdapters
 from millrace.run.runner import AnyRunner
 
@@ -74,6 +74,7 @@ def adapter_figures(config: Config, cases: Sequence[Case] = (), rounds: int = 5)
         cases = cases or (GPU_CASES if decided.device.kind == "cuda" else CPU_CASES)
         bench = _Steps(runner, ShapeChoice(runner.facts.shapes), decided.spec.vocab_size, config.plan.block_size)
         for targets in (Q_AND_V, ALL):
+            bench.targets = targets
             for slot in range(1, 1 + max(max(case.adapters) for case in cases)):
                 fill(runner, slot, random_adapter(slots, targets, slot))
             for case in cases:
@@ -140,7 +141,8 @@ class _Steps:
     def __init__(self, runner: AnyRunner, shapes: ShapeChoice, vocab_size: int, block_size: int) -> None:
         self._runner, self._shapes = runner, shapes
         self._vocab_size, self._block_size = vocab_size, block_size
-        self._step_no, self._has_adapters = 0, False
+        self.targets = ALL
+        self._step_no, self._changes = 0, 0
 
     def seconds(self, case: Case, num_adapters: int, steps: int) -> float:
         """Of one step, of rows whose adapters take turns."""
@@ -164,7 +166,7 @@ class _Steps:
         length = case.context + case.count
         tokens = np.random.default_rng(0).integers(0, self._vocab_size, length).astype(np.int32)
         params = RowParams(SamplingParams(temperature=0.0))
-        self._has_adapters = num_adapters > 0
+        self._changes = (QKV_ALONE if self.targets == Q_AND_V else ALL_LINEARS) if num_adapters else 0
         return tuple(
             Admission(
                 *(row, row, tokens, length, params),
@@ -179,7 +181,7 @@ class _Steps:
         rows, counts = np.arange(case.rows, dtype=np.int32), np.full(case.rows, case.count, np.int32)
         starts = np.full(case.rows, case.context + later, np.int32)
         num_singles = case.rows if case.count == 1 else 0
-        sizes = StepSizes(starts, counts, case.count, num_singles=num_singles, adapters=self._has_adapters)
+        sizes = StepSizes(starts, counts, case.count, num_singles=num_singles, adapters=self._changes)
         shape, is_captured = self._shapes.choose(sizes)
         draw, heads = self._shapes.heads(DueRows(case.rows), shape)
         blocks = -(-(case.context + case.count + case.steps + WARM_STEPS + 1) // self._block_size) if admitted else 0

@@ -216,7 +216,8 @@ class AdaptedRequests:
         request = held.request
         self.slots.take(slot, request.id)
         self._slot_of[request.id] = slot
-        request.adapter, request.salt = slot.number, adapter_salt(slot.digest, request.salt)
+        request.adapter, request.adapter_changes = slot.number, slot.changes
+        request.salt = adapter_salt(slot.digest, request.salt)
         request.diagnostics.adapter = slot.name
         request.diagnostics.adapter_wait_s = self._clock() - held.since
 

@@ -13,6 +13,7 @@ from millrace.engine.adapters.store import AdapterStore
 from millrace.errors import DeviceFull
 from millrace.link.messages import RankClass
 from millrace.models.adapters.read import Adapter
+from millrace.plan.step import ALL_LINEARS, QKV_ALONE
 
 Fill = Callable[[int, Adapter | None], Callable[[], bool]]
 """(slot, matrices; None to empty it): begins to fill it. What it returns is asked until it says that later steps may
@@ -28,6 +29,8 @@ class Slot:
     digest: str
     num_bytes: int
     max_rank: int
+    changes: int
+    """See `Request.adapter_changes`."""
     since: float
     """When its matrices began to be copied."""
     is_filled: bool = False
@@ -103,7 +106,9 @@ class DeviceSlots:
             self.num_refused += 1
             raise
         slot = self._slots[adapter.digest] = Slot(
-            number, name, adapter.digest, adapter.num_bytes, adapter.max_rank, now
+            *(number, name, adapter.digest, adapter.num_bytes, adapter.max_rank),
+            changes=QKV_ALONE if adapter.qkv_alone else ALL_LINEARS,
+            since=now,
         )
         self._store.pin(adapter.digest)
         self.num_fills += 1

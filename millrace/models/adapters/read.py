@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from millrace.models.adapters.files import Limits, Packed, read_files
-from millrace.models.adapters.targets import AdapterTargets
+from millrace.models.adapters.targets import NUM_KINDS, QKV, AdapterTargets
 from millrace.ops.lora.weights import MAX_PARTS, LinearLora
 
 
@@ -26,6 +26,11 @@ class Adapter:
     """Of the files: names the adapter's content."""
     base_model: str
     folder: Path
+
+    @property
+    def qkv_alone(self) -> bool:
+        """It changes queries, keys and values, and no other linears."""
+        return all(index % NUM_KINDS == QKV for index in self.linears)
 
     @property
     def num_bytes(self) -> int:

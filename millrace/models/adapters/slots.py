@@ -47,9 +47,10 @@ class AdapterSlots:
             raise AssertionError(f"slot {slot} is outside 1 to {self.num_slots}")
         self.columns.put(slot, {} if adapter is None else adapter.linears)
 
-    def step(self, slots: Tensor) -> StepAdapters:
-        """The addends of a step whose tokens have these slots, int32 [T] on the device."""
-        return StepAdapters(slots, self)
+    def step(self, slots: Tensor, *, qkv_alone: bool = False) -> StepAdapters:
+        """The addends of a step whose tokens have these slots, int32 [T] on the device. `qkv_alone`: they change no
+        other linears."""
+        return StepAdapters(slots, self, qkv_alone)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +60,14 @@ class StepAdapters:
     slots: Tensor
     """int32 [T]"""
     home: AdapterSlots
+    qkv_alone: bool = False
 
     def of_layer(self, index: int) -> LayerAdapters:
         return LayerAdapters(self, index)
 
     def of_tokens(self, index: Tensor) -> StepAdapters:
         """Of some of the step's tokens."""
-        return StepAdapters(self.slots.index_select(0, index), self.home)
+        return StepAdapters(self.slots.index_select(0, index), self.home, self.qkv_alone)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,8 @@ class StepSizes:
     all_draw: bool = True
     scores_prompts: bool = False
     """Every hidden state of some row is needed."""
-    adapters: bool = False
-    """Some row has an adapter."""
+    adapters: int = 0
+    """What adapters of the rows change: 0 nothing, QKV_ALONE queries, keys and values alone, ALL_LINEARS more."""
 
 
 class DeclaredShapes(Protocol):

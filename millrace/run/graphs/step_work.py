@@ -24,7 +24,7 @@ from millrace.ops.triton.drafts import NUM_COUNTS, AcceptedTokens, DraftedStep, 
 from millrace.ops.triton.row_records import ROW_WORDS
 from millrace.ops.triton.sampling.draw import MaskLines
 from millrace.ops.triton.step_inputs import Updates, gather
-from millrace.plan.step import HeadShape, Int32s, StepPlan, StepShape
+from millrace.plan.step import QKV_ALONE, HeadShape, Int32s, StepPlan, StepShape
 from millrace.run.drafting.device_chain import FedRows
 from millrace.run.graphs.device_state import DeviceState
 from millrace.run.packet.decode_rows import num_words
@@ -203,7 +203,7 @@ class StepWork:
         if chain is not None and chain.taps:
             batch.taps = self._taps(chain.taps, shape.tokens)
         if layout.key.adapters and self._slots is not None:
-            batch.adapters = self._slots.step(part(layout.slots))
+            batch.adapters = self._slots.step(part(layout.slots), qkv_alone=layout.key.adapters == QKV_ALONE)
         if drawn_only and (not reads_states or batch.taps is not None):
             batch.drawn = DrawnStates(index, out)
             hidden = decoder.forward(batch, self._kv)

@@ -23,5 +23,5 @@ class ShapeKey:
     """True if there may be rows with a single query; if not, padding is tiled even if it is one token."""
     last_only: bool = False
     """The last layer computes only each row's last token; hidden states are then indexed by row."""
-    adapters: bool = False
-    """Some row has an adapter: linears add what it adds."""
+    adapters: int = 0
+    """What adapters of the rows change, see `StepSizes.adapters`: these linears add what they add."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from millrace.plan.shapes.declared import Part
 from millrace.plan.step import HeadShape, StepShape
 from millrace.run.shapes.sizes import PLACES
-from millrace.run.shapes.table import ShapeTable
+from millrace.run.shapes.table import ADAPTED, ShapeTable
 
 FIRST_TOKENS = 128
 """Kernels for prompts of up to this many tokens are compiled before the engine reports that it is ready."""
@@ -17,7 +17,8 @@ def capture_order(table: ShapeTable) -> list[Part]:
     if not facts.can_capture:
         return []
     placed = placed_shapes(table) if facts.has_drafts else []
-    adapted = [table.with_adapters(shape) for shape in [*placed, *_hot_bodies(table)] if facts.takes_adapters]
+    bodies = [*placed, *_hot_bodies(table)] if facts.takes_adapters else []
+    adapted = [table.with_adapters(shape, changes) for changes in ADAPTED for shape in bodies]
     return [*placed, *_usual(table), *adapted, *table.first_chunks()]
 
 

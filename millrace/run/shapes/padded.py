@@ -37,7 +37,8 @@ class PaddedShapes:
 
     def repeated_key(self, last: int, num_rows: int, shared_blocks: int) -> int:
         key = self._decode_key(num_rows, shared_blocks)
-        return self.table.adapted[key] if self.table.keys[last].adapters else key
+        changes = self.table.keys[last].adapters
+        return self.table.adapted[key, changes] if changes else key
 
     def _decode_key(self, num_rows: int, shared_blocks: int) -> int:
         facts, table = self.facts, self.table
@@ -58,7 +59,7 @@ class PaddedShapes:
         found = self._find(sizes)
         if not sizes.adapters:
             return found
-        return tuple((self.table.with_adapters(shape), prepared_by) for shape, prepared_by in found)
+        return tuple((self.table.with_adapters(shape, sizes.adapters), prepared_by) for shape, prepared_by in found)
 
     def _find(self, sizes: StepSizes) -> Sequence[Fitting]:
         num_rows, table = len(sizes.counts), self.table

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from itertools import product
 
-from millrace.plan.step import StepShape
+from millrace.plan.step import ALL_LINEARS, QKV_ALONE, StepShape
 from millrace.run.shapes.keys import ShapeKey
 from millrace.run.shapes.sizes import (
     MAX_CHUNKS,
@@ -20,6 +20,7 @@ from millrace.run.shapes.sizes import (
 )
 
 NO_LIMIT = 1 << 31
+ADAPTED = (QKV_ALONE, ALL_LINEARS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +87,12 @@ class ShapeTable:
         self._chunks = {context: self._chunk_shape(context) for context in contexts}
         self._exact = {key: self._declare(key) for key in _exact_keys(token_budget if self._chunks else 0)}
         plain = list(enumerate(self.keys)) if facts.takes_adapters else []
-        self.adapted = {number: self._declare(replace(key, adapters=True)) for number, key in plain}
-        """Key of the same shape with adapters."""
+        self.adapted = {
+            (number, changes): self._declare(replace(key, adapters=changes))
+            for changes in ADAPTED
+            for number, key in plain
+        }
+        """Key of the same shape with adapters that change as much."""
 
     def _declare(self, key: ShapeKey) -> int:
         if key not in self._numbers:
@@ -117,9 +122,10 @@ class ShapeTable:
             self._decode[size, key, places] = shape
         return shape
 
-    def with_adapters(self, shape: StepShape) -> StepShape:
-        """The same for a step with adapters, whose graphs are others: steps without any do not pay for them."""
-        key = self.adapted[shape.key]
+    def with_adapters(self, shape: StepShape, changes: int) -> StepShape:
+        """The same for a step with adapters, whose graphs are others: steps without any do not pay for them, nor do
+        those whose adapters change queries, keys and values alone for other linears."""
+        key = self.adapted[shape.key, changes]
         if shape.kind == "decode":
             return self.decode(shape.rows, key=key, places=shape.places)
         return replace(shape, key=key)
