@@ -25,9 +25,9 @@ from millrace.ops.triton.kernel_keys import settle_keys
 PARTS, MAX_RANK = 3, 256
 """Of a linear's outputs (queries, keys, values); of an adapter."""
 BLOCK_R = 16
-SLICE, ROW_OUTPUTS, ROW_WARPS = 512, 512, 4
+SLICE, ROW_OUTPUTS, ROW_WARPS = 512, 1024, 4
 """Inputs and outputs that a program takes for one token; warps that it has for outputs."""
-TILE, TILE_INPUTS, TILE_OUTPUTS = 32, 128, 128
+TILE, TILE_INPUTS, TILE_OUTPUTS = 32, 128, 256
 """Tokens of a tile; inputs that it multiplies at a time; outputs of one program."""
 MOST_ROWS = 128
 """More tokens are multiplied in tiles."""
