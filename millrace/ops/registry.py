@@ -10,7 +10,7 @@ import torch
 
 from millrace.errors import ConfigError
 from millrace.ops import attention
-from millrace.ops.attention import latent, qkv
+from millrace.ops.attention import latent, latent_qkv, qkv
 from millrace.ops.base.version import Choice, Version, dtype_name
 from millrace.ops.elementwise import activation, norm, softcap
 from millrace.ops.head import embedding
@@ -33,6 +33,7 @@ OPS: Mapping[str, tuple[Version, ...]] = types.MappingProxyType(
         "qkv": qkv.VERSIONS,
         "attention": attention.VERSIONS,
         "latent_attention": latent.VERSIONS,
+        "latent_qkv": latent_qkv.VERSIONS,
         "per_head_linear": per_head.VERSIONS,
         "gated": activation.VERSIONS,
         "router": router.VERSIONS,

@@ -20,9 +20,9 @@ from millrace.models.mixers.base import MixerBuilder, MixerSite, MixerStep
 from millrace.models.spec.layout import LatentLayout
 from millrace.models.spec.model_spec import LatentSpec
 from millrace.ops.attention import AttentionRows
+from millrace.ops.attention.latent_qkv import LatentQkv
 from millrace.ops.base.quantised import with_quantise
-from millrace.ops.elementwise.rope import rope
-from millrace.ops.kv.cache import format_of, write_kv
+from millrace.ops.kv.cache import format_of
 from millrace.ops.linear.dense import Linear
 from millrace.ops.linear.per_head import PerHead
 
@@ -42,7 +42,7 @@ class LatentMixer:
     rms_norm: Callable[..., Any]
     inputs: Linear
     queries: Queries | None
-    latent_norm: Tensor
+    parts: LatentQkv
     to_latents: PerHead
     """[T, heads, key_dim] -> [T, heads, rank]: queries."""
     to_values: PerHead
@@ -91,15 +91,11 @@ class LatentMixer:
 
     def _write(self, hidden: Any, step: MixerStep) -> Tensor:
         """Write what the cache holds of the tokens; what their queries are computed from [T, n]."""
-        sizes, batch = self.sizes, step.batch
         projected: Tensor = apply_by_span(self.inputs, hidden, step.spans)
-        parts = [projected.shape[1] - sizes.width, sizes.rank, sizes.rope_dim]
-        queries, latents, keys = torch.split(projected, parts, dim=1)
-        latents = self.rms_norm(latents.contiguous(), self.latent_norm, sizes.norm_eps)
-        keys = self._rotated(keys[:, None], step.angles[self.rope])[:, 0]
-        cached = torch.cat((latents, keys), dim=1)[:, None, None]
-        write_kv(cached, step.kv[self.kv_index], batch.block_ids[self.kv_group], batch.offsets)
-        return queries
+        first, batch = projected.shape[1] - self.sizes.width, step.batch
+        place = (step.kv[self.kv_index], batch.block_ids[self.kv_group], batch.offsets)
+        self.parts.write(projected[:, first:], step.angles[self.rope], *place)
+        return projected[:, :first]
 
     def _queries(self, projected: Tensor, step: MixerStep) -> Tensor:
         """[T, heads, key_dim + rope_dim], before rotation."""
@@ -111,15 +107,9 @@ class LatentMixer:
 
     def _attend(self, queries: Tensor, angles: Tensor, step: MixerStep, prepared: Any) -> Tensor:
         plain, rotated = torch.split(queries, [self.sizes.key_dim, self.sizes.rope_dim], dim=2)
-        absorbed = torch.cat((self.to_latents(plain), self._rotated(rotated, angles)), dim=2)
+        absorbed = self.parts.join(self.to_latents(plain), rotated, angles)
         summed = step.attention(absorbed, step.kv[self.kv_index], prepared)
         return self.to_values(summed.view(summed.shape[0], self.num_heads, -1)).flatten(1)
-
-    def _rotated(self, x: Tensor, angles: Tensor) -> Tensor:
-        """x [T, heads, rope_dim]. The order of the result does not matter, only that queries and keys have the same."""
-        if self.sizes.pairs_neighbours:
-            x = torch.cat((x[..., ::2], x[..., 1::2]), dim=2)
-        return rope(x, angles)
 
 
 def build_latent_attention(builder: MixerBuilder, site: MixerSite) -> LatentMixer:
@@ -140,13 +130,19 @@ def build_latent_attention(builder: MixerBuilder, site: MixerSite) -> LatentMixe
         made: PerHead = per_head.make(weight, linear.make)
         return made
 
+    rms_norm = with_quantise(builder.choose("rms_norm").make())
+    parts = builder.choose("latent_qkv").make(
+        *(sizes.rank, sizes.rope_dim, sizes.pairs_neighbours, sizes.norm_eps),
+        norm=builder.norm(layout.latent_norm),
+        rms_norm=rms_norm,
+    )
     return LatentMixer(
         sizes=sizes,
         num_heads=spec.num_heads,
-        rms_norm=with_quantise(builder.choose("rms_norm").make()),
+        rms_norm=rms_norm,
         inputs=builder.linear(layout.inputs, "latent_linear"),
         queries=queries,
-        latent_norm=builder.norm(layout.latent_norm),
+        parts=parts,
         to_latents=make(keys.mT),
         to_values=make(values),
         out=builder.summed(builder.linear(layout.out, "out_linear")),
