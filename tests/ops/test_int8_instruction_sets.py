@@ -73,6 +73,7 @@ int main() {
     puts(millrace_int8_kernel());
     bool good = all<FORMAT_Q4_0>() & all<FORMAT_Q4_1>() & all<FORMAT_Q5_1>() & all<FORMAT_Q8_0>();
     good = good & all<FORMAT_Q4_K>() & all<FORMAT_Q5_K>() & all<FORMAT_Q6_K>() & all<FORMAT_BYTES>();
+    good = good & all<FORMAT_IQ4_NL>() & all<FORMAT_IQ4_XS>();
     return good ? 0 : 1;
 }
 """

@@ -147,9 +147,9 @@ def test_tied_embedding_looks_up_rows_and_computes_logits() -> None:
 
 
 def test_packed_size_is_that_of_the_file_plus_padding() -> None:
-    for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"):
+    for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL"):
         assert packed_bytes(kind, 64, 1024) == random_blocks(kind, 64, 1024).nbytes
-    for kind in ("Q4_K", "Q5_K", "Q6_K"):
+    for kind in ("Q4_K", "Q5_K", "Q6_K", "IQ4_XS"):
         assert packed_bytes(kind, 64, 1024) <= 1.03 * random_blocks(kind, 64, 1024).nbytes
 
 

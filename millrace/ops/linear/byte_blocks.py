@@ -1,9 +1,9 @@
 """Rewrites blocks of GGUF's I-quants, of MXFP4 and of ternary numbers as integers that the kernels read.
 
-Most codes are places in tables, which no integer product can take. IQ4_NL becomes Q8_0, MXFP4 becomes Q5_0. TQ1_0 and
-TQ2_0, whose numbers are -1, 0 and 1 times a scale, become Q2_K. Of the others, 256
-inputs become one block of 274 bytes: a float16, sixteen signed 8-bit scales and 256 integers, where a value is
-integer * (float16 * (scale / 8)). The numbers stay the same, bit by bit; scales of MXFP4 below 2^-23 become 0.
+Codes of IQ1 to IQ3 are places in large tables: 256 inputs become one block of 274 bytes, a float16, sixteen signed
+8-bit scales and 256 integers, where a value is integer * (float16 * (scale / 8)). MXFP4 gets float16 scales. TQ1_0 and
+TQ2_0, whose numbers are -1, 0 and 1 times a scale, become Q2_K. The numbers stay the same, bit by bit; scales of MXFP4
+below 2^-23 become 0.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace.errors import ModelError
-from millrace.ops.linear.gguf_values import MXFP4_LEVELS
 
 Bytes = npt.NDArray[np.uint8]
 Integers = npt.NDArray[Any]
@@ -37,10 +36,10 @@ class Parts(NamedTuple):
 
 
 def byte_blocks(kind: str, rows: Bytes) -> Bytes:
-    """Rows [N, bytes] as rows of Q8_0 (IQ4_NL), Q5_0 (MXFP4), Q2_K (TQ1_0, TQ2_0), else of blocks of 274 bytes."""
+    """Rows [N, bytes] as rows of MXFP4 with float16 scales, of Q2_K (TQ1_0, TQ2_0), else of blocks of 274 bytes."""
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
     blocks = np.ascontiguousarray(rows).reshape(-1, size)
-    plain = {"IQ4_NL": _q8_0, "MXFP4": _q5_0, "TQ1_0": _q2_k_of_thirds, "TQ2_0": _q2_k}
+    plain = {"MXFP4": _with_halves, "TQ1_0": _q2_k_of_thirds, "TQ2_0": _q2_k}
     write: Callable[[Bytes], Bytes] = plain.get(kind) or (lambda some: _written(_DECODERS[kind](some)))
     written = [write(blocks[start : start + CHUNK_BLOCKS]) for start in range(0, len(blocks), CHUNK_BLOCKS)]
     return np.concatenate(written).reshape(len(rows), -1)
@@ -52,22 +51,15 @@ def _written(parts: Parts) -> Bytes:
     return np.concatenate([np.ascontiguousarray(column).view(np.uint8) for column in columns], axis=1)
 
 
-def _q8_0(blocks: Bytes) -> Bytes:
-    return np.concatenate((blocks[:, :2], _levels()[_nibbles(blocks[:, 2:])].view(np.uint8)), axis=1)
-
-
-def _q5_0(blocks: Bytes) -> Bytes:
-    """Half of a scale is one of float16 if it is not too large."""
+def _with_halves(blocks: Bytes) -> Bytes:
+    """MXFP4: half of a scale is one of float16 if it is not too large. The levels are then twice the numbers."""
     exponents = blocks[:, :1].astype(np.int32) - 128
     if exponents.max(initial=0) > 15:
         raise ModelError(
             "A scale of the MXFP4 weights is above 2^16, which the CPU kernels cannot hold. Download the file again, or"
             " serve it on a GPU."
         )
-    integers = (np.array(MXFP4_LEVELS, dtype=np.int8) + 16).astype(np.uint8)[_nibbles(blocks[:, 1:])]
-    low = (integers[:, :16] & 15) | (integers[:, 16:] & 15) << 4
-    upper = np.packbits(integers >> 4, axis=1, bitorder="little")
-    return np.concatenate((np.ldexp(np.float16(1), exponents).view(np.uint8), upper, low), axis=1)
+    return np.concatenate((np.ldexp(np.float16(1), exponents).view(np.uint8), blocks[:, 1:]), axis=1)
 
 
 def _q2_k(blocks: Bytes) -> Bytes:
@@ -88,15 +80,6 @@ def _q2_k_of_thirds(blocks: Bytes) -> Bytes:
 # --- parts of blocks ---
 
 
-def _levels() -> npt.NDArray[np.int8]:
-    return np.array(gguf.quants.IQ4_NL.kvalues, dtype=np.int8)
-
-
-def _nibbles(packed: Bytes) -> Bytes:
-    """[..., n] to [..., 2 n]: all low halves, then all high halves."""
-    return np.concatenate((packed & 15, packed >> 4), axis=-1)
-
-
 def _nibble_pairs(packed: Bytes) -> Integers:
     """[..., n] to [..., 2 n]: low and high half of each byte in turn."""
     return np.stack((packed & 15, packed >> 4), axis=-1).reshape(len(packed), -1).astype(np.int16)
@@ -112,14 +95,9 @@ def _words(packed: Bytes, dtype: str) -> Integers:
     return np.ascontiguousarray(packed).view(dtype)
 
 
-def _half(blocks: Bytes, factor: int = 1) -> npt.NDArray[np.float16]:
-    """The float16 at the start of each block, times a power of two."""
-    with np.errstate(over="ignore"):
-        halves = np.ascontiguousarray(blocks[:, :2]).view(np.float16).reshape(-1)
-        larger = halves * np.float16(factor)
-    if bool((np.isinf(larger) & ~np.isinf(halves)).any()):
-        raise ModelError("A scale of the quantised weights is above 8191. The file is damaged: download it again.")
-    return larger
+def _half(blocks: Bytes) -> npt.NDArray[np.float16]:
+    """The float16 at the start of each block."""
+    return np.ascontiguousarray(blocks[:, :2]).view(np.float16).reshape(-1)
 
 
 def _grid(kind: str) -> npt.NDArray[np.int8]:
@@ -151,13 +129,6 @@ def _from_words(words: Integers) -> tuple[Bytes, Integers]:
 
 
 # --- formats ---
-
-
-def _iq4_xs(blocks: Bytes) -> Parts:
-    high = _fields(blocks[:, 2:4], 2)
-    scales = (_nibble_pairs(blocks[:, 4:8]) | (high << 4)) - 32
-    codes = _nibbles(blocks[:, 8:].reshape(-1, 8, 16)).reshape(-1, _ITEMS)
-    return Parts(_levels()[codes], scales, _half(blocks, 8))
 
 
 def _iq2_xxs(blocks: Bytes) -> Parts:
@@ -213,7 +184,6 @@ def _iq1_m(blocks: Bytes) -> Parts:
 
 
 _DECODERS: dict[str, Callable[[Bytes], Parts]] = {
-    "IQ4_XS": _iq4_xs,
     "IQ2_XXS": _iq2_xxs,
     "IQ2_XS": _iq2_xs,
     "IQ2_S": _iq2_s,

@@ -29,12 +29,13 @@ FORMATS: Final = {
     "Q4_K": 9,
     "Q5_K": 10,
     "Q6_K": 11,
-    "IQ4_NL": 6,  # rewritten as Q8_0
-    "MXFP4": 4,  # rewritten as Q5_0
+    "IQ4_NL": 13,
+    "IQ4_XS": 14,
+    "MXFP4": 15,  # with scales rewritten as float16
     "TQ1_0": 7,  # rewritten as Q2_K
     "TQ2_0": 7,
     # Rewritten as bytes.
-    **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_XS"), 12),
+    **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"), 12),
 }
 """GGUF formats that the C++ kernels read, and their codes; the same as in cpp/linear/linear.h."""
 Order = Literal["tiles", "dot"]
@@ -44,7 +45,7 @@ ORDERS: Final[dict[Order, int]] = {order: code for code, order in enumerate(get_
 """The codes of PartOrder in cpp/linear/linear.h."""
 INT8_BLOCK: Final = 32
 """Consecutive inputs of a row that have one scale when activations are rounded to INT8."""
-LAYOUT_VERSION: Final = 1
+LAYOUT_VERSION: Final = 2
 """Increase when the packed bytes change, so that packed weights cached on disk are rebuilt."""
 
 
@@ -73,7 +74,7 @@ class StoredWeight:
 
 
 def packed_bytes(kind: str, rows: int, columns: int) -> int:
-    """Size of what `pack_stored` returns: the bytes in the file, or of what stands for an I-quant or MXFP4, padded to
+    """Size of what `pack_stored` returns: the bytes in the file, or of what stands for some I-quants, padded to
     whole panels."""
     return int(native().with_gil.quantised_bytes(FORMATS[kind], rows, columns))
 
@@ -89,8 +90,8 @@ def pack_stored(kind: str, blocks: Any, rows: int, columns: int, order: Order = 
 
 
 def as_kernels_read(kind: str, blocks: Any) -> Any:
-    """I-quants as bytes, MXFP4 as Q5_0, ternary numbers as Q2_K, other formats unchanged."""
-    if not kind.startswith(("IQ", "TQ")) and kind != "MXFP4":
+    """I-quants of up to three bits as bytes, MXFP4 with other scales, ternary numbers as Q2_K, others unchanged."""
+    if not kind.startswith(("IQ1", "IQ2", "IQ3", "TQ")) and kind != "MXFP4":
         return blocks
     from millrace.ops.linear.byte_blocks import byte_blocks  # imports gguf, which is slow
 

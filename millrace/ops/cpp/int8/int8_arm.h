@@ -35,8 +35,9 @@ inline uint8x16_t shift_right(uint8x16_t bytes) {
 }
 
 // Chunk C of a tile: four inputs of each output of a part, whose bytes start at `tile`.
-template <int BITS, int C>
+template <int PACKING, int C>
 inline __attribute__((always_inline)) int8x16_t chunk(const char* tile) {
+    constexpr int BITS = quantised::packed_bits(PACKING);
     auto* bytes = reinterpret_cast<const uint8_t*>(tile);
     if constexpr (BITS == 8) return vreinterpretq_s8_u8(vld1q_u8(bytes + 64 * C));
     uint8x16_t value = shift_right<C / 4 * 4>(vld1q_u8(bytes + C % 4 * 64));
@@ -46,6 +47,7 @@ inline __attribute__((always_inline)) int8x16_t chunk(const char* tile) {
     if constexpr (BITS == 6)
         value = vorrq_u8(value, vandq_u8(shift_right<C % 4 * 2 - 4>(vld1q_u8(bytes + 256 + C / 4 * 64)),
                                          vdupq_n_u8(3 << 4)));
+    if constexpr (PACKING != BITS) return vqtbl1q_s8(vld1q_s8(quantised::levels_of(PACKING)), value);
     return vreinterpretq_s8_u8(value);
 }
 
@@ -54,10 +56,10 @@ struct Half {
     int8x16_t chunks[4];
 };
 
-template <int BITS, int HALF>
+template <int PACKING, int HALF>
 inline __attribute__((always_inline)) Half half_tile(const char* tile) {
-    return {chunk<BITS, 4 * HALF>(tile), chunk<BITS, 4 * HALF + 1>(tile), chunk<BITS, 4 * HALF + 2>(tile),
-            chunk<BITS, 4 * HALF + 3>(tile)};
+    return {chunk<PACKING, 4 * HALF>(tile), chunk<PACKING, 4 * HALF + 1>(tile), chunk<PACKING, 4 * HALF + 2>(tile),
+            chunk<PACKING, 4 * HALF + 3>(tile)};
 }
 
 // --- scales ---
@@ -236,12 +238,12 @@ inline float32x4_t add_times_lane(float32x4_t sum, float32x4_t v, const float* x
 
 using ReadScales = void (*)(const Panel& panel, int64_t tile, TileScales& out);
 
-// Sums [row][part] of a block of rows. All formats with as many bits and groups share this code.
-template <int BITS, int GROUPS, int ROWS, typename Read>
+// Sums [row][part] of a block of rows. All formats with the same packing and groups share this code.
+template <int PACKING, int GROUPS, int ROWS, typename Read>
 inline __attribute__((always_inline)) void multiply_tiles(const Panel& panel, int64_t panel_bytes, const RowBlock& x,
                                                           int64_t tiles, Read read_scales, float* out) {
-    constexpr int64_t TILE_BYTES = quantised::TILE_ITEMS * BITS / 8;
-    constexpr bool HAS_OFFSETS = BITS < 8;
+    constexpr int64_t TILE_BYTES = quantised::TILE_ITEMS * quantised::packed_bits(PACKING) / 8;
+    constexpr bool HAS_OFFSETS = PACKING < 8;
     const int64_t share = panel_bytes / tiles;
     float32x4_t sums[ROWS][PARTS];
     for (int row = 0; row < ROWS; row++)
@@ -264,12 +266,12 @@ inline __attribute__((always_inline)) void multiply_tiles(const Panel& panel, in
         };
         auto multiply_part = [&](int part) __attribute__((always_inline)) {
             products.clear();
-            products.template add<0>(half_tile<BITS, 0>(integers + 16 * part));
+            products.template add<0>(half_tile<PACKING, 0>(integers + 16 * part));
             if constexpr (GROUPS == 2) {
                 add_scaled(part, 0, x.halves + 2 * tile * ROWS);
                 products.clear();
             }
-            products.template add<1>(half_tile<BITS, 1>(integers + 16 * part));
+            products.template add<1>(half_tile<PACKING, 1>(integers + 16 * part));
             if constexpr (GROUPS == 2)
                 add_scaled(part, 1, x.halves + (2 * tile + 1) * ROWS);
             else
@@ -287,10 +289,10 @@ inline __attribute__((always_inline)) void multiply_tiles(const Panel& panel, in
         for (int part = 0; part < PARTS; part++) vst1q_f32(out + row * quantised::ROWS + 4 * part, sums[row][part]);
 }
 
-template <int BITS, int GROUPS, int ROWS>
+template <int PACKING, int GROUPS, int ROWS>
 __attribute__((noinline)) void multiply_rows(const Panel& panel, int64_t panel_bytes, const RowBlock& x, int64_t tiles,
                                              ReadScales read_scales, float* out) {
-    multiply_tiles<BITS, GROUPS, ROWS>(panel, panel_bytes, x, tiles, read_scales, out);
+    multiply_tiles<PACKING, GROUPS, ROWS>(panel, panel_bytes, x, tiles, read_scales, out);
 }
 
 template <int F, int ROWS>
@@ -298,11 +300,11 @@ void multiply_panel(const Panel& panel, const RowBlock& x, int64_t tiles, float*
     constexpr quantised::Format f = quantised::format_of(F);
     const int64_t bytes = quantised::PanelLayout(f, tiles * TILE_K).end;
     if constexpr (ROWS == 1)
-        multiply_tiles<f.bits, f.groups, 1>(
+        multiply_tiles<quantised::packing_of(f), f.groups, 1>(
             panel, bytes, x, tiles, [](auto&... arguments) __attribute__((always_inline)) { tile_scales<F>(arguments...); },
             out);
     else
-        multiply_rows<f.bits, f.groups, ROWS>(panel, bytes, x, tiles, read_tile_scales<F>, out);
+        multiply_rows<quantised::packing_of(f), f.groups, ROWS>(panel, bytes, x, tiles, read_tile_scales<F>, out);
 }
 
 }  // namespace int8

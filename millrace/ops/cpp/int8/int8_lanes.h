@@ -29,6 +29,11 @@ struct Lanes {
         return _mm512_set1_epi32(value);
     }
     static Bytes set(char byte) { return _mm512_set1_epi8(byte); }
+    static Bytes repeat(const int8_t* sixteen) {
+        return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)sixteen));
+    }
+    // Bytes of a repeated table at these places from 0 to 15.
+    static Bytes look_up(Bytes table, Bytes places) { return _mm512_shuffle_epi8(table, places); }
     static Bytes zero() { return _mm512_setzero_si512(); }
     template <int SHIFT>
     static Bytes shift_right(Bytes words) {
@@ -89,6 +94,10 @@ struct Lanes {
         return _mm256_set1_epi32(value);
     }
     static Bytes set(char byte) { return _mm256_set1_epi8(byte); }
+    static Bytes repeat(const int8_t* sixteen) {
+        return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)sixteen));
+    }
+    static Bytes look_up(Bytes table, Bytes places) { return _mm256_shuffle_epi8(table, places); }
     static Bytes zero() { return _mm256_setzero_si256(); }
     template <int SHIFT>
     static Bytes shift_right(Bytes words) {

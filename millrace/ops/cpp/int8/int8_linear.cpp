@@ -29,7 +29,7 @@ void unpack_row(const quantised::Panel& panel, int64_t k, int r, float* out) {
         for (int half = 0; half < 2; half++) {
             vf values;
             int group = f.groups == 2 ? half : 0;
-            for (int j = 0; j < LANES; j++) values[j] = integer_at<f.bits>(integers, r, 16 * half + j) - f.zero;
+            for (int j = 0; j < LANES; j++) values[j] = integer_at<quantised::packing_of(f)>(integers, r, 16 * half + j) - f.zero;
             values *= read.scales[group][r];
             store(out + tile * TILE_K + 16 * half, f.offset ? values + read.offsets[group][r] : values);
         }

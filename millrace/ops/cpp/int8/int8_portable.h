@@ -8,16 +8,17 @@ namespace int8 {
 
 using quantised::Panel;
 
-// Integer of output r and input j of a tile in dot order, as stored.
-template <int BITS>
+// Integer of output r and input j of a tile in dot order, as stored, or the level that it stands for.
+template <int PACKING>
 inline int integer_at(const char* tile, int r, int j) {
+    constexpr int BITS = quantised::packed_bits(PACKING);
     int chunk = j / 4, at = 4 * r + j % 4;
     auto* bytes = reinterpret_cast<const uint8_t*>(tile);
     if (BITS == 8) return (int8_t)bytes[64 * chunk + at];
     int value = bytes[chunk % 4 * 64 + at] >> chunk / 4 * 4 & 15;
     if (BITS == 5) value |= (bytes[256 + at] >> chunk & 1) << 4;
     if (BITS == 6) value |= (bytes[256 + chunk / 4 * 64 + at] >> chunk % 4 * 2 & 3) << 4;
-    return value;
+    return PACKING == BITS ? value : quantised::levels_of(PACKING)[value];
 }
 
 namespace portable {
@@ -38,7 +39,7 @@ void multiply_panel(const Panel& panel, const RowBlock& x, int64_t tiles, float*
             if (f.offset) offset += read.offsets[g];
             for (int r = 0; r < OUTPUTS; r++) {
                 int8_t weights[TILE_K];
-                for (int j = 0; j < GROUP; j++) weights[j] = integer_at<f.bits>(integers, r, g * GROUP + j);
+                for (int j = 0; j < GROUP; j++) weights[j] = integer_at<quantised::packing_of(f)>(integers, r, g * GROUP + j);
                 for (int row = 0; row < ROWS; row++) {
                     const int8_t* values = x.values + (tile * ROWS + row) * TILE_K + g * GROUP;
                     int32_t dot = 0;

@@ -43,15 +43,19 @@ struct Prefetch {
 
 // --- weights ---
 
+// Integers that are signed bytes once unpacked, which are taken as q + 128.
+constexpr bool has_signed_bytes(const quantised::Format& f) { return f.bits == 8 || f.levels; }
+
 // The integer that represents 0.
 template <int F>
 constexpr float zero_of() {
-    return quantised::format_of(F).bits == 8 ? 128 : quantised::format_of(F).zero;
+    return has_signed_bytes(quantised::format_of(F)) ? 128 : quantised::format_of(F).zero;
 }
 
 // Chunk C of a tile, whose bytes for these lanes start at `tile`.
-template <int BITS, int C>
+template <int PACKING, int C>
 inline __attribute__((always_inline)) Lanes::Bytes chunk(const char* tile) {
+    constexpr int BITS = quantised::packed_bits(PACKING);
     if constexpr (BITS == 8) return Lanes::flip(Lanes::load(tile + 64 * C), Lanes::set((char)0x80));
     const Lanes::Bytes mask = Lanes::set(15);
     Lanes::Bytes low = Lanes::both(Lanes::shift_right<C / 4 * 4>(Lanes::load(tile + C % 4 * 64)), mask);
@@ -60,14 +64,18 @@ inline __attribute__((always_inline)) Lanes::Bytes chunk(const char* tile) {
     if constexpr (BITS == 6)
         return Lanes::add_bits(low, Lanes::shift_right<C % 4 * 2 - 4>(Lanes::load(tile + 256 + C / 4 * 64)),
                                Lanes::set(3 << 4));
+    if constexpr (PACKING != BITS) {
+        Lanes::Bytes levels = Lanes::repeat(quantised::levels_of(PACKING));
+        return Lanes::look_up(Lanes::flip(levels, Lanes::set((char)0x80)), low);
+    }
     return low;
 }
 
-template <int BITS, int... C>
+template <int PACKING, int... C>
 inline __attribute__((always_inline)) void unpack_integers(const char* tile, char (*out)[4 * OUTPUTS],
                                                            std::integer_sequence<int, C...>) {
     for (int lane = 0; lane < quantised::ROWS; lane += Lanes::COUNT)
-        (Lanes::store(out[C] + 4 * lane, chunk<BITS, C>(tile + 4 * lane)), ...);
+        (Lanes::store(out[C] + 4 * lane, chunk<PACKING, C>(tile + 4 * lane)), ...);
 }
 
 // Tiles `first` to `first + tiles` of one panel. `side`: 0 is the left one of two.
@@ -78,7 +86,7 @@ void unpack(const Panel& panel, int side, int64_t first, int64_t tiles, const Pr
         prefetch(i);
         const char* integers = panel.integers + (first + i) * quantised::integer_bytes(f);
         auto* target = reinterpret_cast<char(*)[4 * OUTPUTS]>(out.integers[i][0] + 64 * side);
-        unpack_integers<f.bits>(integers, target, std::make_integer_sequence<int, CHUNKS>{});
+        unpack_integers<quantised::packing_of(f)>(integers, target, std::make_integer_sequence<int, CHUNKS>{});
         quantised::ScaleVectors read;
         quantised::read_scales<F>(panel, first + i, read);
         for (int g = 0; g < f.groups; g++) {
@@ -194,7 +202,7 @@ struct Functions {
 template <int F>
 Functions functions() {
     constexpr quantised::Format f = quantised::format_of(F);
-    constexpr int BITS = HAS_DOT ? 0 : f.bits == 8 ? 8 : 4;  // formats that need the same code share it
+    constexpr int BITS = HAS_DOT ? 0 : has_signed_bytes(f) ? 8 : 4;  // formats that need the same code share it
     return {unpack<F>, multiply_functions<BITS, f.groups>(std::make_integer_sequence<int, MAX_BLOCK_ROWS>{})};
 }
 

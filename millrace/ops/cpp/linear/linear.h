@@ -22,6 +22,9 @@ enum LinearFormat : int32_t {
     FORMAT_Q5_K,
     FORMAT_Q6_K,
     FORMAT_BYTES,
+    FORMAT_IQ4_NL,
+    FORMAT_IQ4_XS,
+    FORMAT_MXFP4,
 };
 
 // The order of a quantised part's integers, which decides how it is multiplied.

@@ -24,6 +24,11 @@ inline void read_scales(const Panel& panel, int64_t tile, Scales& out) {
 
 // --- integers, in portable vectors ---
 
+template <int F>
+inline vf level_floats() {
+    return load_bytes<vsb>((const char*)levels_of(packing_of(format_of(F))));
+}
+
 // Inputs `half * 16` to `half * 16 + 15` of output r.
 template <int F>
 inline vf integers(const char* tile, int r, int half) {
@@ -39,6 +44,7 @@ inline vf integers(const char* tile, int r, int half) {
         vh low, fifth;
         memcpy(&low, tile + r / 4 * 64 + half * 32, sizeof low);
         q = __builtin_convertvector(low, vu) >> 4 * (r % 4) & 15;
+        if (f.levels) return __builtin_shuffle(level_floats<F>(), (vi)q);
         if (f.bits == 5) {
             memcpy(&fifth, tile + 256 + half * 32, sizeof fifth);
             q |= (__builtin_convertvector(fifth, vu) >> r & 1) << 4;
@@ -73,7 +79,7 @@ template <int F>
 inline __m512 decode_table(const Scales& scales, int group, int r, int first = 0) {
     constexpr Format f = format_of(F);
     const __m512 count = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    __m512 levels = _mm512_add_ps(count, _mm512_set1_ps(first - f.zero));
+    __m512 levels = f.levels ? (__m512)level_floats<F>() : _mm512_add_ps(count, _mm512_set1_ps(first - f.zero));
     __m512 scale = _mm512_set1_ps(scales.scales[group][r]);
     if (!f.offset) return _mm512_mul_ps(levels, scale);
     return _mm512_fmadd_ps(levels, scale, _mm512_set1_ps(scales.offsets[group][r]));

@@ -1,6 +1,6 @@
 // Unpacks a tile's integers as bfloat16 without their scales: exact and cheap. Integer q becomes 2^bits + q, by writing
 // its bits into the mantissa under that exponent; the offsets subtract the constant again. Eight bits do not fit into
-// the mantissa: they become two tiles, the second with the lower four bits.
+// the mantissa: they become two tiles, the second with the lower four bits. Levels are looked up.
 #pragma once
 
 #include <utility>
@@ -14,6 +14,7 @@ constexpr int exact_tiles(int format) { return format_of(format).bits == 8 ? 2 :
 // The constant to subtract: what the integer that represents 0 becomes.
 constexpr int exact_zero(int format) {
     constexpr int EIGHT_BITS = 256 + 16 * 8 + 16;
+    if (format_of(format).levels) return 0;
     return format_of(format).bits == 8 ? EIGHT_BITS : (1 << format_of(format).bits) + format_of(format).zero;
 }
 
@@ -26,9 +27,21 @@ inline __m512i shift_words_right(__m512i words) {
     return words;
 }
 
+// The levels as bfloat16, twice, so that the fifth bit of a place does not matter.
+template <int F>
+inline __attribute__((always_inline)) __m512i exact_levels() {
+    __m128i bytes = _mm_loadu_si128((const __m128i*)quantised::levels_of(packing_of(format_of(F))));
+    __m512i floats = (__m512i)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+    return _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(floats, 16)));
+}
+
 // The 32 inputs of output R in the order of the packed words.
 template <int F, int R>
 inline __m512i exact_row(const char* tile) {
+    if constexpr (format_of(F).levels != 0) {
+        __m512i places = shift_words_right<4 * (R % 4)>(_mm512_loadu_si512(tile + R / 4 * 64));
+        return _mm512_permutexvar_epi16(places, exact_levels<F>());
+    }
     constexpr int bits = format_of(F).bits, place = 7 - bits;
     const __m512i exponent = _mm512_set1_epi16((127 + bits) << 7), low_mask = _mm512_set1_epi16(15 << place);
     __m512i low = shift_words_right<4 * (R % 4) - place>(_mm512_loadu_si512(tile + R / 4 * 64));

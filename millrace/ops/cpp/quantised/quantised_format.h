@@ -5,7 +5,7 @@
 
 namespace quantised {
 
-constexpr int FIRST_FORMAT = FORMAT_Q4_0, NUM_FORMATS = FORMAT_BYTES - FORMAT_Q4_0 + 1;
+constexpr int FIRST_FORMAT = FORMAT_Q4_0, NUM_FORMATS = FORMAT_MXFP4 - FORMAT_Q4_0 + 1;
 constexpr int64_t ROWS = 16, TILE_K = 32, SUPER_TILES = 8;
 
 struct Format {
@@ -16,6 +16,7 @@ struct Format {
     bool super;      // 8-bit scales under one float16 per 256 inputs
     int file_bytes;  // bytes of one block in the file: 256 inputs if super, else 32
     float unit = 1;  // of the 8-bit scales
+    int levels = 0;  // the table (LEVELS) in which packed integers are places; 0 for none
 };
 
 constexpr Format FORMATS[NUM_FORMATS] = {
@@ -30,7 +31,22 @@ constexpr Format FORMATS[NUM_FORMATS] = {
     {5, 0, 1, true, true, 176},    // Q5_K
     {6, 32, 2, false, true, 210},  // Q6_K
     {8, 0, 2, false, true, 274, 0.125f},  // the I-quants, rewritten by ops/linear/byte_blocks.py
+    {4, 0, 1, false, false, 18, 1, 1},    // IQ4_NL
+    {4, 0, 1, false, true, 136, 1, 1},    // IQ4_XS
+    {4, 0, 1, false, false, 18, 1, 2},    // MXFP4, with float16 scales
 };
+
+// Signed bytes; those of MXFP4 are twice the number.
+constexpr int8_t LEVELS[][16] = {
+    {},
+    {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113},
+    {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12},
+};
+
+// How a tile's integers are stored: bits, plus ten times the table. Formats with the same code share kernels.
+constexpr int packing_of(const Format& f) { return f.bits + 10 * f.levels; }
+constexpr int packed_bits(int packing) { return packing % 10; }
+constexpr const int8_t* levels_of(int packing) { return LEVELS[packing / 10]; }
 
 constexpr const Format& format_of(int format) { return FORMATS[format - FIRST_FORMAT]; }
 

@@ -105,6 +105,13 @@ void read_bytes(const uint8_t* p, int block, Group32& out) {
     memcpy(out.integers, p + 18 + 32 * block, 32);
 }
 
+void read_iq4_xs(const uint8_t* p, int block, Group32& out) {
+    out.scale = half_at(p);
+    int low = p[4 + block / 2] >> 4 * (block % 2) & 15, high = half_at(p + 2) >> 2 * block & 3;
+    out.scales[0] = (uint8_t)((low | high << 4) - 32);
+    read_nibbles(p + 8 + 16 * block, out.integers);
+}
+
 void read_group(int format, const uint8_t* row, int64_t tile, Group32& out) {
     const Format& f = format_of(format);
     int block = tile % SUPER_TILES;
@@ -113,6 +120,7 @@ void read_group(int format, const uint8_t* row, int64_t tile, Group32& out) {
     if (format == FORMAT_Q2_K) return read_q2_k(p, block, out);
     if (format == FORMAT_Q3_K) return read_q3_k(p, block, out);
     if (format == FORMAT_Q6_K) return read_q6_k(p, block, out);
+    if (format == FORMAT_IQ4_XS) return read_iq4_xs(p, block, out);
     if (format == FORMAT_BYTES) return read_bytes(p, block, out);
     read_q45_k(format, p, block, out);
 }
