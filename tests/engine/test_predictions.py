@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from helpers.engine_stats import stats_after
+from helpers.tiny_server import tiny_source
 
 from millrace import LLM, SamplingParams
 
-PROMPT = "Once upon a time there was a small village. "
+PROMPT = [5, 17, 40, 2, 71, 5, 17, 60, 33]
 KINDS = (
     {"temperature": 0.0},
     {"temperature": 0.0, "frequency_penalty": 0.4},
@@ -23,8 +26,8 @@ def scores(generation) -> list[tuple[int, float]]:
     return [(entry.token_id, entry.logprob) for entry in generation.choices[0].logprobs or ()]
 
 
-def test_a_right_prediction_saves_steps_and_changes_nothing() -> None:
-    with LLM(dtype="float32", speculate="ngram", draft_tokens=7) as llm:
+def test_a_right_prediction_saves_steps_and_changes_nothing(tmp_path: Path) -> None:
+    with LLM(tiny_source(tmp_path), kv_tokens=2048, dtype="float32", speculate="ngram", draft_tokens=7) as llm:
         plain = llm.generate([PROMPT] * len(KINDS), [params(**kind) for kind in KINDS])
         before = stats_after(llm, len(KINDS))
         predictions = [tuple(generation.token_ids) for generation in plain]
