@@ -22,6 +22,17 @@ def test_a_start_on_a_busy_machine_does_not_count(tmp_path: Path, monkeypatch: p
     assert [processor_limits(torch.float32).bytes_per_s for _ in range(5)] == [2, 2, 9, 9, 9]
 
 
+def test_a_machine_that_is_always_busy_is_measured_a_bounded_number_of_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(module, "MAX_BUSY_TRIES", 2)
+    measured = [ProcessorLimits(float(value), 1.0) for value in (2, 3)]
+    monkeypatch.setattr(module, "_measure", lambda dtype: measured.pop(0))
+    monkeypatch.setattr(module.os, "getloadavg", lambda: (9999.0, 0.0, 0.0))
+    assert [processor_limits(torch.float32).bytes_per_s for _ in range(4)] == [2, 3, 3, 3]
+
+
 def test_the_best_of_the_first_idle_starts_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -1,7 +1,7 @@
 """How fast this processor reads memory and multiplies matrices: measured at the first starts, then read from a file.
 
 A busy machine measures too little. The best of all measurements is kept, and starts measure until `MAX_TRIES` of them
-found the machine idle.
+found the machine idle, or `MAX_BUSY_TRIES` found it busy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -20,6 +20,8 @@ import torch
 from millrace.config import cache_dir
 
 MAX_TRIES = 4
+MAX_BUSY_TRIES = 16
+"""The best of so many is near the limit, and a machine that is always busy would measure at every start."""
 IDLE_LOAD = 0.5
 """Processes that wait for a core, per core, on an idle machine (average of the last minute)."""
 READ_BYTES = 1 << 27
@@ -34,6 +36,7 @@ class ProcessorLimits:
     bytes_per_s: float = 0.0
     flops: float = 0.0
     num_idle_tries: int = 0
+    num_busy_tries: int = 0
 
 
 def processor_limits(dtype: torch.dtype) -> ProcessorLimits:
@@ -41,12 +44,13 @@ def processor_limits(dtype: torch.dtype) -> ProcessorLimits:
     path, key = cache_dir() / "processor_limits.json", _key(dtype)
     known = _read(path)
     found = known.get(key, ProcessorLimits())
-    if found.num_idle_tries < MAX_TRIES:
-        measured = _measure(dtype)
+    if found.num_idle_tries < MAX_TRIES and found.num_busy_tries < MAX_BUSY_TRIES:
+        measured, is_idle = _measure(dtype), _is_idle()
         found = ProcessorLimits(
             max(found.bytes_per_s, measured.bytes_per_s),
             max(found.flops, measured.flops),
-            found.num_idle_tries + _is_idle(),
+            found.num_idle_tries + is_idle,
+            found.num_busy_tries + (not is_idle),
         )
         _write(path, {**known, key: found})
     return found
@@ -104,10 +108,7 @@ def _read(path: Path) -> dict[str, ProcessorLimits]:
 
 def _write(path: Path, known: dict[str, ProcessorLimits]) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}")
-    records = {
-        key: {"bytes_per_s": one.bytes_per_s, "flops": one.flops, "num_idle_tries": one.num_idle_tries}
-        for key, one in known.items()
-    }
+    records = {key: asdict(one) for key, one in known.items()}
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(records), encoding="utf-8")
