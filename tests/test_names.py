@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -12,9 +12,7 @@ ONCE = {"StepCosts", "StepWork", "StepLog", "DraftedRows", "DraftStates", "HeadS
 
 
 def classes(file: Path) -> list[str]:
-    return [
-        node.name for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef)
-    ]
+    return re.findall(r"^ *class (\w+)", file.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def test_the_data_types_of_a_step_and_other_frequent_names_mean_one_class() -> None:

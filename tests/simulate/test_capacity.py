@@ -48,7 +48,7 @@ PROFILE = Profile(
     kv_tokens=16384,
     kv_token_bytes=1024,
 )
-LOAD = Generated(rate=6.0, seconds=20.0, prompt=Lengths("lognormal", 150, 0.5), output=Lengths("lognormal", 30, 0.5))
+LOAD = Generated(rate=6.0, seconds=10.0, prompt=Lengths("lognormal", 150, 0.5), output=Lengths("lognormal", 30, 0.5))
 OBJECTIVES = (parse_objective("ttft p95 < 500 ms"),)
 
 
@@ -113,7 +113,7 @@ def test_a_large_fleet_is_simulated_by_a_share_with_the_same_load() -> None:
 
 def test_the_plan_is_a_valid_fleet_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prices, out, page = write_prices(tmp_path), tmp_path / "fleet.toml", tmp_path / "plan.html"
-    arguments = ["--rate", "6", "--seconds", "20", "--prompt", "150", "--output", "30", "--prices", str(prices)]
+    arguments = ["--rate", "6", "--seconds", "8", "--prompt", "150", "--output", "30", "--prices", str(prices)]
     code = main(["capacity", *arguments, "--slo", "ttft p95 < 500 ms", "--out", str(out), "--html", str(page)])
     assert code == 0
     assert "The cheapest plan is" in capsys.readouterr().out
