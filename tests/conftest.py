@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import starter
-from helpers.suite import FUZZ, SEED, LiveGuard, Outcomes, can_have, seed_generators
+from helpers.suite import FUZZ, SEED, LiveGuard, Outcomes, can_have, examples, seed_generators
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
@@ -25,6 +26,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 # `make test` uses the same examples every time; `make fuzz` draws new ones.
 settings.register_profile(
     "millrace",
+    max_examples=examples(40),
     deadline=None,
     derandomize=not FUZZ,
     print_blob=True,
@@ -90,6 +92,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not torch.cuda.is_available():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
+
+
+def pytest_collection_finish() -> None:
+    """Leave what collection imported (torch, transformers) out of every later garbage collection: a closing `LLM`
+    collects, and so do its tests."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_logstart() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.fake_runner import FakeRunner, step_result
+from helpers.suite import examples
 from helpers.toy_device import ToyDevice, allowed_tokens, digest, lone_run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -342,7 +343,7 @@ class World:
                 assert self.outputs[request_id] == expected[: len(self.outputs[request_id])]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2**32))
 def test_every_request_gets_the_tokens_of_a_lone_run(seed: int) -> None:
     world = World(seed)

@@ -24,6 +24,11 @@ PROGRAMS_OF_THE_PARALLEL_PART = frozenset(
 """Compilers and questions to the system: they end by themselves and wait for nobody."""
 
 
+def examples(count: int) -> int:
+    """Generated cases of a property: `count` in `make test`, many more in `make fuzz`, which explores."""
+    return 10 * count if FUZZ else count
+
+
 def seed_generators(seed: int) -> None:
     """The same numbers for each test, whichever tests ran before it in this process."""
     random.seed(seed)

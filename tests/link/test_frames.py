@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 
 import pytest
+from helpers.suite import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -33,7 +34,7 @@ def feed(reader: FrameReader, data: bytes, most: int) -> Iterator[bytes]:
         yield from frames_of(reader)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(
     bodies=st.lists(st.binary(max_size=200), max_size=12),
     cuts=st.lists(st.integers(1, 300), min_size=1, max_size=12),
@@ -76,7 +77,7 @@ def read_all(sock: socket.socket, reader: FrameReader) -> list[bytes]:
         frames += frames_of(reader)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 60_000), st.booleans()), max_size=20))
 def test_a_slow_peer_receives_every_frame_unchanged(work: list[tuple[int, bool]]) -> None:
     """Frames of any length to a peer with a small buffer that reads now and then."""

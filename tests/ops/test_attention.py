@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.paged import make_attention_case, make_rows
+from helpers.suite import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -43,7 +44,7 @@ SIZES: dict[str, Any] = {"heads": 6, "kv_heads": 2, "head_dim": 16, "block_size"
 
 
 @pytest.mark.parametrize("name", FAST)
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 @example(  # three blocks with consecutive ids
     rows=[(1, 49)],
     kv_heads=2,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from helpers.paged import make_rows
+from helpers.suite import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -92,7 +93,7 @@ def check(case: SharingCase, sizes: tuple[int, int, int], window: int | None, so
 ROOT, BRANCH, OWN = 0, 1, 100
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(20))
 @example(
     rows=[(0, 5, 1)] * 9,
     root=512,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.stored_blocks import dequantised, random_blocks
+from helpers.suite import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -60,7 +61,7 @@ def test_results_are_close_to_those_of_the_exact_weights(kind: str) -> None:
             check_close(layer, torch.randn(rows, columns).bfloat16(), weight, bias)
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15))
 @given(
     kinds=st.lists(st.sampled_from(sorted(FORMATS)), min_size=1, max_size=4),
     outputs=st.integers(1, 100),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.paged import make_attention_case
+from helpers.suite import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,7 +56,7 @@ def test_every_kind_of_number_is_rounded_like_torch_and_clamped() -> None:
 
 
 @needs_native
-@settings(max_examples=40)
+@settings(max_examples=examples(20))
 @given(
     rows=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 150)), min_size=1, max_size=6),
     kv_heads=st.sampled_from([1, 2, 3]),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.suite import examples
 from helpers.triton_mode import device, interpreted
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,7 +34,7 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 # --- the reference ---
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(rows=st.integers(1, 9), columns=st.integers(1, 70), spread=st.sampled_from([0.0, 1.0, 8.0]))
 def test_quantised_rows_keep_magnitudes_and_zeros(rows: int, columns: int, spread: float) -> None:
     x = random(rows, columns, torch.float32, spread)

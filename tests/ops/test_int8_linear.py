@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.stored_blocks import dequantised, random_blocks
+from helpers.suite import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,7 +69,7 @@ def test_rows_equal_the_dequantised_ones(kind: str) -> None:
         made.take_rows(torch.tensor([3, 45]))
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15))
 @given(
     kinds=st.lists(st.sampled_from(sorted(FORMATS)), min_size=1, max_size=3),
     outputs=st.integers(1, 70),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.paged import make_attention_case, make_rows
+from helpers.suite import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -138,7 +139,7 @@ def test_native_write_equals_the_reference(dtype: torch.dtype, head_dim: int, ro
 
 
 @needs_native
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 @given(
     rows=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 150)), min_size=1, max_size=6),
     kv_heads=st.sampled_from([1, 2, 3]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.suite import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,7 +49,7 @@ def test_every_version_agrees_with_float64(k: int, n: int, dtype: torch.dtype) -
             check(version, rows, k, n, dtype, with_bias=rows % 2 == 1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 @given(
     rows=st.integers(1, 70),
     k=st.integers(1, 130),

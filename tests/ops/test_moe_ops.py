@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers.suite import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +28,7 @@ def plain(
     return out
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(20))
 @given(
     tokens=st.integers(1, 30),
     num_experts=st.integers(1, 9),

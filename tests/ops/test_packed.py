@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.suite import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -48,7 +49,7 @@ def same_bits(found: Tensor, expected: Tensor) -> bool:
     return torch.equal(found.view(torch.int32), expected.float().view(torch.int32))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(80))
 @given(
     top=st.integers(MAX_SPREAD + 1, LARGEST_EXPONENT),
     spread=st.integers(0, MAX_SPREAD),
@@ -60,7 +61,7 @@ def test_numbers_near_the_largest_are_exact(top: int, spread: int, head_dim: int
     assert same_bits(round_trip(numbers), numbers)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(80))
 @given(
     top=st.integers(MAX_SPREAD + 1, LARGEST_EXPONENT),
     spread=st.integers(MAX_SPREAD + 1, 300),
@@ -76,7 +77,7 @@ def test_numbers_far_below_the_largest_keep_their_sign(top: int, spread: int, he
     assert torch.equal(found[~kept], torch.where(numbers[~kept].signbit(), -least, least))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(80))
 @given(top=st.integers(0, MAX_SPREAD), head_dim=sizes, seed=st.integers(0, 1 << 30))
 def test_at_the_end_of_the_range_only_denormal_numbers_are_inexact(top: int, head_dim: int, seed: int) -> None:
     numbers = vectors_of(top, MAX_SPREAD, (5, head_dim), seed)
@@ -133,7 +134,7 @@ def empty(num_blocks: int, kv_heads: int, block_size: int, head_dim: int) -> Ten
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 @given(
     head_dim=sizes,
     kv_heads=st.sampled_from([1, 2, 3]),

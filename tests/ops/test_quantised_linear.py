@@ -13,6 +13,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as T
 from helpers.stored_blocks import dequantised, random_blocks
+from helpers.suite import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -55,7 +56,7 @@ def test_results_equal_those_of_the_dequantised_weight(kind: str, dtype: torch.d
             assert torch.equal(stored(x), plain(x)), (outputs, columns, rows)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(20))
 @given(
     kind=st.sampled_from(sorted(FORMATS)),
     blocks=st.integers(1, 5),

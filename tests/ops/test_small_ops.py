@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from helpers.suite import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,7 +32,7 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(20))
 @given(rows=st.integers(1, 40), dim=st.integers(1, 100), dtype=DTYPES, eps=st.sampled_from([1e-6, 1e-5, 0.1]))
 def test_norms(rows: int, dim: int, dtype: torch.dtype, eps: float) -> None:
     torch.manual_seed(rows * 100 + dim)
@@ -53,7 +54,7 @@ def test_norm_follows_its_formula() -> None:
     torch.testing.assert_close(norm.rms_norm(x, weight, 0.5), expected)
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(20))
 @given(rows=st.integers(1, 70), inner=st.integers(1, 100), dtype=DTYPES, spread=st.sampled_from([1.0, 30.0, 200.0]))
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu"])
 def test_gated(kind: activation.Activation, rows: int, inner: int, dtype: torch.dtype, spread: float) -> None:
@@ -64,7 +65,7 @@ def test_gated(kind: activation.Activation, rows: int, inner: int, dtype: torch.
         close(version.make(kind)(gate_up), expected)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(20))
 @given(
     tokens=st.integers(1, 70),
     kv_heads=st.integers(1, 3),

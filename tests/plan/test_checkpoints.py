@@ -4,6 +4,7 @@ import random
 
 import numpy as np
 import pytest
+from helpers.suite import examples
 from helpers.toy_device import ToyDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -124,7 +125,7 @@ def test_after_a_failed_step_rows_begin_at_a_checkpoint_or_at_zero() -> None:
     engine.run()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.integers(0, 2**32))
 def test_the_slot_equation_holds(seed: int) -> None:
     rng = random.Random(seed)

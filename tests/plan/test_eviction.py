@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from helpers.suite import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -131,7 +132,7 @@ def test_removed_entries_do_not_pile_up() -> None:
     assert [order.take_first() for _ in range(8)] == [1, 2, 4, 5, 6, 7, 8, 3]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(POLICIES))
 def test_ranked_orders_agree_with_a_plain_search(seed: int, policy: EvictionName) -> None:
     """At each eviction nothing that could go has a lower rank."""
@@ -162,7 +163,7 @@ def test_ranked_orders_agree_with_a_plain_search(seed: int, policy: EvictionName
         assert len(order) == len(ranks)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from(POLICIES))
 def test_the_pool_equation_holds_under_every_policy(seed: int, policy: EvictionName) -> None:
     rng = random.Random(seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.suite import examples
 from helpers.toy_device import ToyDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -204,7 +205,7 @@ def test_diagnostics_say_why_a_request_waited_and_where_its_prompt_diverged() ->
     assert 2.0 <= second.diagnostics.waited_for["rows"] <= 4.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.sampled_from(POLICIES), st.integers(0, 2**32))
 def test_the_queue_yields_every_request_once_even_if_some_are_removed_during_iteration(policy: str, seed: int) -> None:
     rng = np.random.default_rng(seed)

@@ -6,6 +6,7 @@ import random
 
 import numpy as np
 import pytest
+from helpers.suite import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -160,7 +161,7 @@ def test_what_is_left_over_for_a_tenant_that_cannot_be_admitted_is_used() -> Non
     assert len(scheduler.waiting) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(st.integers(0, 2**32))
 def test_every_row_advances_within_a_bounded_number_of_steps(seed: int) -> None:
     """With requests that come and go, of several tenants, classes and weights."""

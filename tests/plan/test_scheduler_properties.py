@@ -12,7 +12,7 @@ from collections import Counter
 
 import numpy as np
 from helpers.random_world import VOCAB, World, random_world
-from helpers.suite import FUZZ, SEED
+from helpers.suite import FUZZ, SEED, examples
 from helpers.toy_device import ToyDevice
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -27,7 +27,7 @@ RARE += ("forgotten device", "forgotten host", "forgotten disk")
 NUM_OPERATIONS, OPERATIONS_OF_A_WORLD = 100_000 if FUZZ else 2_000, 100
 
 
-@settings(max_examples=400 if FUZZ else 120, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.integers(0, 2**32))
 def test_every_request_ends_once_with_its_own_tokens(seed: int) -> None:
     world = random_world(seed)
@@ -109,7 +109,7 @@ def test_the_random_schedules_do_preempt_share_cancel_repeat_and_load() -> None:
     assert repeated > 100
 
 
-@settings(max_examples=200 if FUZZ else 60, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.integers(0, 2**32))
 @example(1310217)
 def test_a_poison_request_fails_alone(seed: int) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers.suite import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -131,7 +132,7 @@ class Decoding:
         assert packet[used - size : used].tolist() == expected[used - size : used].tolist()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.integers(0, 2**32), st.booleans())
 def test_a_repeated_packet_equals_the_one_written_from_the_plan(seed: int, tile_decode_rows: bool) -> None:
     decoding = Decoding(seed, tile_decode_rows)

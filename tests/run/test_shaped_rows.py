@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.sampling_reference import dried, kept, penalised
+from helpers.suite import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from run.test_sampler import SamplerUnderTest
@@ -76,7 +77,7 @@ def test_cuts_equal_the_reference(params: SamplingParams) -> None:
         assert torch.allclose(left, expected, atol=2e-5)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     st.lists(st.integers(0, 4), min_size=1, max_size=90),
     st.sets(st.integers(0, 4), max_size=2),
@@ -103,7 +104,7 @@ def test_a_very_long_repetition_has_the_greatest_penalty_and_no_infinity() -> No
     assert torch.isfinite(logits).all()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.integers(0, 40), st.sampled_from([-1, 1, 7, 100]))
 def test_recent_penalties_equal_the_reference(tokens: list[int], num_prompt: int, last_n: int) -> None:
     params = SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=-0.2, repeat_last_n=last_n)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
+from helpers.suite import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from run.test_sampler import SamplerUnderTest
@@ -41,7 +42,7 @@ ids = st.integers(0, 3)
 word_lists = st.lists(st.lists(ids, min_size=1, max_size=4).map(tuple), min_size=1, max_size=6).map(tuple)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.lists(ids, max_size=6), word_lists, st.sets(ids, max_size=1), st.none() | st.sets(ids, min_size=1))
 def test_equals_the_reference(output: list[int], words: Sequences, ends: set[int], allowed: set[int] | None) -> None:
     params = SamplingParams(

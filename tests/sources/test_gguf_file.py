@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as T
 from helpers.gguf_files import write_gguf
+from helpers.suite import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -177,7 +178,7 @@ def test_a_file_cut_at_any_byte_is_refused(sample: Path, tmp_path: Path) -> None
             read_gguf(path)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(120))
 @given(data=st.data())
 def test_flipped_bytes_are_refused_or_read_within_bounds(sample: Path, data: st.DataObject) -> None:
     content = bytearray(sample.read_bytes())
@@ -194,7 +195,7 @@ def test_flipped_bytes_are_refused_or_read_within_bounds(sample: Path, data: st.
         assert found.data(name).nbytes == tensor.num_bytes
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(80))
 @given(tail=st.binary(max_size=400), head=st.sampled_from([b"", b"GGUF", b"GGUF\x03\0\0\0"]))
 def test_random_bytes_are_refused_or_read(tmp_path_factory: pytest.TempPathFactory, head: bytes, tail: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "random.gguf"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+from helpers.suite import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from text import corpus
@@ -37,7 +38,7 @@ def ids_of(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
 @pytest.mark.parametrize(
     "tokenizer", [BYTE_LEVEL, SENTENCE_PIECE, NO_SPACE, WORDS], ids=["bytes", "spm", "bare", "words"]
 )
-@settings(max_examples=400)
+@settings(max_examples=examples(120))
 @given(data=st.data(), skip=st.booleans())
 def test_any_ids(tokenizer: Tokenizer, data: st.DataObject, skip: bool) -> None:
     ids = data.draw(ids_of(tokenizer))
@@ -46,7 +47,7 @@ def test_any_ids(tokenizer: Tokenizer, data: st.DataObject, skip: bool) -> None:
     "".join(parts).encode("utf-8")  # no half of a surrogate pair anywhere
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(120))
 @given(ids=st.lists(st.one_of(st.integers(0, 300), st.integers(0, 49_160)), max_size=50), skip=st.booleans())
 def test_any_ids_of_the_default_model(default_tokenizer: Tokenizer, ids: list[int], skip: bool) -> None:
     assert "".join(streamed(default_tokenizer, ids, skip_special=skip)) == default_tokenizer.decode(
@@ -54,7 +55,7 @@ def test_any_ids_of_the_default_model(default_tokenizer: Tokenizer, ids: list[in
     )
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(80))
 @given(st.binary(max_size=24))
 def test_any_bytes(data: bytes) -> None:
     for tokenizer, first in ((BYTE_LEVEL, 3), (SENTENCE_PIECE, 3)):

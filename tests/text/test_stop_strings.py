@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers.suite import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,7 +25,7 @@ def pushed(stops: StopStrings, pieces: list[str]) -> str:
     return "".join([stops.push(piece) for piece in pieces] + [stops.flush()])
 
 
-@settings(max_examples=600)
+@settings(max_examples=examples(150))
 @given(pieces=st.lists(st.text("abc\n", max_size=5), max_size=12), stops=STOPS, include=st.booleans())
 def test_result_does_not_depend_on_the_pieces(pieces: list[str], stops: list[str], include: bool) -> None:
     watch = StopStrings(stops, include=include)
@@ -32,7 +33,7 @@ def test_result_does_not_depend_on_the_pieces(pieces: list[str], stops: list[str
     assert (text, watch.matched) == expected("".join(pieces), stops, include)
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(120))
 @given(text=st.text("abc\n", max_size=30), stops=STOPS)
 def test_text_is_released_as_early_as_possible(text: str, stops: list[str]) -> None:
     watch = StopStrings(stops)
