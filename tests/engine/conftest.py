@@ -26,5 +26,4 @@ def lone_answers(oracle):
         for prompt in prompts:
             (generation,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
             answers.append((prompt, generation.token_ids))
-    differences = {index: oracle.first_difference(*answer) for index, answer in enumerate(answers)}
-    return answers, {index: text for index, text in differences.items() if text is not None}
+    return answers, oracle.differences(answers)

@@ -18,31 +18,30 @@ GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
 def test_alone(lone_answers) -> None:
     answers, differences = lone_answers
     assert len(answers) >= 60
-    assert max(len(prompt) for prompt, _ in answers) > 2000
+    assert max(len(prompt) for prompt, _ in answers) > 1000
     assert differences == {}
 
 
 @pytest.mark.parametrize(
-    "limits",
+    ("limits", "longest"),
     [
-        pytest.param({"kv_tokens": 2240, "max_running": 12}, id="a tiny pool that requests wait for"),
-        pytest.param({"kv_tokens": 20_000, "max_running": 3, "token_budget": 3}, id="chunks of one to three tokens"),
-        pytest.param({"kv_tokens": 20_000, "token_budget": 64, "max_running": 64, "block_size": 5}, id="odd blocks"),
+        pytest.param(
+            {"kv_tokens": 400, "token_budget": 64, "max_running": 12, "block_size": 5}, 180,
+            id="a tiny pool of odd blocks that requests wait for",
+        ),
+        pytest.param({"kv_tokens": 20_000, "max_running": 3, "token_budget": 3}, 8, id="chunks of one to three tokens"),
     ],
-)
-def test_all_at_once(lone_answers, limits: dict[str, int]) -> None:
-    answers, _ = lone_answers
-    if limits.get("token_budget") == 3:
-        answers = [answer for answer in answers if len(answer[0]) < 16]
-    elif "block_size" in limits:
-        answers = [answer for answer in answers if len(answer[0]) < 400]
+)  # fmt: skip
+def test_all_at_once(lone_answers, limits: dict[str, int], longest: int) -> None:
+    answers = [answer for answer in lone_answers[0] if len(answer[0]) <= longest]
+    assert len(answers) > 20
     with LLM(dtype="float32", **limits) as llm:
         generations = llm.generate([prompt for prompt, _ in answers], GREEDY)
     assert [generation.token_ids for generation in generations] == [output for _, output in answers]
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 7, 33])
-def test_every_chunk_size(lone_answers, chunk: int) -> None:
+@pytest.mark.parametrize("chunk", [1, 33])
+def test_prompts_in_chunks(lone_answers, chunk: int) -> None:
     answers, _ = lone_answers
     prompt, output = next(answer for answer in answers if 33 < len(answer[0]) < 90)
     with LLM(dtype="float32", max_running=1, token_budget=chunk, kv_tokens=2048) as llm:

@@ -87,11 +87,11 @@ CHATS = [
 
 
 def long_texts() -> list[str]:
-    """Prompts of about 170, 160 and 2,100 tokens: prose with numbers, and code."""
+    """Prompts of about 170, 160 and 1,050 tokens: prose with numbers, and code."""
     code = inspect.getsource(json.decoder)
     prose = " ".join(
         f"On day {day} the mill ground {day * 37 % 101} sacks of {('wheat', 'rye', 'oats', 'barley')[day % 4]},"
         f" and the miller's {('daughter', 'son', 'cat')[day % 3]} counted {day * day % 53} fish in the race."
         for day in range(1, 7)
     )
-    return [prose, textwrap.shorten(code[:600], 100_000), code[:7500]]
+    return [prose, textwrap.shorten(code[:600], 100_000), code[:3750]]

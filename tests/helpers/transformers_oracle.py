@@ -6,11 +6,15 @@ Reads a JSON request {path, num_tokens, prompts (token ids), texts} from the fil
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import gguf
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -18,10 +22,17 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 def load_model(path: Path) -> Any:
     """Load the file with transformers' own GGUF reader, one copy in memory."""
-    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model, torch_dtype=torch.float32)
+    names = functools.cache(gguf.get_tensor_name_map)
+    # The reader makes an array of every string: ten times faster from a plain array than from a memory map. And the
+    # table of names is made again for each module.
+    with (
+        patch.object(gguf.gguf_reader.np, "memmap", lambda file, dtype=np.uint8, mode="r": np.fromfile(file, dtype)),
+        patch.object(gguf, "get_tensor_name_map", names),
+    ):
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model, torch_dtype=torch.float32)
     missing = model.load_state_dict(loaded["tensors"], strict=False, assign=True)
     assert set(missing.missing_keys) <= {"lm_head.weight"}, missing
     assert not missing.unexpected_keys, missing
