@@ -96,7 +96,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
 HandleQuery = Literal["handles", "drop_handles", "renew_handle", "copy_handle", "prefix_facts"]
 TenantQuery = Literal["forget", "forgotten"]
 AdapterQuery = Literal["adapters", "add_adapter", "drop_adapter", "add_canary", "promote_canary", "abort_canary"]
-QueryKind = Literal["explain", "cancel", "steps"] | HandleQuery | TenantQuery | AdapterQuery
+QueryKind = Literal["explain", "cancel", "steps", "block_map"] | HandleQuery | TenantQuery | AdapterQuery
 
 
 class Query(msgspec.Struct, frozen=True, tag="query"):
@@ -107,7 +107,7 @@ class Query(msgspec.Struct, frozen=True, tag="query"):
     kind: QueryKind
     name: str
     """Of the request, of the handles or of the adapter; with `steps`, how many of the last ones are wanted; with
-    `add_adapter`, an `AddAdapter` as JSON; with `add_canary`, an `AddCanary`."""
+    `block_map`, how many nodes; with `add_adapter`, an `AddAdapter` as JSON; with `add_canary`, an `AddCanary`."""
     tenant: str | None = None
     """Find only requests or handles of this tenant; None = of any."""
     value: str = ""
@@ -251,6 +251,7 @@ class TenantFigures(msgspec.Struct, frozen=True, array_like=True):
     output_tokens: int = 0
     loaded_tokens: int = 0  # Of the cached ones: from host memory or the disk.
     read_tokens: int = 0  # From the disk.
+    placed_tokens: int = 0  # Beside the cached ones: of documents that were cached at other positions.
 
 
 class DraftStats(msgspec.Struct, frozen=True):

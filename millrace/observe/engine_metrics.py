@@ -422,7 +422,8 @@ def tokens_by_tier(one: TenantFigures) -> dict[str, int]:
         "device": one.cached_tokens - one.loaded_tokens,
         "host": one.loaded_tokens - one.read_tokens,
         "disk": one.read_tokens,
-        "none": one.prompt_tokens - one.cached_tokens,
+        "documents": one.placed_tokens,
+        "none": one.prompt_tokens - one.cached_tokens - one.placed_tokens,
     }
 
 

@@ -34,11 +34,13 @@ from millrace.plan.kv.groups import ONE_GROUP, KvGroups
 from millrace.plan.kv.host_tier import HostTierSettings
 from millrace.plan.kv.lower_tiers import LowerTiers
 from millrace.plan.kv.prefix import PrefixIndex
+from millrace.plan.kv.prefix_tree import PrefixTree
 from millrace.plan.kv.retention import Retention, RetentionSettings
 from millrace.plan.kv.transfer import PrefixTransfer
 from millrace.plan.planner.journal import WatchedBlocks
 from millrace.plan.planner.protocol import (
     NONE_FORCED,
+    BlockMap,
     ChosenRows,
     Forced,
     Forgotten,
@@ -265,6 +267,10 @@ class Scheduler:
         """End the handles with this name. Returns how many there were."""
         return self.retention.drop(name, owner)
 
+    def block_map(self, max_nodes: int, now: float) -> BlockMap:
+        self.run_deferred()
+        return PrefixTree(self.pool, self.tiers.indexes, self.prefix, now).shown(max_nodes)
+
     def forget(self, owner: str) -> Forgotten:
         """The owner's requests have been aborted: its handles end, and nobody finds its own blocks any longer."""
         self.run_deferred()
@@ -313,6 +319,7 @@ class Scheduler:
         """The first part of `plan`, for which masks need not be known."""
         self.run_deferred()
         self._expire(now)
+        self.pool.uses.now = now
         self.retention.advance(now)
         self.tiers.advance(now, is_idle=not len(self._seating) and not len(self.waiting))
         return self._choosing.choose(now, only)

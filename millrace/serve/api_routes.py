@@ -124,6 +124,7 @@ GET: dict[str, Handler] = {
     "/v1/stats": routes_stats.stats,
     "/v1/load": routes_load.load,
     "/v1/kv/events": routes_kv.events,
+    "/v1/kv/tree": routes_kv.tree,
     "/v1/steps": routes_steps.steps,
     "/v1/cost": routes_steps.cost,
     "/tokenizer_info": info.tokenizer_info,

@@ -161,6 +161,23 @@ def test_the_command(server: RealServer, tmp_path: Path, capsys: pytest.CaptureF
     assert "tokens kept" in capsys.readouterr().out
     assert main(["cache", "ls", *here]) == 0
     assert "boat" in capsys.readouterr().out
+    assert main(["cache", "tree", *here]) == 1
+    assert "use an operator's key" in capsys.readouterr().err
+    operator = ["--url", server.url, "--api-key", "key-boss"]
+    assert main(["cache", "tree", *operator]) == 0
+    printed = capsys.readouterr().out
+    assert " kept" in printed.partition("prefix")[2]
+    assert "tokens in blocks of" in printed
+    assert main(["cache", "tree", "--json", *operator]) == 0
+    printed = capsys.readouterr().out
+    found = json.loads(printed)
+    kept = [one for one in found["nodes"] if one["state"] == "kept"]
+    assert kept
+    assert all(one["owner"] for one in kept)
+    assert "acme" not in printed  # Tenants are not named.
+    assert "boat" not in printed
+    for nodes in ("0", "2001", "x"):
+        assert ask(server, "boss", "GET", f"/v1/kv/tree?nodes={nodes}").status == 400
     assert main(["cache", "show", "boat", "--json", *here]) == 0
     assert json.loads(capsys.readouterr().out)["tenant"] == "acme"
     assert main(["cache", "rm", "boat", *here]) == 0

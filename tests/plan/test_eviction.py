@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import pytest
 from helpers.suite import examples
@@ -120,7 +121,7 @@ def test_a_block_whose_successor_is_in_use_can_be_evicted_if_nothing_else_is_lef
 
 
 def test_removed_entries_do_not_pile_up() -> None:
-    records = BlockRecords(8)
+    records = BlockRecords(array("i", [1] * 9))
     order = RankedBlocks(by_frequency, records)
     for block in range(1, 9):
         records.begin(block, 0)
@@ -138,7 +139,7 @@ def test_ranked_orders_agree_with_a_plain_search(seed: int, policy: EvictionName
     """At each eviction nothing that could go has a lower rank."""
     rng = random.Random(seed)
     worth = by_cost(0.3) if policy == "cost" else by_frequency
-    records = BlockRecords(20)
+    records = BlockRecords(array("i", bytes(4 * 21)))
     order = RankedBlocks(worth, records)
     ranks: dict[int, tuple[float, int]] = {}
     age, number = 0.0, 0

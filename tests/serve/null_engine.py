@@ -36,6 +36,7 @@ from millrace.link.messages import (
 )
 from millrace.observe.histograms import TTFT, Histograms
 from millrace.params import FinishReason
+from millrace.plan.planner.protocol import BlockMap
 
 VECTOR = np.array([0.6, 0.8], np.float32).tobytes()
 """What requests with `pooling` get."""
@@ -126,7 +127,10 @@ class NullEngine:
             self._retire(message)
         elif isinstance(message, Query):  # It keeps no history, so it finds no request, no step and no tenant's blocks.
             nothing = msgspec.json.encode(ForgottenTenant(0, 0, {}, is_erased=True))
-            found = {"steps": b'{"object":"steps","num_steps":0}', "forget": nothing}.get(message.kind, b"")
+            steps, states = b'{"object":"steps","num_steps":0}', {"device": {"in_use": 10, "cached": 30, "free": 60}}
+            none = BlockMap(states=states, nodes=[], other_nodes=0, other_tokens=0, tokens=0, is_whole=True)
+            answers = {"steps": steps, "forget": nothing, "block_map": msgspec.json.encode(none)}
+            found = answers.get(message.kind, b"")
             self._loop.call_soon(self._on_message, Reply(message.query_id, found))
         self._schedule()
 

@@ -15,6 +15,41 @@ def wave(base: float, swing: float, period: int, points: int, phase: float = 0.0
     ]
 
 
+def prefix_tree() -> dict[str, Any]:
+    states = {
+        "in_use": 6_203,
+        "shared": 3_560,
+        "ending": 40,
+        "moving": 96,
+        "kept": 1_480,
+        "cached": 10_631,
+        "free": 6_402,
+    }
+    names = ("parent", "start", "tokens", "state", "location", "refs", "hits", "idle_s", "owner")
+    rows: list[tuple[Any, ...]] = [
+        (-1, 0, 2048, "shared", "device", 31, 4102, 0.2, ""),
+        (0, 2048, 6144, "shared", "device", 4, 211, 0.4, ""),
+        (1, 8192, 512, "in_use", "device", 1, 3, 0.1, ""),
+        (1, 8192, 176, "cached", "device", 0, 0, 312.0, ""),
+        (0, 2048, 992, "cached", "host", 0, 0, None, ""),
+        (-1, 0, 16384, "kept", "device", 0, 96, 48.0, "5f0c91ab"),
+        (5, 16384, 4096, "kept", "disk", 0, 0, None, "5f0c91ab"),
+        (-1, None, 320, "cached", "disk", 0, 0, None, "c41b77d0"),
+    ]
+    nodes = [{"id": f"{at:08x}", **dict(zip(names, row, strict=True))} for at, row in enumerate(rows)]
+    return {
+        "object": "kv.tree",
+        "model": "llama-3.1-8b-instruct",
+        "block_tokens": 16,
+        "states": {"device": states, "host": {"moving": 32, "cached": 20_968, "free": 39_000}},
+        "nodes": nodes,
+        "other_nodes": 310,
+        "other_tokens": 41_216,
+        "tokens": 131_072,
+        "is_whole": False,
+    }
+
+
 def busy_stats(points: int = 60) -> dict[str, Any]:
     def spread(base: float) -> dict[str, list[float]]:
         return {
@@ -59,6 +94,15 @@ def busy_stats(points: int = 60) -> dict[str, Any]:
             "output_tokens": 1_410_000,
             "drafted_tokens": 40_000,
             "accepted_tokens": 27_000,
+            "found_in": {
+                "device": 5_100_000,
+                "host": 800_000,
+                "disk": 190_000,
+                "documents": 260_000,
+                "none": 3_450_000,
+            },
+            "evictions_by_reason": {"new_tokens": 31_200, "arrival": 940},
+            "evictions_below": {"host": {"room": 12_100, "failed": 0, "forgotten": 88}},
             "errors": {"quota_exceeded": 41, "deadline_exceeded": 3, "context_length_exceeded": 12},
             "refused": 44,
         },

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from serve.front_under_test import MODEL, Front, endless, running_front
 from serve.wire import CHAT, get, post, request
-from web.figures import busy_requests, busy_stats, cost, explanation
+from web.figures import busy_requests, busy_stats, cost, explanation, prefix_tree
 from web.watched import PHONE, has_no_sideways_scroll, open_page, watched_page
 
 from millrace.config import Config, replace
@@ -42,6 +42,7 @@ def answer_with(page: Page, pattern: str, body: dict[str, Any]) -> None:
 def make_busy(page: Page) -> None:
     answer_with(page, r"/v1/stats", busy_stats())
     answer_with(page, r"/v1/cost$", cost())
+    answer_with(page, r"/v1/kv/tree", prefix_tree())
     answer_with(page, r"/v1/requests\?", busy_requests())
     answer_with(page, r"/explain$", explanation())
 
@@ -53,10 +54,44 @@ def test_figures_of_a_real_front(browser: Browser, front: Front) -> None:
         page.wait_for_selector(f"h1 >> text={MODEL}")
         expect(page.locator(".tile:has-text('KV pool in use') strong")).to_have_text("10 %")
         pool = page.locator(".pool canvas")
-        expect(pool).to_have_attribute("aria-label", "device: 10 used, 30 cached, 60 free")
+        expect(pool).to_have_attribute("aria-label", "device: 10 in use, 30 cached, 60 free")
         page.wait_for_selector("text=No request is running.")
         page.select_option("#window", "60")
         page.wait_for_selector(".chart canvas[aria-label^='Time to first token']")
+
+
+def test_the_prefix_tree_and_what_was_evicted(browser: Browser, front: Front) -> None:
+    with watched_page(browser, front.url, **PHONE) as page:
+        make_busy(page)
+        page.goto(front.url + "/dashboard")
+        rows = page.locator("#tree-rows tr")
+        expect(rows).to_have_count(8)
+        assert rows.nth(2).inner_text().split() == ["in", "use", "512", "3", "1", "device"]
+        expect(page.locator("#tree-note")).to_contain_text("310 smaller nodes with 41.2k tokens are not shown")
+        expect(page.locator("#found-rows tr:has-text('Documents')")).to_contain_text("2.7 %")
+        expect(page.locator("#eviction-rows tr")).to_have_count(4)
+        pool = page.locator(".pool canvas").first
+        expect(pool).to_have_attribute("aria-label", re.compile("6203 in use, 3560 shared, 1480 kept, 10631 cached"))
+        assert has_no_sideways_scroll(page)
+        tree = page.locator("#tree .table")
+        tree.evaluate("one => { one.style.maxHeight = '9rem'; one.scrollTop = 60 }")
+        with page.expect_response(re.compile("/v1/kv/tree")):  # The next one, seconds later.
+            pass
+        expect(rows).to_have_count(8)
+        assert tree.evaluate("one => one.scrollTop") == 60
+
+
+def test_a_tenant_is_not_shown_the_prefix_tree(browser: Browser, front: Front) -> None:
+    with watched_page(browser, front.url) as page:
+        make_busy(page)
+        stats = busy_stats()
+        stats["view"] = {"tenant": "acme", "is_operator": False}
+        answer_with(page, r"/v1/stats", stats)
+        page.goto(front.url + "/dashboard")
+        page.wait_for_selector("text=View of acme")
+        expect(page.locator("#tree")).to_be_hidden()
+        pool = page.locator(".pool canvas").first
+        expect(pool).to_have_attribute("aria-label", re.compile("9803 in use, 12207 cached"))
 
 
 def test_objectives_and_cost_of_a_real_front(browser: Browser) -> None:

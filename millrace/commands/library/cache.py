@@ -12,13 +12,14 @@ from millrace.terminal.parser import UsageError
 from millrace.terminal.server_options import add_server, ask_server, download, send_to_server, upload
 from millrace.terminal.table import print_table
 
-USAGE = "millrace cache {ls,show,warm,rm,export,import,forget} [NAME] [options]"
+USAGE = "millrace cache {ls,tree,show,warm,rm,export,import,forget} [NAME] [options]"
 EXAMPLES = """\
 A prompt that begins with a kept one starts behind it. Memory for this: --kv-retained.
 
 examples:
   millrace cache warm manual --file manual.txt --ttl-s 3600      compute a text and keep it for an hour
   millrace cache ls
+  millrace cache tree                                            all that is cached, by prefix (operators)
   millrace cache show manual
   millrace cache export manual --file manual.kv                  a signed file, for a replica of the same model
   millrace cache rm manual
@@ -27,7 +28,7 @@ examples:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", metavar="WHAT", help="ls, show, warm, rm, export, import or forget")
+    parser.add_argument("what", metavar="WHAT", help="ls, tree, show, warm, rm, export, import or forget")
     parser.add_argument(
         "name", nargs="?", default="", metavar="NAME", help="name of the handle, or of the tenant (forget)"
     )
@@ -42,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     actions = {
         "ls": _list,
+        "tree": _tree,
         "show": _show,
         "warm": _warm,
         "rm": _remove,
@@ -51,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.what not in actions:
         raise UsageError(f"Unknown action '{args.what}'. Actions: {', '.join(actions)}.")
-    if args.what != "ls" and not args.name:
+    if args.what not in ("ls", "tree") and not args.name:
         of_what = "tenant" if args.what == "forget" else "handle"
         raise UsageError(f"`cache {args.what}` needs the NAME of a {of_what}.")
     actions[args.what](args)
@@ -66,6 +68,29 @@ def _list(args: argparse.Namespace) -> None:
     header = ["name", "model", "tokens", "cached now", "MiB", "expires in"]
     print_table([header, *([one["id"], one["model"], *_figures(one)] for one in found["data"])], right=(2, 3, 4, 5))
     print(f"{found['used_bytes'] / 2**20:.1f} MiB kept, of {found['max_bytes'] / 2**20:.1f} MiB.")
+
+
+def _tree(args: argparse.Namespace) -> None:
+    found = ask_server(args, "/v1/kv/tree")
+    if args.json:
+        print(json.dumps(found))
+        return
+    for location, states in found["states"].items():
+        print(f"{location}: " + ", ".join(f"{blocks:,} {name.replace('_', ' ')}" for name, blocks in states.items()))
+    depths: list[int] = []
+    rows = [["prefix", "tokens", "hits", "used by", "where", "idle", "owner"]]
+    for one in found["nodes"]:
+        depths.append(0 if one["parent"] < 0 else depths[one["parent"]] + 1)
+        idle = "" if one["idle_s"] is None else f"{one['idle_s']:.0f} s"
+        name = f"{'  ' * depths[-1]}{one['id']} {one['state'].replace('_', ' ')}"
+        name += "" if one["start"] is not None else " (its beginning was evicted)"
+        counts = [f"{one[field]:,}" for field in ("tokens", "hits", "refs")]
+        rows.append([name, *counts, one["location"], idle, one["owner"] or "anyone"])
+    print_table(rows, right=(1, 2, 3, 5))
+    print(f"{found['tokens']:,} tokens in blocks of {found['block_tokens']}.", end="")
+    if found["other_nodes"]:
+        print(f" {found['other_nodes']:,} smaller nodes with {found['other_tokens']:,} tokens are not shown.", end="")
+    print("" if found["is_whole"] else " Only the most recently used blocks were looked at.")
 
 
 def _show(args: argparse.Namespace) -> None:

@@ -22,6 +22,7 @@ class _Share:
     output_tokens: int = 0
     loaded_tokens: int = 0
     read_tokens: int = 0
+    placed_tokens: int = 0
 
 
 class Shares:
@@ -66,6 +67,7 @@ class Shares:
         loaded = min(noted.loaded_tokens, finish.cached_tokens)  # Evicted again, it is computed.
         share.loaded_tokens += loaded
         share.read_tokens += min(noted.read_tokens, loaded)
+        share.placed_tokens += finish.placed_tokens
 
     def figures(self) -> tuple[TenantFigures, ...]:
         return tuple(
@@ -79,6 +81,7 @@ class Shares:
                 share.output_tokens,
                 share.loaded_tokens,
                 share.read_tokens,
+                share.placed_tokens,
             )
             for name, share in self._shares.items()
         )

@@ -42,6 +42,9 @@ class Queries:
             return msgspec.json.encode(self._figures.last_steps(int(query.name)))
         if query.kind == "handles":
             return msgspec.json.encode(planner.handles(query.tenant, now))
+        if query.kind == "block_map":
+            found = planner.block_map(int(query.name), now)
+            return b"" if found is None else msgspec.json.encode(found)
         if query.kind == "drop_handles":
             return msgspec.json.encode(planner.drop_handles(query.name, query.tenant))
         if query.kind == "renew_handle":

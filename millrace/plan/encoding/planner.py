@@ -18,6 +18,7 @@ from millrace.plan.planner.journal import WatchedBlocks
 from millrace.plan.planner.protocol import (
     NO_HANDLES,
     NONE_FORCED,
+    BlockMap,
     ChosenRows,
     Forced,
     Forgotten,
@@ -275,6 +276,9 @@ class EncodePlanner:
 
     def drop_handles(self, name: str, owner: str | None) -> int:
         return 0
+
+    def block_map(self, max_nodes: int, now: float) -> BlockMap | None:
+        return None
 
     def forget(self, owner: str) -> Forgotten:
         return Forgotten(b"")

@@ -20,13 +20,40 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from millrace.plan.kv.eviction import Eviction, EvictionOrder, EvictionSettings, LeastRecentlyUsed
 from millrace.plan.kv.tier import CacheKey, Tier
 from millrace.plan.planner.journal import KvJournal
 
 NO_FENCE = -1
+
+
+class BlockUses:
+    """How often and when blocks were used."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.counts = array("i", bytes(4 * (num_blocks + 1)))
+        """Requests that computed or found each registered block."""
+        self.used_at = array("d", bytes(8 * (num_blocks + 1)))
+        self.now = 0.0
+        """Time of the last plan."""
+        self.num_shared = 0
+        """Blocks that several rows reference."""
+
+
+class BlockUse(NamedTuple):
+    num_refs: int
+    """Rows that reference the block."""
+    num_hits: int
+    """Requests that found it."""
+    used_at: float
+    """When it was filled or found last."""
+    is_moving: bool
+    """A copy needs it, and no row."""
+
+
 LRU = EvictionSettings()
 
 
@@ -51,7 +78,8 @@ class BlockPool:
         self.journal: KvJournal | None = None
         """Notes the blocks of group 0; None while nobody reads it."""
         self._free = list(range(num_blocks, 0, -1))
-        policy = Eviction(eviction, num_blocks)
+        self.uses = BlockUses(num_blocks)
+        policy = Eviction(eviction, self.uses.counts)
         self._records = policy.records
         """None if the policy needs none."""
         self._cached: EvictionOrder = policy.make_order()
@@ -80,8 +108,8 @@ class BlockPool:
         """The most recently registered child of each block: one that follows it in a sequence. Group 0."""
         self._last_first_of: dict[bytes, int] = {}
         """The same for parents without a block, by their hash: first blocks follow a root."""
-        self._root_of: dict[int, bytes] = {}
-        """Hash of the parent of each block whose parent has no block. Group 0."""
+        self._parent_hash_of = [b""] * (num_blocks + 1)
+        """Of each registered block. Group 0."""
 
     @property
     def num_free(self) -> int:
@@ -165,7 +193,7 @@ class BlockPool:
             if last_child_of[parent] == block:
                 last_child_of[parent] = 0
             return
-        root = self._root_of.pop(block)
+        root = self._parent_hash_of[block]
         if self._last_first_of.get(root) == block:
             del self._last_first_of[root]
 
@@ -200,6 +228,7 @@ class BlockPool:
     def share(self, blocks: Sequence[int]) -> None:
         """Add a reference to each of these blocks, which `find` returned."""
         refs, fence_of, cached = self._refs, self._fence_of, self._cached
+        uses, used_at, now = self.uses.counts, self.uses.used_at, self.uses.now
         for block in blocks:
             if refs[block] == 0:
                 if fence_of[block] != NO_FENCE:
@@ -216,9 +245,10 @@ class BlockPool:
                 else:
                     self._held.remove(block)
             refs[block] += 1
-        if self._records is not None:
-            for block in blocks:
-                self._records.uses[block] += 1
+            if refs[block] == 2:
+                self.uses.num_shared += 1
+            uses[block] += 1
+            used_at[block] = now
 
     def register(
         self, blocks: list[int], hashes: list[bytes], tokens: list[bytes], parent: bytes, group: int = 0
@@ -231,6 +261,7 @@ class BlockPool:
             registered = by_hash.setdefault(digest, block) if block else by_hash.get(digest, 0)
             if block and registered == block and hash_of[block] is None:
                 hash_of[block], tokens_of[block], group_of[block] = digest, own, group
+                self.uses.counts[block], self.uses.used_at[block] = 1, self.uses.now
                 if self._records is not None:
                     self._records.begin(block, before if group == 0 else 0)
                 if group == 0:
@@ -241,11 +272,11 @@ class BlockPool:
 
     def _follow(self, block: int, before: int, parent: bytes) -> None:
         """The block, newly registered, follows `before` in a sequence. `parent`: the hash of that block."""
-        self._parent_of[block] = before
+        self._parent_of[block], self._parent_hash_of[block] = before, parent
         if before:
             self._last_child_of[before] = block
         else:
-            self._root_of[block], self._last_first_of[parent] = parent, block
+            self._last_first_of[parent] = block
 
     def find_child(self, before: int, parent: bytes, tokens: bytes) -> tuple[int, bytes] | None:
         """The last registered child of the block `before`, whose hash is `parent`, and the child's hash, if it has
@@ -270,6 +301,35 @@ class BlockPool:
         """Rows that reference the block."""
         return self._refs[block]
 
+    def newest(self) -> Iterator[bytes]:
+        """Hashes of the registered blocks of group 0, the last registered first."""
+        return reversed(self._by_hash[0])
+
+    def parent_hash(self, digest: bytes) -> bytes | None:
+        """Of the block of group 0 with this hash; None if there is none."""
+        block = self._by_hash[0].get(digest)
+        return None if block is None else self._parent_hash_of[block]
+
+    def use_of(self, digest: bytes) -> BlockUse | None:
+        """Of the block of group 0 with this hash; None if there is none."""
+        block = self._by_hash[0].get(digest)
+        if block is None:
+            return None
+        is_moving = block in self._held
+        return BlockUse(self._refs[block], self.uses.counts[block] - 1, self.uses.used_at[block], is_moving)
+
+    def num_by_state(self) -> dict[str, int]:
+        """All blocks: the values add up to the total."""
+        return {
+            "in_use": self.num_in_use - self.uses.num_shared,
+            "shared": self.uses.num_shared,
+            "ending": self.num_fenced,
+            "moving": len(self._held),
+            "kept": self.num_retained,
+            "cached": len(self._cached) + len(self._dirty),
+            "free": len(self._free),
+        }
+
     def release(self, blocks: Iterable[int], fence: int | None) -> None:
         """Drop a reference to each block. Unreferenced blocks are fenced until step `fence` (None = no step in flight).
 
@@ -279,6 +339,8 @@ class BlockPool:
         for block in blocks:
             refs[block] = left = refs[block] - 1
             if left > 0:
+                if left == 1:
+                    self.uses.num_shared -= 1
                 continue
             if left < 0:
                 raise AssertionError(f"block {block} was released twice")
@@ -473,6 +535,8 @@ class BlockPool:
             raise AssertionError("a block that a copy needs is free or cached")
         if any(self._hash_of[block] not in self.retained_names for block in retained):
             raise AssertionError("a block is retained that no handle names")
+        if sum(refs > 1 for refs in self._refs) != self.uses.num_shared:
+            raise AssertionError(f"{self.uses.num_shared} blocks are counted as shared")
         if len(free) != len(self._free):
             raise AssertionError("a block is free twice")
         for group, by_hash in enumerate(self._by_hash):

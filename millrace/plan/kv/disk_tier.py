@@ -222,7 +222,8 @@ class DiskTier:
                     continue
                 tokens = self._prefix.tokens_of(request, at)
                 source = self.index.find(key[1], tokens, group)  # Host memory may just have evicted the block.
-                slot = host.fill(key, tokens) if left and source is not None else None
+                parent = self._prefix.parent_of(request, at)
+                slot = host.fill(key, tokens, parent) if left and source is not None else None
                 if source is None or slot is None:
                     return
                 left -= 1
@@ -277,7 +278,7 @@ class DiskTier:
         targets: list[int] = []
         for key in self._to_write():
             found = host.read(key)
-            slot = self.index.fill(key, found[1]) if found is not None else None
+            slot = self.index.fill(key, found[1], host.parent_hash(key[1])) if found is not None else None
             if found is None or slot is None:
                 break
             host.pin(key)

@@ -76,10 +76,9 @@ class LeastRecentlyUsed(OrderedDict[int, None]):
 class BlockRecords:
     """What the ranking policies know of registered blocks."""
 
-    def __init__(self, num_blocks: int) -> None:
-        zeros = bytes(4 * (num_blocks + 1))
-        self.uses = array("i", zeros)
-        """Requests that computed or found the block."""
+    def __init__(self, uses: array[int]) -> None:
+        """`uses`: requests that computed or found each block."""
+        self.uses, zeros = uses, bytes(4 * len(uses))
         self.columns = array("i", zeros)
         """Blocks before it in its sequence."""
         self.num_children = array("i", zeros)
@@ -90,7 +89,7 @@ class BlockRecords:
 
     def begin(self, block: int, parent: int) -> None:
         """The block is registered; `parent`: the block before it, 0 if there is none."""
-        self.uses[block], self.num_children[block] = 1, 0
+        self.num_children[block] = 0
         self._stamps[block] += 1
         self.columns[block] = self.columns[parent] + 1 if parent else 0
         if parent:
@@ -183,9 +182,10 @@ def by_cost(column_cost: float) -> Worth:
 class Eviction:
     """Makes the orders of one pool."""
 
-    def __init__(self, settings: EvictionSettings, num_blocks: int) -> None:
+    def __init__(self, settings: EvictionSettings, uses: array[int]) -> None:
+        """`uses`: requests that computed or found each block."""
         ranks = settings.policy != "lru"
-        self.records = BlockRecords(num_blocks) if ranks else None
+        self.records = BlockRecords(uses) if ranks else None
         self._worth = by_cost(settings.column_cost) if settings.policy == "cost" else by_frequency
 
     def make_order(self) -> EvictionOrder:

@@ -257,10 +257,12 @@ class HostTier:
             if is_spare and not self._has_spare_slot():
                 break
             oldest = pool.oldest_dirty()
-            slot = self.index.fill(oldest[1], oldest[2]) if oldest is not None else None
-            if oldest is None or slot is None:
+            if oldest is None:
                 break
-            block, key, _ = oldest
+            block, key, tokens = oldest
+            slot = self.index.fill(key, tokens, pool.parent_hash(key[1]))
+            if slot is None:
+                break
             pool.hold([block])
             leaving.append((block, key))
             blocks.append(block)

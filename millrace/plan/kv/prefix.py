@@ -343,6 +343,10 @@ class PrefixIndex:
             root = self._roots[salt] = root_hash(salt)
         return root
 
+    def is_root(self, digest: bytes) -> bool:
+        """True if first blocks follow this hash, as far as its salt was in use lately."""
+        return digest in self._roots.values()
+
     def tokens_of(self, request: Request, index: int) -> bytes:
         """The tokens of block `index`, all that are known if it is not full."""
         if index < len(request.block_tokens):

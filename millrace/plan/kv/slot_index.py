@@ -11,7 +11,7 @@ Every slot is in exactly one of four states, and the equation always holds:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from millrace.plan.kv.tier import CacheKey, EvictionCause, TierListener
 from millrace.plan.planner.journal import KvJournal
@@ -34,6 +34,8 @@ class SlotIndex:
         self._pins: dict[CacheKey, int] = {}
         """Number of copies that read each pinned slot."""
         self._slot_of: dict[CacheKey, int] = {}
+        self._parent_of: dict[bytes, bytes] = {}
+        """Hash of the block before each block of group 0, as far as known."""
         self._tokens_of: dict[CacheKey, bytes | None] = {}
         """None if the content is unreadable or forgotten: the entry is dropped once no copy uses it."""
 
@@ -70,7 +72,7 @@ class SlotIndex:
             for listener in self.listeners:
                 listener.used(self, key)
 
-    def fill(self, key: CacheKey, tokens: bytes) -> int | None:
+    def fill(self, key: CacheKey, tokens: bytes, parent: bytes | None = None) -> int | None:
         if key in self._slot_of:
             raise AssertionError(f"the block is in {self.location} already")
         if not self._free:
@@ -80,6 +82,8 @@ class SlotIndex:
             self._drop(oldest, "room")
         slot = self._free.pop()
         self._slot_of[key], self._tokens_of[key] = slot, tokens
+        if parent is not None and key[0] == 0:
+            self._parent_of[key[1]] = parent
         self._filling.add(key)
         return slot
 
@@ -129,11 +133,26 @@ class SlotIndex:
         del self._order[key]
         del self._tokens_of[key]
         self._free.append(self._slot_of.pop(key))
+        if key[0] == 0:
+            self._parent_of.pop(key[1], None)
         self.num_evicted[cause] += 1
         if self.journal is not None and key[0] == 0:
             self.journal.note("evicted", self.location, key[1])
         for listener in self.listeners:
             listener.evicted(self, key, cause)
+
+    def parent_hash(self, digest: bytes) -> bytes | None:
+        """Of the block of group 0 with this hash; None if it is not known."""
+        return self._parent_of.get(digest)
+
+    def newest(self) -> Iterator[bytes]:
+        """Hashes of blocks of group 0, the most recently used first."""
+        return (digest for group, digest in reversed(self._order) if group == 0)
+
+    def num_by_state(self) -> dict[str, int]:
+        """All slots: the values add up to the total."""
+        moving = len(self._filling) + len(self._pins)
+        return {"moving": moving, "cached": self.num_used - moving, "free": len(self._free)}
 
     def digests(self) -> list[bytes]:
         return [key[1] for key in self._slot_of if key[0] == 0 and self.read(key) is not None]

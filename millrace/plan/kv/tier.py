@@ -54,8 +54,9 @@ class Tier(Protocol):
     def touch(self, key: CacheKey) -> None:
         """The block was used: it is evicted last."""
 
-    def fill(self, key: CacheKey, tokens: bytes) -> int | None:
-        """A slot for a block that is not here, evicting if none is free; None if copies use all of them."""
+    def fill(self, key: CacheKey, tokens: bytes, parent: bytes | None = None) -> int | None:
+        """A slot for a block that is not here, evicting if none is free; None if copies use all of them. `parent`: hash
+        of the block before it, if known."""
 
     def filled(self, key: CacheKey, failed: bool) -> None:
         """The copy to this block's slot ended."""

@@ -151,6 +151,47 @@ class HandleList:
     """That all owners' handles may keep together."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixNode:
+    """Cached blocks that follow each other without a branch, all in one state."""
+
+    id: str
+    """The beginning of the first one's hash."""
+    parent: int
+    """Which node it follows, by its place in the list; -1 for none."""
+    owner: str
+    """A hash of the tenant's name; empty if several tenants may share the blocks."""
+    start: int | None
+    """Tokens before it; None if what came before was evicted."""
+    tokens: int
+    location: str
+    """The nearest that has the blocks."""
+    state: str
+    refs: int
+    """Running requests that use it."""
+    hits: int
+    """Requests that found it since it came to the device."""
+    idle_s: float | None
+    """Seconds since it was filled or found; None if it is not on the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMap:
+    """What is cached, in a bounded size."""
+
+    states: dict[str, dict[str, int]]
+    """By location, all blocks by their state."""
+    nodes: list[PrefixNode]
+    """Those with most tokens under them; parents come before their children."""
+    other_nodes: int
+    other_tokens: int
+    """Of nodes that were left out."""
+    tokens: int
+    """Of all nodes."""
+    is_whole: bool
+    """False if more is cached than was looked at."""
+
+
 @dataclass(frozen=True, slots=True)
 class Forgotten:
     """What was dropped of an owner."""
@@ -262,6 +303,9 @@ class Planner(Protocol):
 
     def drop_handles(self, name: str, owner: str | None) -> int:
         """End those with this name, of this owner or of any. Returns how many there were."""
+
+    def block_map(self, max_nodes: int, now: float) -> BlockMap | None:
+        """What is cached, with so many nodes of the prefix tree at most. None without a KV cache."""
 
     def forget(self, owner: str) -> Forgotten:
         """Drop the owner's handles, and its own blocks wherever they are. Its requests have been aborted."""

@@ -1,5 +1,6 @@
 """/v1/kv/events: which KV blocks are cached, for gateways that send a prompt where its prefix is. /v1/kv/blocks: the
-blocks of a prompt, for other replicas of the same fleet."""
+blocks of a prompt, for other replicas of the same fleet. /v1/kv/tree: what is cached where, for people who operate it.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +11,22 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
-from millrace.errors import Forbidden
+from millrace.errors import BadRequest, Forbidden
 from millrace.link.messages import KV_KEY_BYTES, KvEvents
 from millrace.serve.describe.asked_model import asked_model, loaded_engine
 from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.http.body import read_body
 from millrace.serve.http.event_stream import SERVER_SENT_EVENTS, comment
 from millrace.serve.http.ids import REQUEST_ID_HEADER
-from millrace.serve.http.json_answer import encode
+from millrace.serve.http.json_answer import encode, json_answer
 from millrace.serve.http.queries import check_query
 from millrace.serve.state import STATE
 from millrace.serve.tenancy.block_ticket import LIFE_S, TICKET_HEADER, covers, is_valid
+from millrace.serve.tenancy.owner import is_operator
 from millrace.serve.tenancy.trust import is_gateway
 
 PING_EVERY_S = 5.0
+MAX_NODES = 2000
 Tier = Literal["device", "host", "disk"]
 TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 
@@ -74,6 +77,23 @@ def _shown(event: KvEvents, seq: int, tier: Tier, block_tokens: int) -> KvEvent:
     keys, step = event.keys.hex(), 2 * KV_KEY_BYTES
     blocks = [keys[start : start + step] for start in range(0, len(keys), step)]
     return KvEvent(seq, event.kind, tier, blocks, block_tokens)
+
+
+async def tree(request: web.Request) -> web.Response:
+    """Lengths, states and ages, never text."""
+    check_query(request, ("nodes", "model"))
+    if not is_operator(request):
+        raise Forbidden("The prefix tree shows what all tenants have in the cache; use an operator's key.")
+    raw = request.query.get("nodes", "200")
+    if not (raw.isascii() and raw.isdigit() and len(raw) <= 6 and 1 <= int(raw) <= MAX_NODES):
+        raise BadRequest(f"nodes is {raw[:80]!r}; send a whole number from 1 to {MAX_NODES}.", param="nodes")
+    model = asked_model(request)
+    ready = loaded_engine(request, model)
+    reply = await model.client.query("block_map", raw, None)
+    if not reply:
+        raise BadRequest(f"The model {model.name!r} has no KV cache.", param="model")
+    shown = {"object": "kv.tree", "model": model.name, "block_tokens": ready.block_size}
+    return json_answer(request, shown | msgspec.json.decode(reply))
 
 
 async def blocks(request: web.Request) -> web.Response:

@@ -167,6 +167,7 @@ def _totals(engine: EngineStats | None, parts: list[FrontPart]) -> dict[str, Any
         "finished": engine.finished,
         "input_tokens": engine.prompt_tokens,
         "cached_tokens": engine.prefix_hit_tokens,
+        "found_in": _found_in(engine),
         "output_tokens": engine.output_tokens,
         "drafted_tokens": engine.drafted_tokens,
         "accepted_tokens": engine.accepted_tokens,
@@ -182,6 +183,15 @@ def _totals(engine: EngineStats | None, parts: list[FrontPart]) -> dict[str, Any
         },
         "evictions_below": engine.evictions_below,
     }
+
+
+def _found_in(engine: EngineStats) -> dict[str, int]:
+    """Prompt tokens of requests that ended, by where their KV blocks were found."""
+    found: dict[str, int] = {}
+    for one in engine.tenants:
+        for tier, tokens in tokens_by_tier(one).items():
+            found[tier] = found.get(tier, 0) + tokens
+    return found
 
 
 def _limits(ready: EngineReady | None) -> dict[str, float]:

@@ -116,6 +116,13 @@ def own_paths() -> dict[str, Any]:
                 parameters=[_of_model()],
             )
         },
+        "/v1/kv/tree": {
+            "get": operation(
+                *("operate", "kvTree", "The prefix tree of the cache, without text", figures),
+                ("400", "403", "404", "503"),
+                parameters=_nodes(),
+            )
+        },
         "/v1/kv/blocks": {
             "post": {
                 **operation(
@@ -200,6 +207,12 @@ def _listed() -> dict[str, Any]:
 def _last() -> list[dict[str, Any]]:
     last = {"type": "integer", "minimum": 1, "maximum": 4096, "default": 200}
     return [{"name": "last", "in": "query", "description": "Number of steps.", "schema": last}, _of_model()]
+
+
+def _nodes() -> list[dict[str, Any]]:
+    nodes = {"type": "integer", "minimum": 1, "maximum": 2000, "default": 200}
+    text = "How many nodes, those with most tokens under them."
+    return [{"name": "nodes", "in": "query", "description": text, "schema": nodes}, _of_model()]
 
 
 def _price() -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import { ApiError, getJson, remove } from "../common/api.js";
 import { byId, el, toast } from "../common/dom.js";
 import { startShell } from "../common/shell.js";
+import { CacheView } from "./cache.js";
 import { count, duration, seconds, share } from "./format.js";
 import { Panels } from "./panels.js";
 import { PoolPicture } from "./pool.js";
@@ -10,14 +11,14 @@ import { RunningRequests, showRequest } from "./requests.js";
 
 const EVERY_MS = 1000, COST_EVERY_MS = 15_000;
 const STEPS = { 60: 1, 300: 5, 900: 15 };
-const panels = new Panels(byId("panels")), pool = new PoolPicture(byId("pool"));
+const panels = new Panels(byId("panels")), pool = new PoolPicture(byId("pool")), cache = new CacheView();
 const requests = new RunningRequests(byId("requests"), byId("requests-note"), openRequest);
 let windowSeconds = 300, timer = 0, openId = null, cost = null, costDue = 0, chosen = "";
 
 const last = values => values?.findLast(value => value !== null) ?? null;
 const hitRates = (found = {}) => {
   const total = Object.values(found).reduce((sum, tokens) => sum + tokens, 0);
-  return ["device", "host", "disk"].filter(tier => found[tier]).map(tier => `${tier} ${share(found[tier] / total)}`).join(", ") || "–";
+  return ["device", "host", "disk", "documents"].filter(tier => found[tier]).map(tier => `${tier} ${share(found[tier] / total)}`).join(", ") || "–";
 };
 const shown = (value, format) => (value === null || value === undefined ? "–" : format(value));
 
@@ -134,7 +135,8 @@ async function round() {
     await readCost(data);
     for (const part of [head, models, tiles, tenants, objectives, errors]) part(data);
     panels.update(data);
-    pool.update(data.now.kv_blocks);
+    await cache.update(data, chosen);
+    pool.update(data.now.kv_blocks, cache.states);
     await requests.update();
     readKept();
     problem(null);

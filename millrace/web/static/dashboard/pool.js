@@ -1,11 +1,13 @@
 // The block pool as a picture: cells stand for blocks and change colour as blocks are taken, cached and freed.
 
 import { el } from "../common/dom.js";
+import { STATE_NAMES } from "./cache.js";
 import { chartColor } from "./chart.js";
 import { count } from "./format.js";
 
 const MAX_CELLS = 960, MAX_CELLS_NARROW = 400, CELL = 11, GAP = 2;
-const STATES = [["used", "1"], ["cached", "3"], ["free", "free"]];
+const STATES = [["in_use", "1"], ["shared", "4"], ["kept", "2"], ["cached", "3"], ["moving", "5"], ["ending", "label"], ["free", "free"]];
+const TITLES = { device: "Blocks on the device", host: "Blocks in host memory", disk: "Blocks on the disk" };
 
 export class PoolPicture {
   constructor(container) {
@@ -16,15 +18,16 @@ export class PoolPicture {
     addEventListener("millrace:theme", redraw);
   }
 
-  update(blocks) {
-    const shown = Object.entries(blocks ?? {}).filter(([, figures]) => figures.total);
+  /** `blocks` of /v1/stats; `states` of /v1/kv/tree, by location, tell more but may be missing. */
+  update(blocks, states) {
+    const shown = Object.entries(blocks ?? {}).filter(([, figures]) => figures.total).map(([place, { total, used, cached, free }]) => [place, { total, ...(states?.[place] ?? (place === "device" ? { in_use: used, cached, free } : { cached: used, free })) }]);
     for (const [place] of shown) if (!this.places.has(place)) this.places.set(place, this.add(place));
     for (const [place, figures] of shown) this.show(this.places.get(place), figures);
   }
 
   add(place) {
     const canvas = el("canvas", { role: "img", width: 0, height: 0 }), legend = el("div", { class: "legend" }), title = el("small");
-    this.container.append(el("figure", { class: "chart card pool" }, el("figcaption", {}, el("h3", {}, place === "device" ? "Blocks on the device" : `Blocks in ${place} memory`), title), canvas, legend));
+    this.container.append(el("figure", { class: "chart card pool" }, el("figcaption", {}, el("h3", {}, TITLES[place] ?? place), title), canvas, legend));
     return { place, canvas, legend, title, shown: null, frame: 0 };
   }
 
@@ -34,11 +37,12 @@ export class PoolPicture {
     const cells = Math.ceil(figures.total / perCell);
     // A state that has any block gets at least one cell.
     const size = name => (figures[name] > 0 ? Math.max(1, Math.round(figures[name] / perCell)) : 0);
-    const used = Math.min(cells, size("used")), cached = Math.min(cells - used, size("cached"));
-    view.target = { cells, used, cached };
+    view.target = [];
+    for (const [name] of STATES) if (name !== "free") view.target.push(...Array(Math.min(cells - view.target.length, size(name))).fill(name));
     view.title.textContent = `${count(figures.total)} blocks${perCell > 1 ? ` · one cell is ${perCell}` : ""}`;
-    view.legend.replaceChildren(...STATES.filter(([name]) => figures[name] !== undefined).map(([name, color]) => el("span", {}, el("i", { class: `swatch-${color}` }), name, el("b", {}, count(figures[name])))));
-    view.canvas.setAttribute("aria-label", `${view.place}: ${STATES.map(([name]) => `${figures[name] ?? 0} ${name}`).join(", ")}`);
+    const present = STATES.filter(([name]) => figures[name] || (name === "free" && figures.free !== undefined));
+    view.legend.replaceChildren(...present.map(([name]) => el("span", {}, el("i", { class: `state-${name}` }), STATE_NAMES[name], el("b", {}, count(figures[name])))));
+    view.canvas.setAttribute("aria-label", `${view.place}: ${present.map(([name]) => `${figures[name]} ${STATE_NAMES[name]}`).join(", ")}`);
     if (!view.shown || view.shown.length !== cells) view.shown = Array.from({ length: cells }, (_, at) => ({ state: stateAt(view.target, at), age: 1 }));
     view.shown.forEach((cell, at) => { const state = stateAt(view.target, at); if (cell.state !== state) Object.assign(cell, { before: cell.state, state, age: 0 }); });
     cancelAnimationFrame(view.frame);
@@ -67,4 +71,4 @@ export class PoolPicture {
   }
 }
 
-const stateAt = ({ used, cached }, at) => (at < used ? "used" : at < used + cached ? "cached" : "free");
+const stateAt = (target, at) => target[at] ?? "free";
