@@ -111,7 +111,7 @@ class Query(msgspec.Struct, frozen=True, tag="query"):
     tenant: str | None = None
     """Find only requests or handles of this tenant; None = of any."""
     value: str = ""
-    """Seconds (`renew_handle`), or the name of the copy (`copy_handle`)."""
+    """Seconds (`renew_handle`), the name of the copy (`copy_handle`), or a gateway's salt (`forget`)."""
 
 
 class HandleFigures(msgspec.Struct, frozen=True):

@@ -271,10 +271,10 @@ class Scheduler:
         self.run_deferred()
         return PrefixTree(self.pool, self.tiers.indexes, self.prefix, now).shown(max_nodes)
 
-    def forget(self, owner: str) -> Forgotten:
+    def forget(self, owner: str, salt: str = "") -> Forgotten:
         """The owner's requests have been aborted: its handles end, and nobody finds its own blocks any longer."""
         self.run_deferred()
-        mark, num_handles = owner_mark(owner.encode()), self.retention.forget(owner)
+        mark, num_handles = owner_mark((salt or owner).encode()), self.retention.forget(owner)
         if self.prefix.checkpoints is not None:
             self.prefix.checkpoints.slots.forget(mark)
         blocks: dict[str, int] = {"device": self.pool.forget(mark)}

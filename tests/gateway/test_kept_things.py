@@ -19,6 +19,7 @@ from helpers.tiny_server import CONFIG, NAME, tiny_options
 
 from millrace.gateway.settings import ReplicaSettings
 from millrace.serve.generate.fields.session import SESSION_HEADER
+from millrace.serve.tenancy.cache_scope import SALT_HEADER
 from millrace.serve.tenancy.keyring import DIGEST_PREFIX, digest_of
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(300)]
@@ -209,6 +210,49 @@ def test_a_replica_that_joins_gets_the_adapters_of_clients(pair: tuple[Served, S
     asyncio.run(check())
 
 
+def test_a_tenant_of_the_gateway_is_forgotten_at_all_replicas(pair: tuple[Served, Served], tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    names = ("ann", "bob", "boss")
+    own = {name: f'keys = ["{DIGEST_PREFIX}{digest_of(name).hex()}"]' for name in names}
+    own["boss"] += "\noperator = true"
+    keys.write_text("".join(f"[tenants.{name}]\n{lines}\n" for name, lines in own.items()))
+    prompt = [300 + 7 * place % 900 for place in range(100)]
+
+    async def check() -> None:
+        async with over(pair, keys_file=str(keys)) as gateway:
+            headers = {name: {"Authorization": f"Bearer {name}"} for name in names}
+
+            async def found(name: str) -> list[bool]:
+                """Whether the prompt was cached, at one replica after the other."""
+                asked = {"model": NAME, "prompt": prompt, "max_tokens": 1}
+                answers = [await gateway.post("/v1/completions", asked, headers=headers[name]) for _ in range(2)]
+                return [body["usage"]["prompt_tokens_details"]["cached_tokens"] > 0 for _, body in answers]
+
+            for name in ("ann", "bob"):
+                assert [await found(name), await found(name)] == [[False, False], [True, True]]
+            kept = {"model": NAME, "prompt": prompt, "name": "mine"}
+            assert (await gateway.post("/v1/cache", kept, headers=headers["ann"]))[0] == 200
+            async with gateway.session.delete(gateway.url + "/v1/tenants/ann/cache", headers=headers["boss"]) as answer:
+                gone = await answer.json()
+            assert answer.status == 200, gone
+            assert (gone["tenant"], gone["handles"], gone["shares_prefixes"]) == ("ann", 1, False)
+            assert gone["blocks"]["device"] >= 2
+            assert (await gateway.get("/v1/cache", headers=headers["ann"]))[1]["data"] == []
+            assert [await found("bob"), await found("ann")] == [[True, True], [False, False]]
+
+    asyncio.run(check())
+
+
+def test_a_replica_with_keys_of_its_own_says_what_it_cannot_tell(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(f'[tenants.gate]\nkeys = ["{DIGEST_PREFIX}{digest_of("gate").hex()}"]\noperator = true\n')
+    with serving(*tiny_options(tmp_path), "--keys-file", str(file)) as replica:
+        headers = {"Authorization": "Bearer gate", SALT_HEADER: "abc"}
+        status, refused = replica.request("DELETE", "/v1/tenants/ann@0/cache", None, headers)[:2]
+        assert status == 501
+        assert "instead of keys" in json.dumps(refused)
+
+
 def test_only_operators_change_what_replicas_have(pair: tuple[Served, Served], tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     digests = {name: DIGEST_PREFIX + digest_of(name).hex() for name in ("ann", "boss")}
@@ -225,7 +269,7 @@ def test_only_operators_change_what_replicas_have(pair: tuple[Served, Served], t
                 headers = {"Authorization": f"Bearer {key}"}
                 assert (await gateway.post("/api/create", body, headers=headers))[0] == status
             assert await delete(gateway, "/api/delete", json={"model": "toad"}, headers=headers) == 200
-            assert await delete(gateway, "/v1/tenants/ann/cache", headers=headers) == 501
+            assert await delete(gateway, "/v1/tenants/ann/cache", headers={"Authorization": "Bearer ann"}) == 403
         async with over(pair, host="0.0.0.0") as gateway:
             url = gateway.url.replace("0.0.0.0", "127.0.0.1")
             async with gateway.session.post(url + "/api/create", json=body) as answer:

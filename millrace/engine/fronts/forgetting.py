@@ -26,14 +26,14 @@ class Forgetting:
 
     def answer(self, query: Query) -> bytes:
         tenant = query.tenant or ""
-        found = self._forget(tenant) if query.kind == "forget" else self._state(tenant)
+        found = self._forget(tenant, query.value) if query.kind == "forget" else self._state(tenant)
         return b"" if found is None else msgspec.json.encode(found)
 
-    def _forget(self, tenant: str) -> ForgottenTenant:
+    def _forget(self, tenant: str, salt: str) -> ForgottenTenant:
         open_ids = self._ledger.of_tenant(tenant)
         for request_id in open_ids:
             self._abort(request_id, "cancelled", FORGOTTEN)
-        dropped = self._scheduler.forget(tenant)
+        dropped = self._scheduler.forget(tenant, salt)
         found = ForgottenTenant(len(open_ids), dropped.handles, dict(dropped.blocks), self._disk is None)
         if self._disk is not None:
             self._last[tenant] = found, self._disk.forget(dropped.mark)

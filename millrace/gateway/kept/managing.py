@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass
+from urllib.parse import quote
 
 import msgspec
 from aiohttp import web
+from yarl import URL
 
 from millrace.errors import EngineUnavailable, Forbidden, NotImplementedYet, RequestFailed
 from millrace.gateway.kept.finding import replica_headers
@@ -16,6 +19,8 @@ from millrace.gateway.upstream import LOST
 from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.http.body import read_any_body
 from millrace.serve.http.ids import REQUEST_ID_HEADER
+from millrace.serve.http.json_answer import json_answer
+from millrace.serve.tenancy.cache_scope import SALT_HEADER
 from millrace.serve.tenancy.owner import is_operator
 from millrace.serve.tenancy.trust import is_from_here
 
@@ -50,12 +55,19 @@ class Done:
 async def at_all(request: web.Request) -> web.Response:
     """Send the request to every Millrace replica that it concerns. It succeeds if it does at all of them; something is
     removed if it is at any of them."""
+    shown = (await _done_at_all(request, request.raw_path, {}))[0]
+    headers = {REQUEST_ID_HEADER: request[REQUEST_ID], "Server": "millrace", "Content-Type": shown.content_type}
+    return web.Response(status=shown.status, body=shown.body, headers=headers)
+
+
+async def _done_at_all(request: web.Request, path: str, more: dict[str, str]) -> list[Done]:
+    """What the replicas answered: those that failed, if any did, and nothing was done elsewhere."""
     state = request.app[STATE]
     _check_may_manage(request, state)
     raw = await read_any_body(request, state.settings.body_limit_mb << 20)
     async with state.watch.adapters.changing:
         replicas = _concerned(state, request, raw)
-        done = await asyncio.gather(*(_ask(state, request, one, raw) for one in replicas))
+        done = await asyncio.gather(*(_ask(state, request, one, raw, path, more) for one in replicas))
     well = [one for one in done if one.is_well]
     is_removal = request.method == "DELETE" or request.path == "/v1/unload_lora_adapter"
     failed = [one for one in done if not one.is_well and not (is_removal and well and one.status == 404)]
@@ -66,9 +78,7 @@ async def at_all(request: web.Request) -> web.Response:
         error = RequestFailed(f"{names} did this, but {failed[0].replica.name} did not: {failed[0].why}")
         error.status = failed[0].status
         raise error
-    shown = (failed or well)[0]
-    headers = {REQUEST_ID_HEADER: request[REQUEST_ID], "Server": "millrace", "Content-Type": shown.content_type}
-    return web.Response(status=shown.status, body=shown.body, headers=headers)
+    return failed or well
 
 
 async def refuse_pull(request: web.Request) -> web.Response:
@@ -78,15 +88,29 @@ async def refuse_pull(request: web.Request) -> web.Response:
 
 
 async def forget_tenant(request: web.Request) -> web.Response:
-    """Where the replicas know the tenants."""
-    state = request.app[STATE]
-    if state.keyring is not None:
-        _check_may_manage(request, state)
-        raise NotImplementedYet(
-            "A gateway with API keys of its own cannot forget a tenant: at replicas its prefixes have a salt, no name."
-            " With another --gateway-key, at the gateway and the replicas, nobody finds them any more."
-        )
-    return await at_all(request)
+    """A gateway with keys knows the tenant by its name, the replicas by what the gateway calls it and by its salt."""
+    state, name = request.app[STATE], request.match_info["tenant"]
+    if state.keyring is None:
+        return await at_all(request)
+    tenant = msgspec.structs.replace(state.keyring.named(name), operator=False)
+    salt = state.salt_of(tenant)
+    path = f"/v1/tenants/{quote(state.owner_of(tenant), safe='')}/cache"
+    answers = await _done_at_all(request, path, {SALT_HEADER: salt})
+    if not answers[0].is_well:
+        raise _failure(answers[0])
+    found = [msgspec.json.decode(one.body) for one in answers]
+    sums = {field: sum(one[field] for one in found) for field in ("requests", "sessions", "handles")}
+    blocks: Counter[str] = Counter()
+    for one in found:
+        blocks.update(one["blocks"])
+    shown = {"tenant": name, "object": "tenant.forgotten", **sums, "blocks": blocks, "shares_prefixes": not salt}
+    return json_answer(request, shown)
+
+
+def _failure(done: Done) -> RequestFailed:
+    error = RequestFailed(f"{done.replica.name}: {done.why}")
+    error.status = done.status
+    return error
 
 
 def _check_may_manage(request: web.Request, state: GatewayState) -> None:
@@ -123,11 +147,13 @@ def _named_model(path: str, raw: bytes) -> str:
     return next((name for name in found if isinstance(name, str)), "")
 
 
-async def _ask(state: GatewayState, request: web.Request, replica: Replica, raw: bytes) -> Done:
-    headers = replica_headers(state, request) | {REQUEST_ID_HEADER: request[REQUEST_ID]}
+async def _ask(
+    state: GatewayState, request: web.Request, replica: Replica, raw: bytes, path: str, more: dict[str, str]
+) -> Done:
+    headers = replica_headers(state, request) | {REQUEST_ID_HEADER: request[REQUEST_ID]} | more
     if "Content-Type" in request.headers:
         headers["Content-Type"] = request.headers["Content-Type"]
-    url = replica.settings.url + request.raw_path
+    url = URL(replica.settings.url + path, encoded=True)
     try:
         async with (
             asyncio.timeout(state.settings.answer_s),

@@ -280,7 +280,7 @@ class EncodePlanner:
     def block_map(self, max_nodes: int, now: float) -> BlockMap | None:
         return None
 
-    def forget(self, owner: str) -> Forgotten:
+    def forget(self, owner: str, salt: str = "") -> Forgotten:
         return Forgotten(b"")
 
     def settle(self, now: float) -> None: ...

@@ -13,13 +13,14 @@ ROOT = b"millrace-kv-v1"
 NOBODY = bytes(OWNER_BYTES)
 """Mark of blocks that belong to no tenant alone."""
 MARK = b"\0"
-"""Before and after the name of a tenant at the beginning of a salt, see `serve/tenancy/cache_scope.py`."""
+"""Before and after the name of a tenant at the beginning of a salt, and after a gateway's salt for its tenant, which
+stands for the name: see `serve/tenancy/cache_scope.py`."""
 
 
 def root_hash(salt: bytes) -> bytes:
     """The parent hash of a first block. Requests with different salts never share blocks."""
-    name = salt[1:].partition(MARK)[0] if salt.startswith(MARK) else b""
-    return blake2b(salt, digest_size=HASH_BYTES, key=ROOT).digest() + owner_mark(name)
+    name, mark, _ = salt.removeprefix(MARK).partition(MARK)
+    return blake2b(salt, digest_size=HASH_BYTES, key=ROOT).digest() + owner_mark(name if mark else b"")
 
 
 def owner_mark(name: bytes) -> bytes:

@@ -307,8 +307,9 @@ class Planner(Protocol):
     def block_map(self, max_nodes: int, now: float) -> BlockMap | None:
         """What is cached, with so many nodes of the prefix tree at most. None without a KV cache."""
 
-    def forget(self, owner: str) -> Forgotten:
-        """Drop the owner's handles, and its own blocks wherever they are. Its requests have been aborted."""
+    def forget(self, owner: str, salt: str = "") -> Forgotten:
+        """Drop the owner's handles, and its own blocks wherever they are. Its requests have been aborted.
+        `salt`: under which a gateway keeps the owner's blocks here, in place of its name."""
 
     # -- copies between locations
 

@@ -10,16 +10,16 @@ from typing import Literal
 import msgspec
 from aiohttp import web
 
-from millrace.errors import BadRequest, Conflict, EngineUnavailable, Forbidden, MillraceError
+from millrace.errors import BadRequest, Conflict, EngineUnavailable, Forbidden, MillraceError, NotImplementedYet
 from millrace.link.forgotten import ForgottenTenant
 from millrace.serve.http.json_answer import json_answer
 from millrace.serve.http.queries import check_query
 from millrace.serve.served_models import ServedModel
 from millrace.serve.sessions import store
 from millrace.serve.state import STATE, FrontState
-from millrace.serve.tenancy.cache_scope import shares_prefixes
-from millrace.serve.tenancy.keyring import Tenant
-from millrace.serve.tenancy.owner import is_operator
+from millrace.serve.tenancy.cache_scope import SALT_HEADER, salted, shares_prefixes
+from millrace.serve.tenancy.keyring import DEFAULT_TENANT, Tenant
+from millrace.serve.tenancy.owner import is_operator, tenant_of
 
 ERASE_S, LOOK_S = 60.0, 0.05
 
@@ -46,9 +46,10 @@ async def forget(request: web.Request) -> web.Response:
     state, name = request.app[STATE], request.match_info["tenant"]
     if not name or "\0" in name:
         raise BadRequest("The path names no tenant: DELETE /v1/tenants/NAME/cache.", param="tenant")
+    salt = _gateway_salt(request, state)
     loaded = _loaded(state)
     num_sessions = await state.store.run(store.forget, name)
-    found = await asyncio.gather(*(_forget_in(model, name) for model in loaded))
+    found = await asyncio.gather(*(_forget_in(model, name, salt) for model in loaded))
     # A turn that ended meanwhile may have been kept.
     num_sessions += await state.store.run(store.forget, name)
     blocks: Counter[str] = Counter()
@@ -78,8 +79,24 @@ def _loaded(state: FrontState) -> list[ServedModel[FrontState]]:
     return loaded
 
 
-async def _forget_in(model: ServedModel[FrontState], tenant: str) -> ForgottenTenant:
-    found = await _ask(model, "forget", tenant)
+def _gateway_salt(request: web.Request, state: FrontState) -> str:
+    """Under which a gateway keeps the tenant's prefixes here."""
+    if SALT_HEADER not in request.headers:
+        return ""
+    if state.keyring is not None:
+        raise NotImplementedYet(
+            "A gateway and its replicas have API keys, so what a tenant of the gateway has at the replica cannot be"
+            " told from what others have. Let the replica have --gateway-key instead of keys."
+        )
+    if tenant_of(request) is DEFAULT_TENANT:
+        raise Forbidden("The replica does not trust the gateway; start both with the same --gateway-key.")
+    salt = request.headers[SALT_HEADER]
+    salted(salt, "")  # Raises if it is none.
+    return salt
+
+
+async def _forget_in(model: ServedModel[FrontState], tenant: str, salt: str) -> ForgottenTenant:
+    found = await _ask(model, "forget", tenant, salt)
     until = time.monotonic() + ERASE_S
     while not found.is_erased:
         if time.monotonic() > until:
@@ -97,8 +114,10 @@ async def _forget_in(model: ServedModel[FrontState], tenant: str) -> ForgottenTe
     return found
 
 
-async def _ask(model: ServedModel[FrontState], kind: Literal["forget", "forgotten"], tenant: str) -> ForgottenTenant:
-    reply = await model.client.query(kind, "", tenant)
+async def _ask(
+    model: ServedModel[FrontState], kind: Literal["forget", "forgotten"], tenant: str, salt: str = ""
+) -> ForgottenTenant:
+    reply = await model.client.query(kind, "", tenant, salt)
     if not reply:
         raise EngineUnavailable(f"The engine of {model.name!r} was replaced meanwhile; send the request again.")
     return msgspec.json.decode(reply, type=ForgottenTenant)
