@@ -21,6 +21,7 @@ from millrace.engine.parts import EngineParts
 from millrace.errors import AdapterError, DeviceFull
 from millrace.link.messages import GrammarStats, NewRequest, Query, pack_tokens
 from millrace.models.adapters.read import Adapter
+from millrace.ops.lora.weights import LoraPart, join, pack
 from millrace.params import Grammar, SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
@@ -140,6 +141,25 @@ def test_adapters_give_way_to_keep_within_the_devices_memory(world: Any) -> None
     own.requests.close(second)
     assert own.advance() == [third]
     assert own.device.num_bytes <= 100
+
+
+def test_a_slot_takes_what_its_adapters_rank_needs(world: Any) -> None:
+    def adapter(rank: int, number: int) -> Adapter:
+        part = LoraPart(torch.zeros(rank, 8), torch.zeros(rank, 16), 1.0)
+        return Adapter(*join({0: pack([part])}), rank, f"{rank}-{number}", "", Path())
+
+    room = 8 * adapter(64, 0).num_bytes
+    slots = world(num_slots=64, max_bytes=room).requests.slots
+    assert all(slots.give(f"low{number}", adapter(8, number), 0.0) for number in range(64))
+    assert slots.used_bytes == room, "64 adapters of rank 8 take an eighth of what 64 of rank 64 would"
+    for number in range(2):
+        slot = slots.give(f"high{number}", adapter(64, number), 0.0)
+        slots.take(slot, number)
+    assert [(one.rank, one.adapters, one.bytes) for one in slots.rank_classes()] == [
+        (8, 48, 6 * room // 8),
+        (64, 2, 2 * room // 8),
+    ]
+    assert slots.num_evictions == 16
 
 
 def test_an_adapter_larger_than_the_devices_share_is_refused_also_when_it_is_known(world: Any) -> None:
