@@ -15,6 +15,7 @@ from millrace.ops.base.capability import capability
 from millrace.ops.base.version import Version
 from millrace.ops.linear.block_weight import BlockWeight
 from millrace.ops.linear.dense import Head
+from millrace.ops.linear.fp8_groups import Fp8Groups, multiplies_fp8
 from millrace.ops.linear.grouped import by_parts, make_triton
 from millrace.ops.linear.grouped_weight import GroupedWeight
 from millrace.ops.linear.int8_products import Int8Products, multiplies_int8
@@ -85,6 +86,8 @@ def make_packed(weight: GroupedWeight | BlockWeight, bias: Tensor | None = None)
         return PackedCodesLinear(weight, bias)
     if isinstance(weight, GroupedWeight) and multiplies_int8(weight):
         return Int8Products(weight, bias)
+    if isinstance(weight, GroupedWeight) and multiplies_fp8(weight):
+        return Fp8Groups(weight, bias)
     return make_triton(weight, bias)
 
 
@@ -101,8 +104,8 @@ VERSIONS = (
         op="grouped_linear",
         name="packed",
         make=by_parts(make_packed),
-        when="Gluon kernels over packed 4-bit codes, by number of rows; many rows of W8A8 checkpoints as integers;"
-        " other codes as in `triton`",
+        when="Gluon kernels over packed 4-bit codes, by number of rows; many rows of W8A8 checkpoints as integers, of"
+        " blocks of FP8 as FP8; other codes as in `triton`",
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),
         missing=packed_missing,
