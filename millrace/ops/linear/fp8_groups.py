@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from millrace.ops.base.capability import capability
-from millrace.ops.base.quantised import FP8
+from millrace.ops.base.quantised import FP8, FP8_MAX
 from millrace.ops.linear.dense import Head
 from millrace.ops.linear.fp8 import FP8_CAPABILITY
 from millrace.ops.linear.grouped_weight import GroupedWeight
 
-GROUP = 128
+GROUP, MANY_ROWS = 128, 65
+"""Inputs of a scale; rows from which on torch._scaled_mm is faster than our kernel, on an H200."""
 
 
 def multiplies_fp8(weight: GroupedWeight) -> bool:
@@ -23,6 +26,25 @@ def multiplies_fp8(weight: GroupedWeight) -> bool:
     return weight.codes.dtype == FP8 and is_plain and is_scaled and weight.order is None and is_supported
 
 
+@functools.cache
+def has_block_products(device: torch.device) -> bool:
+    """True if torch._scaled_mm takes scales of blocks here, which depends on the device and on cuBLAS."""
+    if device.type != "cuda" or capability(device) < (9, 0):
+        return False
+    ones = torch.ones((GROUP, GROUP), device=device)
+    codes, scale = ones.to(FP8), ones[:1, :1] / FP8_MAX
+    try:
+        torch._scaled_mm(
+            *(codes, codes.t()),
+            scale_a=scale.expand(1, GROUP).contiguous().t(),
+            scale_b=scale.t(),
+            out_dtype=torch.bfloat16,
+        )
+    except (RuntimeError, ValueError):
+        return False
+    return True
+
+
 class Fp8Groups(Head):
     def __init__(self, weight: GroupedWeight, bias: Tensor | None = None) -> None:
         from millrace.ops.triton.gemm import fp8_groups  # local: imports Triton
@@ -32,6 +54,9 @@ class Fp8Groups(Head):
         self._is_large = device.type == "cuda" and capability(device) >= (9, 0)
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         self._programs = 2 * processors
+        is_whole = weight.rows_per_scale == GROUP and not any(size % GROUP for size in weight.shape)
+        is_float = weight.scales.dtype == torch.float32 and weight.dtype == torch.bfloat16
+        self._takes_many = is_whole and is_float and has_block_products(device)
         self.num_bytes = weight.num_bytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -42,6 +67,12 @@ class Fp8Groups(Head):
 
     def _multiplied(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         weight = self.weight
+        if self._takes_many and x.shape[0] >= MANY_ROWS and dtype == torch.bfloat16:
+            values, scales = self._product.round_groups(x, rows_side_by_side=True)
+            out: Tensor = torch._scaled_mm(
+                *(values, weight.codes.t()), scale_a=scales, scale_b=weight.scales.t(), out_dtype=dtype
+            )
+            return out if self.bias is None else out.add_(self.bias)
         tiles = self._product.choose_tiles(x.shape[0], *weight.shape, self._programs, self._is_large)
         return self._product.multiply(
             x, weight.codes, weight.scales, weight.rows_per_scale, tiles, self.bias, out_dtype=dtype

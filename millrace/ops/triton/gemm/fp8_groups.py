@@ -42,7 +42,7 @@ class Fp8Tiles:
 
 @triton.jit
 def _round_kernel(
-    x_ptr, values_ptr, scales_ptr, K, x_stride, groups,
+    x_ptr, values_ptr, scales_ptr, K, x_stride, groups, row_stride, group_stride,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, MOST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous_kernel(EARLY)
@@ -52,22 +52,26 @@ def _round_kernel(
     part = tl.load(x_ptr + row * x_stride + at, mask=at < K, other=0.0).to(tl.float32)
     largest = tl.max(tl.abs(part), axis=1)
     scales = tl.where(largest > 0, largest / MOST, 1.0)
-    tl.store(scales_ptr + row * groups + group, scales, mask=group < groups)
+    tl.store(scales_ptr + row * row_stride + group * group_stride, scales, mask=group < groups)
     rounded = tl.minimum(tl.maximum(part / scales[:, None], -MOST), MOST)
     tl.store(values_ptr + row * K + at, rounded.to(values_ptr.dtype.element_ty), mask=at < K)
 
 
-def round_groups(x: Tensor) -> tuple[Tensor, Tensor]:
-    """FP8 [M, K], and the scales [M, K / 128]: the largest magnitude of each group / the largest number of FP8."""
+def round_groups(x: Tensor, *, rows_side_by_side: bool = False) -> tuple[Tensor, Tensor]:
+    """FP8 [M, K], and the scales [M, K / 128]: the largest magnitude of each group / the largest number of FP8.
+    `rows_side_by_side`: the scales of one group lie next to each other, as torch._scaled_mm reads them."""
     rows, inputs = x.shape
     groups = triton.cdiv(inputs, GROUP)
     x = x if x.stride(1) == 1 else x.contiguous()
     values = torch.empty((rows, inputs), dtype=FP8, device=x.device)
-    scales = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
+    shape = (groups, rows) if rows_side_by_side else (rows, groups)
+    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+    if rows_side_by_side:
+        scales = scales.t()
     if rows:
         at_once = min(triton.next_power_of_2(groups), _GROUPS_AT_ONCE)
         _round_kernel[(rows, triton.cdiv(groups, at_once))](
-            *(x, values, scales, inputs, x.stride(0), groups),
+            *(x, values, scales, inputs, x.stride(0), groups, scales.stride(0), scales.stride(1)),
             GROUP=GROUP,
             GROUPS=at_once,
             MOST=FP8_MAX,
@@ -162,8 +166,9 @@ def choose_tiles(rows: int, outputs: int, inputs: int, programs: int, is_large: 
     """`is_large`: for the shared memory of Hopper. Few rows split their sums so that there are about `programs`."""
     stages = 4 if is_large else 2
     if rows <= 32:
-        made, longest = triton.cdiv(outputs, 64), max(1, triton.cdiv(inputs, GROUP) // 4)
-        return Fp8Tiles(16 if rows <= 16 else 32, 64, int(max(1, min(8, programs // made, longest))), 4, stages)
-    if rows <= 128:
-        return Fp8Tiles(64, 64 if outputs <= 8192 else 128, 1, 4, stages)
-    return Fp8Tiles(128, 128, 1, 8, 3 if is_large else 2)
+        made, longest = triton.cdiv(outputs, 128), max(1, triton.cdiv(inputs, GROUP) // 4)
+        split = int(max(1, min(8, programs // made, longest)))
+        return Fp8Tiles(16 if rows <= 16 else 32, 128, split, 4, stages)
+    if rows <= 64 and outputs <= 8192:
+        return Fp8Tiles(64, 64, 2 if inputs >= 8 * GROUP else 1, 4, stages)
+    return Fp8Tiles(64, 128, 1, 4, stages)
