@@ -11,7 +11,7 @@ from millrace.gateway.replica import Replica
 from millrace.gateway.routing.block_keys import block_keys
 from millrace.gateway.routing.request_facts import RequestFacts
 from millrace.gateway.upstream import LOST, own_headers
-from millrace.gateway.watch import Watch
+from millrace.gateway.watch.replicas import Watch
 from millrace.serve.tenancy.cache_scope import salted
 
 MAX_AT_ONCE = 4

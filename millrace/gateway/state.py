@@ -18,7 +18,7 @@ from millrace.gateway.rollout.shadow import Shadow
 from millrace.gateway.routing.homes import Homes
 from millrace.gateway.routing.model_list import may_use
 from millrace.gateway.settings import GatewaySettings
-from millrace.gateway.watch import Watch
+from millrace.gateway.watch.replicas import Watch
 from millrace.observe.tracing.exporter import SpanExporter
 from millrace.serve.tenancy.cache_scope import gateway_salt
 from millrace.serve.tenancy.keyring import Keyring, Tenant, wrong_model

@@ -9,12 +9,12 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from millrace.gateway.catching_up import CatchUp
 from millrace.gateway.fleet import Fleet
 from millrace.gateway.foreign import probe_path, read_report
 from millrace.gateway.replica import Replica
 from millrace.gateway.routing.model_list import ModelList
 from millrace.gateway.upstream import own_headers
+from millrace.gateway.watch.catching_up import CatchUp
 
 log = logging.getLogger("millrace.gateway")
 MODELS_EVERY = 10

@@ -1,0 +1,1 @@
+"""Watching the replicas: which answer, and what one lacks that comes back."""
