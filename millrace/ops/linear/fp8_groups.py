@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from millrace.ops.base.capability import capability
-from millrace.ops.base.quantised import FP8, FP8_MAX
+from millrace.ops.base.quantised import FP8
 from millrace.ops.linear.dense import Head
 from millrace.ops.linear.fp8 import FP8_CAPABILITY
 from millrace.ops.linear.grouped_weight import GroupedWeight
 
-GROUP, MANY_ROWS = 128, 65
-"""Inputs of a scale; rows from which on torch._scaled_mm is faster than our kernel, on an H200."""
+GROUP, MANY_ROWS, ROWS_APART = 128, 80, 16
+"""Inputs of a scale; rows from which on torch._scaled_mm is faster than our kernel, on an H200, if they are a multiple
+of the last."""
 
 
 def multiplies_fp8(weight: GroupedWeight) -> bool:
@@ -27,22 +28,30 @@ def multiplies_fp8(weight: GroupedWeight) -> bool:
 
 
 @functools.cache
-def has_block_products(device: torch.device) -> bool:
-    """True if torch._scaled_mm takes scales of blocks here, which depends on the device and on cuBLAS."""
-    if device.type != "cuda" or capability(device) < (9, 0):
+def takes_blocks(device: torch.device, outputs: int, inputs: int) -> bool:
+    """True if torch._scaled_mm takes scales of blocks for a weight of this size, which depends on device and cuBLAS: it
+    is tried. Scales of a group, and of a row of blocks, must be whole words of 16 bytes."""
+    if device.type != "cuda" or capability(device) < (9, 0) or outputs % GROUP or inputs % (4 * GROUP):
         return False
-    ones = torch.ones((GROUP, GROUP), device=device)
-    codes, scale = ones.to(FP8), ones[:1, :1] / FP8_MAX
+    codes = torch.zeros((outputs, inputs), device=device, dtype=FP8)
+    scales = torch.ones((outputs // GROUP, inputs // GROUP), device=device)
     try:
-        torch._scaled_mm(
-            *(codes, codes.t()),
-            scale_a=scale.expand(1, GROUP).contiguous().t(),
-            scale_b=scale.t(),
-            out_dtype=torch.bfloat16,
+        _scaled_mm(
+            codes[:1].expand(MANY_ROWS, inputs).contiguous(),
+            scales.new_ones(inputs // GROUP, MANY_ROWS).t(),
+            codes,
+            scales,
         )
     except (RuntimeError, ValueError):
         return False
     return True
+
+
+def _scaled_mm(values: Tensor, value_scales: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
+    out: Tensor = torch._scaled_mm(
+        *(values, codes.t()), scale_a=value_scales, scale_b=scales.t(), out_dtype=torch.bfloat16
+    )
+    return out
 
 
 class Fp8Groups(Head):
@@ -54,9 +63,8 @@ class Fp8Groups(Head):
         self._is_large = device.type == "cuda" and capability(device) >= (9, 0)
         processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
         self._programs = 2 * processors
-        is_whole = weight.rows_per_scale == GROUP and not any(size % GROUP for size in weight.shape)
         is_float = weight.scales.dtype == torch.float32 and weight.dtype == torch.bfloat16
-        self._takes_many = is_whole and is_float and has_block_products(device)
+        self._takes_many = weight.rows_per_scale == GROUP and is_float and takes_blocks(device, *weight.shape)
         self.num_bytes = weight.num_bytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -67,13 +75,11 @@ class Fp8Groups(Head):
 
     def _multiplied(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         weight = self.weight
-        if self._takes_many and x.shape[0] >= MANY_ROWS and dtype == torch.bfloat16:
-            values, scales = self._product.round_groups(x, rows_side_by_side=True)
-            out: Tensor = torch._scaled_mm(
-                *(values, weight.codes.t()), scale_a=scales, scale_b=weight.scales.t(), out_dtype=dtype
-            )
+        rows = x.shape[0]
+        if self._takes_many and rows >= MANY_ROWS and rows % ROWS_APART == 0 and dtype == torch.bfloat16:
+            out = _scaled_mm(*self._product.round_groups(x, rows_side_by_side=True), weight.codes, weight.scales)
             return out if self.bias is None else out.add_(self.bias)
-        tiles = self._product.choose_tiles(x.shape[0], *weight.shape, self._programs, self._is_large)
+        tiles = self._product.choose_tiles(rows, *weight.shape, self._programs, self._is_large)
         return self._product.multiply(
             x, weight.codes, weight.scales, weight.rows_per_scale, tiles, self.bias, out_dtype=dtype
         )
