@@ -35,7 +35,7 @@ IMPORTED = (
     *("aiohttp", "jinja2", "llguidance", "numpy", "prometheus_client", "rich.console", "tokenizers", "torch", "uvloop"),
 )
 READ_BY_IMPORTS = ("CUDA_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON")
-READ_BY_IMPORTS += ("TORCH", "TRITON_", "TZ")
+READ_BY_IMPORTS += ("TORCH_", "TRITON_", "TZ")
 """Beginnings of variables that Python or a library reads once."""
 PLACE = 1 << 16
 """Bytes for arguments, and for variables, where the system shows those of a process."""
