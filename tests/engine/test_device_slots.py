@@ -10,7 +10,7 @@ from millrace.engine.adapters.slots import DeviceSlots
 
 
 def adapter(digest: str, num_bytes: int) -> Any:
-    return SimpleNamespace(digest=digest, num_bytes=num_bytes, max_rank=8)
+    return SimpleNamespace(digest=digest, num_bytes=num_bytes, max_rank=8, qkv_alone=False)
 
 
 def test_an_emptied_slot_is_told_to_those_who_follow_before_it_is_filled_again() -> None:

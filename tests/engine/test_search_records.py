@@ -57,7 +57,7 @@ def test_the_steps_of_a_search_are_one_request() -> None:
     tracker.sample(0.0, figures)
     assert tracker.total == [1, 1], "one request uses the error budgets once"
     [tenant] = ledger.tenants.figures()
-    assert msgspec.structs.astuple(tenant) == ("mine", 0, 0, 1, 3, 0, 4, 0, 0)
+    assert msgspec.structs.astuple(tenant) == ("mine", 0, 0, 1, 3, 0, 4, 0, 0, 0)
 
 
 def test_steps_of_a_cancelled_search_end_at_once() -> None:
