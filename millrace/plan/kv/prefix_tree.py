@@ -20,7 +20,7 @@ from millrace.plan.planner.protocol import BlockMap, PrefixNode
 from millrace.plan.step import Location
 
 MAX_WALKED = 8192
-"""Blocks looked at: about 20 ms of the engine's time. A path that is begun is looked at whole."""
+"""Blocks looked at. A path that is begun is looked at whole."""
 NAME_BYTES = 4
 """Of a hash, shown as the name of a node or of an owner."""
 
