@@ -169,6 +169,5 @@ ERROR_BODIES: dict[str, Callable[[MillraceError], bytes]] = {
 
 
 def error_body_for(request: web.Request) -> Callable[[MillraceError], bytes]:
-    """For paths that several APIs have."""
-    is_shared = request.path.startswith("/v1/models") and anthropic_models.is_anthropic(request)
-    return anthropic_error_body if is_shared else error_body
+    """For paths that several APIs have, or none: by the header that every client of Anthropic sends."""
+    return anthropic_error_body if anthropic_models.is_anthropic(request) else error_body

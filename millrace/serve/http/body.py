@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import re
 import types
 import typing
@@ -16,6 +15,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestPayloadError
 
 from millrace.errors import BadRequest, BodyTooLarge, RequestTimeout, UnsupportedMediaType
+from millrace.serve.http.field_hints import field_hint
 
 BODY_TIMEOUT_S = 60.0
 """Time in which a client must send its whole body."""
@@ -36,7 +36,6 @@ _TYPE_NAMES = {
 _OLLAMA_TYPES = ("application/x-www-form-urlencoded", "application/octet-stream")
 """What clients of Ollama send JSON as beside its own type: the default of `curl -d`, and of HTTP."""
 _MAX_SHOWN_CHARS = 80
-_MAX_LISTED_FIELDS = 8
 _MAX_EXPLAINED_BYTES = 1 << 20
 
 
@@ -59,8 +58,9 @@ def _check_content_type(request: web.Request) -> None:
     if request.path.startswith("/api/") and media_type in _OLLAMA_TYPES:
         return
     if media_type != "application/json":
+        sent = request.headers["Content-Type"]
         raise BadRequest(
-            f"The body has Content-Type {media_type[:_MAX_SHOWN_CHARS]!r}; send it as application/json.",
+            f"The body has Content-Type {sent[:_MAX_SHOWN_CHARS]!r}; send it as application/json.",
             code="unsupported_media_type",
         )
     charset = request.charset
@@ -205,6 +205,8 @@ def _malformed(problem: str, body: bytes) -> str:
     problem = problem.removeprefix("JSON is malformed: ").rstrip(".")
     if re.search(rb"[:\[,]\s*-?(NaN|Infinity)", body):
         problem += "; JSON has no NaN or Infinity"
+    elif body.startswith(b"\xef\xbb\xbf"):
+        problem = "it begins with a byte-order mark; send it without one"
     elif "surrogate" in problem or re.search(rb"\\u[dD][89a-fA-F]", body):
         problem += "; a \\u escape of half a surrogate pair is not a character"
     return problem + "."
@@ -237,14 +239,8 @@ def _explain(problem: str, parsed: Any, struct: type[msgspec.Struct]) -> BadRequ
 
 
 def _unknown_field(field: str, at: str, path: str, struct: type[msgspec.Struct]) -> BadRequest:
-    known = sorted({name for kind in _structs_at(path, struct) for name in kind.__struct_encode_fields__})
-    close = difflib.get_close_matches(field, known, n=1, cutoff=0.6)
     place = f"'{at}'" if at else "this endpoint"
-    hint = "Remove it; unknown fields are not ignored."
-    if close:
-        hint = f"Did you mean '{close[0]}'?"
-    elif 0 < len(known) <= _MAX_LISTED_FIELDS:
-        hint = f"It has {', '.join(known)}."
+    hint = field_hint(field, _structs_at(path, struct))
     name = f"{at}.{field}" if at else field
     return BadRequest(
         f"'{field[:_MAX_SHOWN_CHARS]}' is not a parameter of {place}. {hint}",

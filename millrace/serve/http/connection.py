@@ -107,8 +107,10 @@ def _protocol_error(status: int, exc: BaseException | None, message: str | None)
     if isinstance(exc, LineTooLong):
         return HeadersTooLarge("A header or the request line is too long; send a shorter one.")
     if status < 500:
-        what = " ".join((message or "it could not be parsed").split())[:200]
-        return BadRequest(f"This is not a well-formed HTTP request: {what}", code="malformed_http")
+        # Below the problem the parser quotes the line, with an arrow that means nothing once lines are joined.
+        lines = [line.strip() for line in (message or "it could not be parsed").splitlines()]
+        what = " ".join(line for line in lines if line not in ("", "^", "b''"))[:200].rstrip(".: ")
+        return BadRequest(f"This is not a well-formed HTTP request: {what}.", code="malformed_http")
     log.error("A connection failed.", exc_info=exc)
     return RequestFailed("The server failed on this request; see the server's log.")
 

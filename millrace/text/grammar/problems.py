@@ -10,6 +10,8 @@ _BEYOND = re.compile(r"look-around|backreferences|lookarounds not supported yet;
 """What llguidance says of a regular expression that looks beyond the next character."""
 _ANCHORS = {"Start": "'^' after its start", "End": "'$' before its end"}
 
+_TYPES = "'string', 'number', 'integer', 'boolean', 'object', 'array', 'null'"
+
 
 def sentence_of(problem: str, noun: str) -> str:
     """What llguidance said, as a sentence that names the cause. `noun`: what the client sent."""
@@ -27,6 +29,8 @@ def _sentence(problem: str, where: str, noun: str) -> str:
         return f"The {noun} uses {names}{where}, which is not supported; remove it."
     if found := re.match(r"Unknown format: (.*)", problem):
         return f"The {noun} uses the format {found[1]!r}{where}, which is not supported; remove it or use a pattern."
+    if found := re.match(r"Invalid type: (.*)", problem):
+        return f"The {noun} has the type {found[1]!r}{where}; use one of {_TYPES}."
     if problem.startswith("oneOf constraints"):
         return f"The {noun} uses 'oneOf' whose alternatives may overlap{where}, which is not supported; use 'anyOf'."
     if found := _BEYOND.search(problem):

@@ -208,6 +208,11 @@ def test_a_reference_without_its_hash() -> None:
         CHECK.check(Grammar("json_schema", '{"items": {"$ref": "/$defs/y"}, "$defs": {"x": {"type": "string"}}}'))
 
 
+def test_an_unknown_type_is_answered_with_those_there_are() -> None:
+    with pytest.raises(GrammarError, match="has the type 'objekt'.*'integer'"):
+        CHECK.check(Grammar("json_schema", '{"type": "array", "items": {"type": "objekt"}}'))
+
+
 def test_a_long_error_is_cut() -> None:
     assert len(sentence_of("x" * 5000, "schema")) < 400
 
