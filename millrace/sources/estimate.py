@@ -5,9 +5,14 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 from millrace.host.free_memory import available_bytes, total_bytes
 from millrace.sources.catalogue import CatalogueEntry, entry_of_files, find_entry
+from millrace.sources.encoders.families import is_encoder
+from millrace.sources.encoders.json_files import json_file
+from millrace.sources.encoders.known_encoders import KNOWN_ENCODERS
+from millrace.sources.known_models import find_known
 from millrace.sources.memory_rate import memory_bytes_per_s
 from millrace.sources.names import has_gpu
 
@@ -33,12 +38,21 @@ def estimate_lines(name: str, weight_bytes: int) -> Iterator[str]:
             f"Warning: this machine has {_gb(available)} available, so it may not fit."
             " Choose a smaller model or quantisation, or lower --max-context."
         )
+    if _reads_only(name):
+        yield f"It reads texts and writes none: `millrace bench encode --model {name}` measures texts per second here."
+        return
     share = entry.active / entry.parameters if entry is not None and entry.active else 1.0
     bandwidth = memory_bytes_per_s()
     yield (
         f"One stream on this CPU gets at most about {_two_digits(bandwidth / (weight_bytes * share))} tokens/s: the"
         f" weights are read for each token, and memory gives {_rate(bandwidth)}."
     )
+
+
+def _reads_only(name: str) -> bool:
+    """True for an encoder: a known one, or a directory whose config.json describes one."""
+    config = json_file(Path(name) / "config.json", dict)
+    return find_known(name) in KNOWN_ENCODERS if config is None else is_encoder(config)
 
 
 def memory_of(entry: CatalogueEntry, weight_format: str) -> float:

@@ -41,6 +41,7 @@ CANNOT_RUN = {
     r"^(llama-server|vllm|VLLM_\w+=|peers\S*/bin/python)\b": "another engine",
     r'"model": "(sparse|colbert)"': "further models are tested in tests/serve/test_encoders_served.py",
     r'"model": "(minilm|reranker|classifier)"': "further models are tested in tests/real_models/test_real_encoders.py",
+    r"^python examples/rag\.py": "needs two encoders; the page says what it printed",
     r"^for turn in|^python (tools/|-m millrace\.bench)": "measures for minutes",
     r"^millrace (bench|faults|train-drafter|train-adapter|merge)\b": "takes minutes, or a GPU",
     r"^millrace load (?!.*--seconds \d\b)": "sends requests for a minute, or reads files that this would write",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -77,3 +79,15 @@ def test_the_estimate_divides_the_rate_by_the_weights(monkeypatch: pytest.Monkey
     assert "memory gives 9.3 GB/s." in lines[-1]
     assert "at most about 9.3 tokens/s" in list(estimate.estimate_lines("somebody/unknown-model", 1_000_000_000))[-1]
     assert "at most about 3,100 tokens/s" in list(estimate.estimate_lines("somebody/unknown-model", 3_000_000))[-1]
+
+
+def test_no_speed_of_writing_is_promised_for_a_model_that_only_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(estimate, "memory_bytes_per_s", lambda: 9.3e9)
+    monkeypatch.setattr(estimate, "has_gpu", lambda: False)
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    for name in ("reranker", "all-minilm-l6-v2", str(tmp_path)):
+        lines = list(estimate.estimate_lines(name, 11_000_000))
+        assert "tokens/s" not in " ".join(lines)
+        assert f"millrace bench encode --model {name}" in lines[-1]
