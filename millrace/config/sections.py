@@ -13,6 +13,7 @@ DeviceKind = Literal["auto", "cpu", "cuda"]
 Speculation = Literal["off", "ngram", "suffix", "draft", "medusa", "eagle", "replay", "auto"]
 Batching = Literal["continuous", "static"]
 PolicyName = Literal["fcfs", "shortest", "feedback", "deadline"]
+ShareBy = Literal["tenant", "adapter"]
 EvictionName = Literal["lru", "frequency", "cost"]
 GenerationDefaults = Literal["model", "neutral"]
 ManageModels = Literal["local", "always", "never"]
@@ -148,6 +149,10 @@ class PlanConfig:
         "static: a batch starts when the one before has ended, as older servers do; only to show the difference",
     )
     policy: PolicyName = setting("fcfs", "order of requests within a priority class and tenant")
+    share_by: ShareBy = setting(
+        "tenant",
+        "who shares the engine fairly: tenants, or adapters (and the base model), each by its weight in the keys file",
+    )
     aging_s: float = setting(
         30.0, "seconds of waiting after which a request is promoted by one priority class", minimum=0.1
     )

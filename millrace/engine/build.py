@@ -43,6 +43,7 @@ from millrace.models.load import check_quantization, has_quantised_weights, load
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.models.spec.shard import shard_of
+from millrace.observe.slo.objective import parse_objectives
 from millrace.ops.base.capability import gpu_notes
 from millrace.ops.base.mesh import ONE_RANK
 from millrace.ops.cpp.native import native_notes
@@ -185,6 +186,8 @@ def _build_decoding(
                 *(config.adapters, decided.spec, decided.precision.dtype, fill, shares),
                 device_bytes=decided.plan.adapter_bytes,
             ),
+            shares_by_adapter=config.plan.share_by == "adapter",
+            timed_adapters=frozenset(one.adapter for one in parse_objectives(config.observe.slos) if one.adapter),
             transfers=Transfers(
                 *(scheduler.transfer, made.contents),
                 identity=_digest(_model_identity(config, decided)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from millrace.engine.figures.row_drafts import DraftCounts
@@ -57,7 +57,8 @@ class Entry:
 
 
 class Ledger:
-    def __init__(self, histograms: Histograms | None = None) -> None:
+    def __init__(self, histograms: Histograms | None = None, timed_adapters: Iterable[str] = ()) -> None:
+        """`timed_adapters`: those whose requests have histograms of their own."""
         self._entries: dict[int, Entry] = {}
         self._searches: dict[int, Entry] = {}
         """Open beam searches, with times and diagnostics of their first step."""
@@ -69,6 +70,7 @@ class Ledger:
         self.finished: Counter[str] = Counter()
         """Ended requests by finish reason."""
         self.histograms = histograms or Histograms()
+        self.adapter_histograms = {name: Histograms() for name in timed_adapters}
         self.tenants = Shares()
         self.adapters = Shares()
         """Of requests with an adapter, by its name."""
@@ -197,7 +199,8 @@ class Ledger:
             entry = entry.search
             entry.first_token = now
         self.prompt_tokens += entry.num_prompt
-        self.histograms.observe(TTFT, entry.priority, now - entry.received)
+        for one in self._histograms_of(entry):
+            one.observe(TTFT, entry.priority, now - entry.received)
         owed, entry.owes_prompt_logprobs = entry.owes_prompt_logprobs, False
         return owed
 
@@ -250,7 +253,12 @@ class Ledger:
         self.tenants.count(entry.tenant, finish, entry.diagnostics)
         if entry.adapter:
             self.adapters.count(entry.adapter, finish, entry.diagnostics)
-        self.histograms.observe_finish(finish, entry.priority, entry.arrival - entry.received)
+        for one in self._histograms_of(entry):
+            one.observe_finish(finish, entry.priority, entry.arrival - entry.received)
+
+    def _histograms_of(self, entry: Entry) -> tuple[Histograms, ...]:
+        own = self.adapter_histograms.get(entry.adapter)
+        return (self.histograms,) if own is None else (self.histograms, own)
 
     def _remember(self, entry: Entry) -> None:
         self._ended[entry.request_id] = entry

@@ -94,12 +94,13 @@ class Engine:
     ) -> None:
         """`facts`: the runner's. `parts`: closed with the engine."""
         self._scheduler, self._facts = scheduler, facts
+        self._shares_by_adapter = parts.shares_by_adapter
         self._constrained, self._mirror, self._ranks = parts.constrained, parts.mirror, parts.ranks
         self._disk = parts.disk
         self._device = device
         self._channel = channel
         self._clock = clock
-        self._ledger = Ledger(None if parts.has_figures else UncountedTimes())
+        self._ledger = Ledger(None if parts.has_figures else UncountedTimes(), parts.timed_adapters)
         self.adapters = parts.adapters(self._ledger.adapters)
         forgetting = Forgetting(scheduler, self._ledger, parts.disk, self._abort)
         self._rates = MeasuredRates()
@@ -325,7 +326,8 @@ class Engine:
 
     def _handle(self, message: ToEngine) -> None:
         if isinstance(message, NewRequest):
-            request = to_request(message, self._facts, has_drafts=self._scheduler.has_drafts)
+            has_drafts, by_adapter = self._scheduler.has_drafts, self._shares_by_adapter
+            request = to_request(message, self._facts, has_drafts=has_drafts, shares_by_adapter=by_adapter)
             self._ledger.open(message, request, self._clock())
             self._rates.on_arrival(request.priority)
             self._used_at = self._clock()
@@ -436,6 +438,7 @@ class Engine:
             grammars=self._constrained.stats if self._constrained is not None else GrammarStats(),
             histograms=ledger.histograms.tobytes(),
             latencies=ledger.histograms.take_sketch(),
+            adapter_histograms={name: one.tobytes() for name, one in ledger.adapter_histograms.items()},
             launch_seconds=times.launch_s,
             device_seconds=times.device_s,
             apply_seconds=times.apply_s,

@@ -30,6 +30,10 @@ class EngineParts:
     disk: DiskCopier | None = None
     adapters: Callable[[Shares], EngineAdapters | None] = lambda _: None
     """Makes them, given the figures by adapter."""
+    timed_adapters: frozenset[str] = frozenset()
+    """Those that have objectives."""
+    shares_by_adapter: bool = False
+    """Fair shares are those of adapters, not of tenants."""
     transfers: Transfers | None = None
     """None: there is no KV cache."""
 

@@ -57,7 +57,7 @@ class NewRequest(msgspec.Struct, frozen=True, tag="new"):
     """Ids that clients know: of the HTTP request and of the answer."""
     tenant: str = ""
     weight: float = 1.0
-    """Weight of the tenant's fair share."""
+    """Weight of the fair share that it takes."""
     cache_salt: str = ""
     retain: Retain | None = None
     documents: Documents | None = None
@@ -369,6 +369,8 @@ class EngineStats(msgspec.Struct, frozen=True):
     """float64 counts and sums of latencies and lengths, as `observe.histograms` lays them out."""
     latencies: bytes = b""
     """Values of these histograms since the report before, as an `observe.sketch.Sketch`."""
+    adapter_histograms: dict[str, bytes] = {}
+    """The same of one adapter's requests, without gaps between tokens, by name of each adapter with an objective."""
     launch_seconds: float = 0.0
     """Sum over all steps of the time to launch them on the device."""
     device_seconds: float = 0.0

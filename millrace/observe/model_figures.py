@@ -76,10 +76,11 @@ class ModelFigures:
             "millrace_request_output_tokens", "Generated tokens of ended sequences.", registry=registry
         )
 
-    def observe_sequence(self, finish: Finish, priority: int, before_submit_s: float) -> None:
+    def observe_sequence(self, finish: Finish, priority: int, before_submit_s: float, adapter: str = "") -> None:
         """Count one ended sequence. `before_submit_s`: the front's time before it submitted the request."""
         self.sequences.labels(CLASS_NAMES[priority]).inc()
-        if is_good(finish, priority, before_submit_s, self.slos.objectives):
+        objectives = tuple(one for one in self.slos.objectives if one.adapter in ("", adapter))
+        if is_good(finish, priority, before_submit_s, objectives):
             self.good_sequences.labels(CLASS_NAMES[priority]).inc()
         self.prompt_tokens.inc(finish.prompt_tokens)
         self.cached_tokens.inc(finish.cached_tokens)

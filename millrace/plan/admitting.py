@@ -144,16 +144,16 @@ class Admitting:
     # -- fair shares -----------------------------------------------------------------------------------------------
 
     def _charge(self, request: Request) -> None:
-        """On admission, charge the tenant for the prompt and the expected output."""
+        """On admission, charge the share for the prompt and the expected output."""
         request.charged = self._lengths.remaining_of_one(0, request.max_tokens, self._lengths.expected(request))
         num_prompt = request.num_prompt - request.cached_tokens
-        self._shares.charge(request.tenant, request.weight, num_prompt, request.charged)
+        self._shares.charge(request.holder, request.weight, num_prompt, request.charged)
 
     def settle(self, request: Request) -> None:
         """At the end, correct the charge to the actual output."""
         if request.charged:
-            self._shares.charge(request.tenant, request.weight, 0, request.num_output - request.charged)
-        self._shares.leave(request.tenant)
+            self._shares.charge(request.holder, request.weight, 0, request.num_output - request.charged)
+        self._shares.leave(request.holder)
 
     def learn(self, request: Request) -> None:
         """A request ended on its own: its length tells about those to come."""

@@ -66,7 +66,9 @@ class Request:
     priority: int = STANDARD
     tenant: str = ""
     weight: float = 1.0
-    """Weight of the tenant's fair share."""
+    """Weight of the holder's fair share."""
+    share_of: str | None = None
+    """Whose fair share it takes, in place of its tenant's."""
     arrival: float = 0.0
     """Seconds on the clock that `plan` is given."""
     deadline: float = math.inf
@@ -121,13 +123,18 @@ class Request:
     yields: int = 0
     """Preemptions in favour of a more urgent request (not for lack of blocks)."""
     charged: float = 0.0
-    """Output tokens already charged to its tenant."""
+    """Output tokens already charged to the holder of its share."""
     diagnostics: Diagnostics = field(default_factory=Diagnostics)
 
     def __post_init__(self) -> None:
         self.num_output = len(self.output) // 4
         if self.num_output:
             self.num_computed = self.num_prompt + self.num_output - 1
+
+    @property
+    def holder(self) -> str:
+        """Of the fair share that it takes."""
+        return self.tenant if self.share_of is None else self.share_of
 
     @property
     def num_prompt(self) -> int:

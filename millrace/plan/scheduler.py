@@ -206,7 +206,7 @@ class Scheduler:
             if request.retain.is_required and request.diagnostics.refused:
                 self._end(request, "error", request.diagnostics.refused)
                 return
-        self.shares.enter(request.tenant)
+        self.shares.enter(request.holder)
         self.waiting.add(request)
 
     def abort(self, request_id: int, reason: FinishReason = "abort", message: str = "") -> bool:

@@ -255,7 +255,7 @@ def load_state(
         sampling_defaults=text.sampling_defaults,
         is_embedder=text.is_embedder,
         encoder=text.encoder,
-        keyring=Keyring(Path(server.keys_file)) if server.keys_file else None,
+        keyring=Keyring(Path(server.keys_file), config.plan.share_by) if server.keys_file else None,
         quotas=Quotas(directory, max(1, server.fronts), client.front_index),
         audit=AuditLog(observe.audit_log) if observe.audit_log else None,
         directory=directory,

@@ -21,6 +21,7 @@ from millrace.engine.adapters.build import check_adapters
 from millrace.errors import ConfigError, ModelNotFound
 from millrace.models.spec.families import spec_from_config
 from millrace.models.weights.random_weights import RandomWeights
+from millrace.observe.histograms import SEQUENCE, TTFT, Histograms
 from millrace.params import Grammar
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.shapes.declared import OwnSizes
@@ -126,6 +127,19 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
 def test_adapters_change_answers(adapted: Adapted) -> None:
     answers = [tuple(map(tuple, right)) for right in adapted.right.values()]
     assert len(set(answers)) == len(answers), "adapters without an effect prove nothing"
+
+
+def test_objectives_and_shares_by_adapter(adapted: Adapted) -> None:
+    """Requests of an adapter that has an objective are timed apart; shares are those of adapters, also without keys."""
+    settings = {"slos": "adapter a1: ttft p95 < 1 s; e2e p90 < 9 s", "share_by": "adapter"}
+    with adapted.llm(**settings) as llm:
+        names = ["", "a1", "a1", "a2"]
+        params = [SamplingParams(**GREEDY, adapter=name) for name in names]
+        llm.generate([adapted.prompts[0]] * len(names), params)
+        stats = stats_after(llm, len(names))
+    assert list(stats.adapter_histograms) == ["a1"]
+    counts = Histograms(stats.adapter_histograms["a1"]).values[[TTFT, SEQUENCE], :, :-1].sum(axis=(1, 2))
+    assert counts.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from millrace.cli import main
 from millrace.commands.figures.cost import report_lines, usd_text
-from millrace.link.messages import EngineStats, TenantFigures
+from millrace.link.messages import AdapterStats, EngineStats, TenantFigures
 from millrace.observe.cost.fit import changes, fit
 from millrace.observe.cost.report import cost_report
 from millrace.observe.history import FrontCounts, Sample
@@ -23,7 +23,11 @@ def samples(seconds: int = 120) -> list[Sample]:
     """A server whose steps cost exactly this; a third of the time it is idle."""
     rng, found = np.random.default_rng(3), []
     stats = msgspec.structs.replace(
-        EngineStats(*[0] * 13), tenants=(TenantFigures("acme", requests=9, prompt_tokens=1000, output_tokens=500),)
+        EngineStats(*[0] * 13),
+        tenants=(TenantFigures("acme", requests=9, prompt_tokens=1000, output_tokens=500),),
+        adapters=AdapterStats(
+            *[0] * 5, each=(TenantFigures("pirate", requests=3, prompt_tokens=500, output_tokens=250),)
+        ),
     )
     for second in range(seconds):
         if second % 3:
@@ -76,6 +80,15 @@ def test_all_money_goes_somewhere() -> None:
     assert usd["output"]["all_in"] == pytest.approx(usd["output"]["busy"] / report["utilisation"])
     assert [one["tenant"] for one in report["tenants"]] == ["acme"]
     assert cost_report(samples(), None, 3.6, "another")["tenants"] == []
+
+
+def test_adapters_have_costs_which_operators_see() -> None:
+    report = cost_report(samples(), None, 3.6)
+    [adapter], [tenant] = report["adapters"], report["tenants"]
+    assert adapter["adapter"] == "pirate"
+    assert tenant["usd"] == pytest.approx(2 * adapter["usd"])
+    assert any(line.endswith("adapter pirate, 3 requests") for line in report_lines(report))
+    assert cost_report(samples(), None, 3.6, "acme")["adapters"] == []
 
 
 @pytest.mark.parametrize("num_models", [1, 2, 5])

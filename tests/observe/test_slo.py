@@ -40,11 +40,42 @@ def stats(histograms: Histograms, step_no: int = 1) -> EngineStats:
         "vip: ttft p95 < 5 s",
         "ttft p0 < 5 s",
         "ttft p100 < 1 s",
+        "adapter pirate: itl p99 < 80 ms",
+        "adapter pirate: errors < 1%",
+        "adapter pirate ttft p95 < 1 s",
+        "adapter : ttft p95 < 1 s",
     ],
 )
 def test_wrong_objectives_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
-        parse_objective(text)
+        parse_objective(text, may_name_adapter=True)
+
+
+def test_only_a_server_follows_objectives_of_adapters() -> None:
+    with pytest.raises(ConfigError, match=r"only a server can follow: .*leave 'adapter NAME:' out"):
+        parse_objective("adapter pirate: ttft p95 < 1 s")
+
+
+def test_an_objective_of_an_adapter_counts_its_requests_alone() -> None:
+    text = "ttft p90 < 500 ms; adapter Pirate-2.b: ttft p90 < 500 ms; adapter Pirate-2.b: batch: e2e p90 < 9 s"
+    objectives = parse_objectives(text)
+    assert "; ".join(map(str, objectives)) == text
+    names = [one.name for one in objectives]
+    assert names[1:] == ["adapter_Pirate-2.b_all_ttft_p90", "adapter_Pirate-2.b_batch_e2e_p90"]
+    tracker, everything, own = SloTracker(objectives), Histograms(), Histograms()
+
+    def report(step_no: int) -> EngineStats:
+        given = {"Pirate-2.b": own.tobytes()}
+        return msgspec.structs.replace(stats(everything, step_no), adapter_histograms=given)
+
+    tracker.sample(9_990.0, report(0))
+    for seconds in [0.1] * 8 + [3.0] * 2:
+        everything.observe(TTFT, 1, seconds)
+    for seconds in [0.1] + [3.0] * 2:
+        own.observe(TTFT, 1, seconds)
+    tracker.sample(10_000.0, report(1))
+    counts = [(one["adapter"], one["good"], one["total"]) for one in tracker.report(10_001.0)]
+    assert counts == [("", 8, 10), ("Pirate-2.b", 1, 3), ("Pirate-2.b", 0, 0)]
 
 
 def test_objectives_read_back_as_they_are_written() -> None:

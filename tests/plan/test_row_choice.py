@@ -57,11 +57,11 @@ def settle(scheduler: Scheduler) -> None:
 
 
 def tenants(scheduler: Scheduler, plan: StepPlan) -> dict[str, int]:
-    """Decoding rows in the step, by tenant."""
+    """Decoding rows in the step, by holder of their share."""
     found: dict[str, int] = {}
     for row in plan.rows[plan.counts == 1].tolist():
-        tenant = scheduler.rows.request(row).tenant
-        found[tenant] = found.get(tenant, 0) + 1
+        holder = scheduler.rows.request(row).holder
+        found[holder] = found.get(holder, 0) + 1
     return found
 
 
@@ -106,6 +106,16 @@ def test_otherwise_every_row_is_in_every_step(counts: dict[str, int], step_s: fl
 def test_weights_decide_between_tenants_that_ask_for_more_than_fits() -> None:
     scheduler = started({"a": 60, "b": 60}, b={"weight": 3.0})
     assert tenants(scheduler, step(scheduler)) == {"a": 20, "b": 60}
+
+
+def test_shares_of_adapters_are_not_those_of_their_tenants() -> None:
+    """Two adapters of one tenant, and one adapter of two tenants."""
+    scheduler, numbers = a_scheduler(0.2), iter(range(1000))
+    for tenant, adapter, weight in (("a", "pirate", 1.0), ("a", "legal", 3.0), ("b", "legal", 3.0)):
+        for _ in range(60 if adapter == "pirate" else 30):
+            scheduler.submit(a_request(next(numbers), tenant, share_of=adapter, weight=weight))
+    settle(scheduler)
+    assert tenants(scheduler, step(scheduler)) == {"pirate": 20, "legal": 60}
 
 
 def test_an_urgent_class_of_the_same_tenant_goes_first() -> None:

@@ -98,6 +98,7 @@ def test_the_keys_file_is_reloaded_and_a_broken_one_is_ignored(tmp_path: Path, m
         ("[tenants.a]\nweight = 0", "weight"),
         ("[tenants.a]\nmax_concurrent = -1", "max_concurrent"),
         ("[tenants.a]\ntokens_per_minut = 5", "tokens_per_minut"),
+        ("[models.a]\nweight = 0", "the model 'a' has weight 0"),
         ("[tenants.a]\nmost_urgent = 'now'", "most_urgent"),
         ("tenants = 3", "tenants"),
     ],
@@ -107,6 +108,20 @@ def test_a_wrong_keys_file_is_refused_at_start(tmp_path: Path, text: str, says: 
     file.write_text(text)
     with pytest.raises(ConfigError, match=says):
         Keyring(file)
+
+
+def test_weights_are_those_of_the_holders_of_shares(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text('[tenants.a]\nweight = 2\n[models."m:pirate"]\nweight = 3\n[models.pirate]\nmax_concurrent = 9')
+    names = ("pirate", "m:pirate")
+    tenant = Keyring(file).named("a")
+    assert Keyring(file).weight_of(tenant, names) == 2
+    assert not caplog.records
+    assert Keyring(file, "tenant").weight_of(tenant, names) == 2
+    assert "weights of models, which count with --share-by adapter only" in caplog.text
+    keyring = Keyring(file, "adapter")
+    assert (keyring.weight_of(tenant, names), keyring.weight_of(tenant, ("m",))) == (3, 1)
+    assert "weights of tenants, which do not count" in caplog.text
 
 
 def test_concurrent_requests_are_limited_per_tenant(tmp_path: Path) -> None:

@@ -62,10 +62,14 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     for change in report["what_if"]:
         ratio = f"× {change['cost_ratio']:.2f}" if change["cost_ratio"] is not None else "unknown"
         lines.append(f"  {ratio:<8} {change['change']}: {change['why']}")
-    for tenant in report["tenants"]:
-        cost = f"${usd_text(tenant['usd'])}  " if price else ""
-        lines.append(f"  {cost}{tenant['tenant'] or '(no tenant)'}, {tenant['requests']} requests")
+    lines += [_share_line(one, one["tenant"] or "(no tenant)", price) for one in report["tenants"]]
+    lines += [_share_line(one, f"adapter {one['adapter']}", price) for one in report["adapters"]]
     return lines
+
+
+def _share_line(one: dict[str, Any], name: str, price: float) -> str:
+    cost = f"${usd_text(one['usd'])}  " if price else ""
+    return f"  {cost}{name}, {one['requests']} requests"
 
 
 def _token_lines(report: dict[str, Any]) -> list[str]:

@@ -8,8 +8,10 @@ from millrace.plan.request import BATCH, INTERACTIVE, Request
 from millrace.run.facts import RunnerFacts
 
 
-def to_request(message: NewRequest, facts: RunnerFacts, *, has_drafts: bool = True) -> Request:
-    """`has_drafts`: False if no step ever has drafts."""
+def to_request(
+    message: NewRequest, facts: RunnerFacts, *, has_drafts: bool = True, shares_by_adapter: bool = False
+) -> Request:
+    """`has_drafts`: False if no step ever has drafts. `shares_by_adapter`: fair shares are those of adapters."""
     params = message.params
     if params.max_tokens is None:
         raise AssertionError("the front must fill in max_tokens")
@@ -23,6 +25,7 @@ def to_request(message: NewRequest, facts: RunnerFacts, *, has_drafts: bool = Tr
         priority=min(max(message.priority, INTERACTIVE), BATCH),
         tenant=message.tenant,
         weight=message.weight,
+        share_of=params.adapter if shares_by_adapter else None,
         arrival=message.arrival,
         deadline=message.deadline if message.deadline is not None else float("inf"),
         salt=message.cache_salt.encode(),

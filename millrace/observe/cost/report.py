@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.link.messages import EngineReady, EngineStats
+from millrace.link.messages import EngineReady, EngineStats, TenantFigures
 from millrace.observe.cost.fit import FittedCosts, changes, fit
 from millrace.observe.history import Sample
 
@@ -20,7 +21,8 @@ def cost_report(
     *,
     beside: list[list[Sample]] | None = None,
 ) -> dict[str, Any]:
-    """Over the samples, at most the last quarter of an hour. `tenant`: only its own part; None = all.
+    """Over the samples, at most the last quarter of an hour. `tenant`: only its own part, without adapters, which may
+    be other tenants' too; None = all.
 
     `beside`: samples of the other models on the machine. All models together pay the machine's price: each its share
     of the device time that they used, whether the device was idle in between or several used it at once.
@@ -104,7 +106,10 @@ def _priced(
         "largest_items": items[:3],
         "items": items,
         "what_if": _what_if(costs, steps, prefill, decode, busy_s, ready),
-        "tenants": _tenants(last, per_token, per_s * all_in, tenant),
+        "tenants": _shares(last.tenants, "tenant", per_token, per_s * all_in, tenant),
+        "adapters": []
+        if last.adapters is None or tenant is not None
+        else _shares(last.adapters.each, "adapter", per_token, per_s * all_in),
     }
 
 
@@ -187,18 +192,22 @@ def _what_if(
     return found
 
 
-def _tenants(
-    last: EngineStats, per_token: dict[str, tuple[float, float, float]], usd_per_s: float, tenant: str | None
+def _shares(
+    figures: Iterable[TenantFigures],
+    label: str,
+    per_token: dict[str, tuple[float, float, float]],
+    usd_per_s: float,
+    own: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Dollars of ended requests since the engine started, at the present price per token."""
+    """Dollars of ended requests since the engine started, at the present price per token. `own`: only of this name."""
     found = []
-    for one in last.tenants:
-        if tenant is not None and one.name != tenant:
+    for one in figures:
+        if own is not None and one.name != own:
             continue
         seconds = (
             (one.prompt_tokens - one.cached_tokens) * per_token["input"][0]
             + one.cached_tokens * per_token["cached"][0]
             + one.output_tokens * per_token["output"][0]
         )
-        found.append({"tenant": one.name, "requests": one.requests, "usd": seconds * usd_per_s})
+        found.append({label: one.name, "requests": one.requests, "usd": seconds * usd_per_s})
     return sorted(found, key=lambda one: -float(str(one["usd"])))

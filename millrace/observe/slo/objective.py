@@ -1,10 +1,10 @@
-"""An objective such as `ttft p95 < 500 ms`, optionally for one priority class: `interactive: itl p99 < 80 ms`; or a
-limit on the share of failed requests: `errors < 0.1%`."""
+"""An objective such as `ttft p95 < 500 ms`, optionally for one priority class: `interactive: itl p99 < 80 ms`, for one
+adapter: `adapter pirate: ttft p95 < 1 s`, or for both; or a limit on the share of failed requests: `errors < 0.1%`."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from millrace.errors import ConfigError
 from millrace.params import CLASS_NAMES
@@ -17,12 +17,15 @@ METRICS = {
     "e2e": "time of the whole answer",
 }
 ERRORS = "errors"
+OF_ADAPTERS = ("ttft", "tpot", "queue", "e2e")
+"""Those of `METRICS` that are known by adapter: values of whole sequences."""
 _UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 _FORM = re.compile(
     r"^(?:(?P<cls>[a-z]+)\s*:\s*)?(?P<metric>[a-z0-9]+)\s+p(?P<percent>\d{1,2}(?:\.\d+)?)\s*<=?\s*"
     r"(?P<limit>\d+(?:\.\d+)?)\s*(?P<unit>us|ms|s|min)$"
 )
 
+_ADAPTER_FORM = re.compile(r"^\s*adapter\s+(?P<name>[^\s:]+)\s*:(?P<rest>.*)$", re.IGNORECASE | re.DOTALL)
 _ERRORS_FORM = re.compile(r"^errors\s*<=?\s*(?P<percent>\d{1,2}(?:\.\d+)?)\s*%$")
 
 
@@ -35,6 +38,8 @@ class Objective:
     limit_s: float
     priority: int | None = None
     """Index into `CLASS_NAMES`; None = every class."""
+    adapter: str = ""
+    """Name of the adapter whose requests it is about; empty = all requests."""
 
     @property
     def is_about_errors(self) -> bool:
@@ -52,13 +57,15 @@ class Objective:
     def name(self) -> str:
         """For metric labels and alert names."""
         form = f"{_errors_percent(self)}" if self.is_about_errors else f"p{self.percent:g}"
-        return f"{self.class_name}_{self.metric}_{form}".replace(".", "_")
+        name = f"{self.class_name}_{self.metric}_{form}".replace(".", "_")
+        return f"adapter_{self.adapter}_{name}" if self.adapter else name
 
     def __str__(self) -> str:
         if self.is_about_errors:
             return f"errors < {_errors_percent(self)}%"
         limit = f"{1e3 * self.limit_s:g} ms" if self.limit_s < 1 else f"{self.limit_s:g} s"
-        prefix = f"{self.class_name}: " if self.priority is not None else ""
+        prefix = f"adapter {self.adapter}: " if self.adapter else ""
+        prefix += f"{self.class_name}: " if self.priority is not None else ""
         return f"{prefix}{self.metric} p{self.percent:g} < {limit}"
 
 
@@ -66,15 +73,37 @@ def _errors_percent(objective: Objective) -> str:
     return f"{100 - objective.percent:.10g}"
 
 
-def parse_objective(text: str) -> Objective:
+def parse_objective(text: str, *, may_name_adapter: bool = False) -> Objective:
+    """`may_name_adapter`: only a running server knows its requests by adapter."""
+    of_adapter = _ADAPTER_FORM.match(text)
+    if of_adapter is None:
+        return _parse(text)
+    name, objective = of_adapter["name"], _parse(of_adapter["rest"])
+    if not may_name_adapter:
+        raise ConfigError(
+            f"The objective {text!r} is for one adapter, which only a server can follow: give it to `millrace serve"
+            " --slos`, and leave 'adapter NAME:' out here.",
+            param="observe.slos",
+        )
+    if objective.metric not in OF_ADAPTERS:
+        raise ConfigError(
+            f"The objective {text!r} is about {objective.metric!r} of one adapter; it must be one of"
+            f" {', '.join(OF_ADAPTERS)}.",
+            param="observe.slos",
+        )
+    return replace(objective, adapter=name)
+
+
+def _parse(text: str) -> Objective:
     of_errors = _ERRORS_FORM.match(" ".join(text.lower().split()))
     if of_errors is not None and float(of_errors["percent"]) > 0:
         return Objective(ERRORS, 100 - float(of_errors["percent"]), 0.0)
     found = _FORM.match(" ".join(text.lower().split()))
     if found is None:
         raise ConfigError(
-            f"The objective {text!r} is not of the form '[CLASS:] METRIC pNN < TIME', such as 'ttft p95 < 500 ms' or"
-            " 'interactive: itl p99 < 80 ms', nor 'errors < PERCENT%', such as 'errors < 0.1%', which has no class.",
+            f"The objective {text!r} is not of the form '[adapter NAME:] [CLASS:] METRIC pNN < TIME', such as"
+            " 'ttft p95 < 500 ms', 'interactive: itl p99 < 80 ms' or 'adapter pirate: ttft p95 < 1 s', nor"
+            " 'errors < PERCENT%', such as 'errors < 0.1%', which has neither class nor adapter.",
             param="observe.slos",
         )
     if found["metric"] not in METRICS:
@@ -95,5 +124,5 @@ def parse_objective(text: str) -> Objective:
 
 
 def parse_objectives(text: str) -> tuple[Objective, ...]:
-    """Several, separated by commas or semicolons."""
-    return tuple(parse_objective(part) for part in re.split(r"[,;]", text) if part.strip())
+    """Several of a server, separated by commas or semicolons."""
+    return tuple(parse_objective(part, may_name_adapter=True) for part in re.split(r"[,;]", text) if part.strip())

@@ -15,7 +15,7 @@ from typing import Any
 
 from millrace.link.messages import EngineStats
 from millrace.observe import histograms
-from millrace.observe.histograms import SPECS, Histograms, share_within
+from millrace.observe.histograms import SPECS, Floats, Histograms, share_within
 from millrace.observe.slo.objective import ERRORS, Objective
 
 WINDOWS_S = {"5m": 300, "30m": 1800, "1h": 3600, "6h": 21600, "3d": 259200, "30d": 2592000}
@@ -103,24 +103,29 @@ class SloTracker:
         before, self._last = self._last, stats
         if before is None and self._is_restored:
             return  # The stored counts may include what this engine did before.
-        counts = Histograms(stats.histograms).values
         restarted = before is None or before.step_no > stats.step_no
-        old = Histograms(b"" if restarted or before is None else before.histograms).values
-        change = counts - old
+        known = None if restarted else before
+        change = _change(stats.histograms, known.histograms if known is not None else b"")
+        of_adapters = {
+            name: _change(data, known.adapter_histograms.get(name, b"") if known is not None else b"")
+            for name, data in stats.adapter_histograms.items()
+        }
         # What the engine did before this front started is counted, but it did not happen in this minute.
         minute = self._minute(now) if before is not None else self._new_minute(now)
         for index, objective in enumerate(self.objectives):
             if objective.is_about_errors:
                 continue
-            kind = _KINDS[objective.metric]
-            chosen = change[kind, objective.priority] if objective.priority is not None else change[kind].sum(axis=0)
+            kind, own = _KINDS[objective.metric], of_adapters.get(objective.adapter) if objective.adapter else change
+            if own is None:
+                continue  # The model takes no adapters.
+            chosen = own[kind, objective.priority] if objective.priority is not None else own[kind].sum(axis=0)
             total = float(chosen[:-1].sum())
             good = min(total, share_within(SPECS[kind], chosen[:-1], objective.limit_s))
             self._add(minute, index, good, total)
         minute.queue_s += float(change[histograms.QUEUE, :, -1].sum())
         minute.prefill_s += float(change[histograms.PREFILL, :, -1].sum())
-        minute.preemptions += stats.preemptions - (0 if restarted or before is None else before.preemptions)
-        minute.prefill_tokens += stats.prefill_tokens - (0 if restarted or before is None else before.prefill_tokens)
+        minute.preemptions += stats.preemptions - (known.preemptions if known is not None else 0)
+        minute.prefill_tokens += stats.prefill_tokens - (known.prefill_tokens if known is not None else 0)
 
     def _minute(self, now: float) -> Minute:
         start = now // MINUTE_S * MINUTE_S
@@ -229,6 +234,7 @@ class SloTracker:
             "slo": str(objective),
             "name": objective.name,
             "class": objective.class_name,
+            "adapter": objective.adapter,
             "objective": objective.share,
             "limit_s": None if objective.is_about_errors else objective.limit_s,
             "good": round(good),
@@ -257,6 +263,10 @@ class SloTracker:
             for minute in worst
             if (bad := minute.total[index] - minute.good[index]) >= 0.5
         ]
+
+
+def _change(after: bytes, before: bytes) -> Floats:
+    return Histograms(after).values - Histograms(before).values
 
 
 def _differences(after: list[float], before: list[float]) -> list[float]:

@@ -103,7 +103,7 @@ class EncodePlanner:
             return
         request.diagnostics.num_ahead, request.diagnostics.has_cache = len(self._waiting), False
         request.diagnostics.delays_before = self._delays.totals()
-        self._shares.enter(request.tenant)
+        self._shares.enter(request.holder)
         self._waiting.add(request)
 
     def abort(self, request_id: int, reason: FinishReason = "abort", message: str = "") -> bool:
@@ -114,7 +114,7 @@ class EncodePlanner:
             request = self._waiting.remove(request_id)
         else:
             return False
-        self._shares.leave(request.tenant)
+        self._shares.leave(request.holder)
         self._ended.append(end_of(request, reason, 0, message=message))
         return True
 
@@ -171,7 +171,7 @@ class EncodePlanner:
             self._waiting.remove(request.id)
             self._delays.note("none", now)
             request.diagnostics.waited_for = self._delays.since(request.diagnostics.delays_before)
-            self._shares.charge(request.tenant, request.weight, request.num_prompt, 0)
+            self._shares.charge(request.holder, request.weight, request.num_prompt, 0)
             rows.append(self.rows.take(request))
             num_tokens += request.num_prompt
         self._delays.note(cause, now)
@@ -220,7 +220,7 @@ class EncodePlanner:
         requests = [self._release(row, "stop") for row in done]
         self._unfence(step_no)
         for request in requests:
-            self._shares.leave(request.tenant)
+            self._shares.leave(request.holder)
             self._ended.append(end_of(request, "stop", 0))
         return StepOutcome(
             step_no=step_no,

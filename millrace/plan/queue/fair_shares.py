@@ -1,4 +1,5 @@
-"""Weighted fair queueing between tenants, by virtual time: tokens served, divided by the tenant's weight.
+"""Weighted fair queueing between tenants (or adapters, with `--share-by adapter`), by virtual time: tokens served,
+divided by the tenant's weight.
 
 The tenant with the lowest virtual time goes next. A tenant that becomes active starts from the lowest virtual time of
 the active tenants, so being idle earns no credit.

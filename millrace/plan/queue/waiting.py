@@ -1,4 +1,5 @@
-"""The waiting queue. Order: priority class, then the tenant's virtual time, then the policy's sort key, then arrival.
+"""The waiting queue. Order: priority class, then its share's virtual time, then the policy's sort key, then
+arrival.
 
 A request is promoted by one class for each `aging_s` seconds of waiting, so no class starves another.
 """
@@ -20,7 +21,7 @@ from millrace.plan.request import NUM_CLASSES, Request
 SortKey = tuple[float, int]
 """The policy's sort key and, among equals, the ticket."""
 QueueName = tuple[int, str]
-"""Class and tenant."""
+"""Class and holder of the share."""
 Arrival = tuple[float, int]
 """Arrival time and request id."""
 
@@ -101,7 +102,7 @@ class WaitingQueue:
     def _first(self, cursors: dict[QueueName, int], now: float) -> QueueName:
         def precedence(name: QueueName) -> tuple[int, float, SortKey]:
             key, request = self._queues[name][cursors[name]]
-            return self._urgency(request, now), self._shares.virtual_time(request.tenant), key
+            return self._urgency(request, now), self._shares.virtual_time(request.holder), key
 
         return min(cursors, key=precedence)
 
@@ -146,4 +147,4 @@ class WaitingQueue:
 
 
 def _queue_of(request: Request) -> QueueName:
-    return request.priority, request.tenant
+    return request.priority, request.holder

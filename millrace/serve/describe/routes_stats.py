@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from millrace.errors import BadRequest
-from millrace.link.messages import EngineReady, EngineStats
+from millrace.link.messages import EngineReady, EngineStats, TenantFigures
 from millrace.observe.engine_metrics import tokens_by_tier
 from millrace.observe.history import (
     MAX_POINTS,
@@ -92,6 +92,7 @@ async def stats(request: web.Request) -> web.Response:
             "limits": _limits(model.client.ready),
             "price_per_hour": state.config.observe.price_per_hour,
             "tenants": _tenants(request, engine),
+            "adapters": _adapters(request, engine),
             "slos": figures.slos.report(time.time(), [part.error_objectives for part in parts[1:]]),
             "view": {"tenant": owner_of(request), "is_operator": is_operator(request)},
         },
@@ -204,17 +205,24 @@ def _limits(ready: EngineReady | None) -> dict[str, float]:
 def _tenants(request: web.Request, engine: EngineStats | None) -> list[dict[str, Any]]:
     """On a server with keys, a tenant sees only its own figures; an operator sees all."""
     own = None if is_operator(request) else owner_of(request)
-    return [
-        {
-            "tenant": one.name,
-            "running": one.running,
-            "waiting": one.waiting,
-            "requests": one.requests,
-            "input_tokens": one.prompt_tokens,
-            "cached_tokens": one.cached_tokens,
-            "output_tokens": one.output_tokens,
-            "found_in": tokens_by_tier(one),
-        }
-        for one in (engine.tenants if engine is not None else ())
-        if own is None or one.name == own
-    ]
+    known = engine.tenants if engine is not None else ()
+    return [{"tenant": one.name, **_counts(one)} for one in known if own is None or one.name == own]
+
+
+def _adapters(request: web.Request, engine: EngineStats | None) -> list[dict[str, Any]]:
+    """For operators: several tenants may use an adapter."""
+    if engine is None or engine.adapters is None or not is_operator(request):
+        return []
+    return [{"adapter": one.name, **_counts(one)} for one in engine.adapters.each]
+
+
+def _counts(one: TenantFigures) -> dict[str, Any]:
+    return {
+        "running": one.running,
+        "waiting": one.waiting,
+        "requests": one.requests,
+        "input_tokens": one.prompt_tokens,
+        "cached_tokens": one.cached_tokens,
+        "output_tokens": one.output_tokens,
+        "found_in": tokens_by_tier(one),
+    }

@@ -89,7 +89,8 @@ def _for_tenant(
 ) -> Generation:
     check_may_use(tenant, state.names, state.answers_as)
     names = (request_id, generation.answer_id)
-    caller = Caller(tenant=tenant.name, weight=tenant.weight, names=names, received=received)
+    weight = tenant.weight if state.keyring is None else state.keyring.weight_of(tenant, state.names)
+    caller = Caller(tenant=tenant.name, weight=weight, names=names, received=received)
     salt = scope_of(tenant, generation.cache_salt, share_prefixes=state.config.server.share_prefixes)
     priority = _class_of(tenant, generation.asked_priority)
     retain = generation.retain

@@ -117,4 +117,6 @@ def observe(state: FrontState, job: Job, received: float) -> None:
     figures = state.figures
     figures.reasoning_tokens.inc(sum(choice.reasoning_tokens for choice in job.choices))
     for finish in job.finishes.values():
-        figures.observe_sequence(finish, job.generation.priority, job.submitted_at - received)
+        generation = job.generation
+        before_s = job.submitted_at - received
+        figures.observe_sequence(finish, generation.priority, before_s, generation.params.adapter)

@@ -14,6 +14,7 @@ operator = true                # sees and cancels all tenants' requests, manages
 [models."smollm2:pirate"]      # of all tenants together; any name of the model or adapter
 tokens_per_minute = 50000
 max_concurrent = 8
+weight = 2.0                   # with --share-by adapter: its share relative to other adapters; default 1
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ from typing import Any, Literal
 
 import msgspec
 
+from millrace.config import ShareBy
 from millrace.errors import ConfigError, Forbidden, Unauthorized
 
 log = logging.getLogger("millrace.serve")
 
+MAX_WEIGHT = 1000
 DIGEST_PREFIX = "sha256:"
 _INDEX_BYTES = 4
 _DUMMY_DIGEST = b"\0" * 32
@@ -89,6 +92,8 @@ class ModelLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     tokens_per_minute: int = 0
     max_concurrent: int = 0
+    weight: float | None = None
+    """Of its fair share, with `--share-by adapter`; None = 1, or that under another of its names."""
     name: str = ""
 
     @property
@@ -133,6 +138,9 @@ def read_keys(path: Path) -> KeysFile:
         if min(limits.tokens_per_minute, limits.max_concurrent) < 0:
             what = f"the model {name!r} has a limit below 0; it must be 0 (no limit) or more."
             raise ConfigError(f"The keys file {path} is invalid: {what}", param="server.keys_file")
+        if limits.weight is not None and not 0 < limits.weight <= MAX_WEIGHT:
+            what = f"the model {name!r} has weight {limits.weight}; it must be above 0 and at most {MAX_WEIGHT}."
+            raise ConfigError(f"The keys file {path} is invalid: {what}", param="server.keys_file")
     return KeysFile(
         {name: msgspec.structs.replace(tenant, name=name) for name, tenant in found.tenants.items()},
         {name: msgspec.structs.replace(limits, name=name) for name, limits in found.models.items()},
@@ -145,8 +153,8 @@ def _check(path: Path, name: str, tenant: Tenant) -> None:
 
     if not name or "\0" in name:
         raise invalid("needs a name without zero bytes.")
-    if not 0 < tenant.weight <= 1000:
-        raise invalid(f"has weight {tenant.weight}; it must be above 0 and at most 1000.")
+    if not 0 < tenant.weight <= MAX_WEIGHT:
+        raise invalid(f"has weight {tenant.weight}; it must be above 0 and at most {MAX_WEIGHT}.")
     for field in ("tokens_per_minute", "max_concurrent", "cache_mib"):
         if getattr(tenant, field) < 0:
             raise invalid(f"has {field} {getattr(tenant, field)}; it must be 0 (no limit) or more.")
@@ -179,8 +187,9 @@ class Keyring:
     """Maps keys to tenants. A changed file takes effect within a second; if it is invalid, the error is logged and the
     previous keys stay valid."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, share_by: ShareBy | None = None) -> None:
+        """`share_by`: whose weights count, and of which others a warning tells; None: tenants', without a word."""
+        self._path, self._share_by = path, share_by
         self._seen = self._stamp()
         self._checked_at = time.monotonic()
         self._take(read_keys(path))
@@ -188,6 +197,16 @@ class Keyring:
     def _take(self, found: KeysFile) -> None:
         self._tenants, self._models = found.tenants, found.models
         self._index = _Index.of(self._tenants)
+        if self._share_by == "tenant" and any(one.weight is not None for one in self._models.values()):
+            log.warning("%s has weights of models, which count with --share-by adapter only.", self._path)
+        if self._share_by == "adapter" and any(one.weight != 1 for one in self._tenants.values()):
+            log.warning("%s has weights of tenants, which do not count with --share-by adapter.", self._path)
+
+    def weight_of(self, tenant: Tenant, names: Iterable[str]) -> float:
+        """Of the fair share that a request takes. `names`: all of its model or adapter."""
+        if self._share_by != "adapter":
+            return tenant.weight
+        return next((one.weight for one in self.limits_of(names) if one.weight is not None), 1.0)
 
     def limits_of(self, names: Iterable[str]) -> list[ModelLimits]:
         """`names`: all of one model or adapter. Limits under each of them hold."""
