@@ -17,6 +17,7 @@ import torch
 
 from millrace.engine.adapters.reader_child import LENGTH_BYTES
 from millrace.errors import AdapterError
+from millrace.host.children import end_of
 from millrace.host.time_slice import request_default_slices
 from millrace.models.adapters.files import Limits, Packed, PackedLinear
 from millrace.models.adapters.read import Adapter, name_of, unpacked
@@ -27,6 +28,7 @@ LIMIT_S = 120.0
 """Without a byte from the process, it is ended."""
 PIECE_BYTES = 1 << 18
 MAX_HEADER_BYTES = 1 << 24
+NAME = "the adapters' reader"
 
 
 class AdapterReader:
@@ -120,7 +122,7 @@ class AdapterReader:
     def _end(self) -> None:
         process = self._process
         process.kill()
-        process.wait()
+        end_of(process, NAME)
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
@@ -130,4 +132,4 @@ class AdapterReader:
         """What is being read fails."""
         self._is_closed = True
         self._process.kill()
-        self._process.wait()
+        end_of(self._process, NAME)

@@ -12,6 +12,7 @@ import time
 
 from millrace.config import Config, as_dict
 from millrace.errors import ConfigError
+from millrace.host.children import EXIT_LIMIT_S, end_of
 from millrace.run.ranks.ring import RingClosed, RingWriter
 from millrace.run.ranks.shared_mesh import BEAT_S, STALL_BEATS, MeshLink, RankLost, SharedMesh, make_links
 
@@ -22,8 +23,6 @@ LOAD_LIMIT_S = 900.0
 """All ranks read their weights at once."""
 WRITE_LIMIT_S = 60.0
 """The ring holds many steps: a rank that takes nothing for so long has stalled."""
-EXIT_LIMIT_S = 5.0
-"""From the end of a rank's sockets to that of its process."""
 READY, SAME, DIFFERENT, FAILED = 1, 2, 3, 4
 """Kinds of replies: the runner is made, with the digest of its shapes; a step's draws are equal; a sentence that names
 a difference; the reason why the rank ends."""
@@ -123,7 +122,8 @@ class RankGroup:
         for other in self._others:
             other.ring.close()
             other.process.kill()
-            other.process.wait()
+        for other in self._others:
+            end_of(other.process, f"rank {other.rank}")
 
     def _listen(self, other: RankProcess) -> None:
         try:
@@ -138,8 +138,9 @@ class RankGroup:
                     self._changed.notify_all()
         except RingClosed:
             if not self._closing.is_set() and not self._lost:
-                code = other.process.wait()
-                self._lose(f"Rank {other.rank} of {self.size} has ended: its process has exit code {code}.")
+                code = end_of(other.process, f"rank {other.rank}")
+                how = "its process has closed its connection" if code is None else f"its process has exit code {code}"
+                self._lose(f"Rank {other.rank} of {self.size} has ended: {how}.")
 
     def _watch(self) -> None:
         """Finds ranks that stand still, also while no step runs."""
@@ -163,4 +164,5 @@ class RankGroup:
             log.error("%s The engine ends with it.", reason)
         self.mesh.close()
         for other in self._others:
+            other.ring.close()  # Who waits for room in it goes on.
             other.process.kill()

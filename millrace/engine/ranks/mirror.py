@@ -14,6 +14,7 @@ import threading
 
 from millrace.config import Config, as_dict
 from millrace.errors import ConfigError
+from millrace.host.children import end_of
 from millrace.link.messages import MirrorStats
 from millrace.run.ranks.recorder import RESULT
 from millrace.run.ranks.ring import RingClosed, RingWriter
@@ -132,7 +133,9 @@ class Mirror:
                     self._changed.notify_all()
         except RingClosed:
             if not self._is_closing:
-                self._end(f"its process ended with exit code {self._process.wait()}")
+                code = end_of(self._process, "the mirror")
+                how = "closed its connection" if code is None else f"ended with exit code {code}"
+                self._end(f"its process {how}")
 
     def _end(self, reason: str) -> None:
         """Say why, once. The engine goes on without it."""
@@ -153,4 +156,4 @@ class Mirror:
         self._is_closing = True
         self._ring.close()
         self._process.kill()
-        self._process.wait()
+        end_of(self._process, "the mirror")

@@ -19,6 +19,7 @@ from importlib import metadata, util
 from pathlib import Path
 
 from millrace.config import Config, as_dict, cache_dir
+from millrace.host.children import end_of
 from millrace.host.early_context import has_gpu
 
 log = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ class KernelBuildPool:
                 with contextlib.suppress(OSError):
                     pipe.close()
         self._server.kill()
-        self._server.wait()
+        end_of(self._server, "the kernel builds")
 
 
 def start_build_pool(config: Config) -> KernelBuildPool | None:
