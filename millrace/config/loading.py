@@ -234,14 +234,10 @@ def _check_disk(config: Config) -> None:
             "KV blocks go to --kv-disk through host memory: set --kv-host-gib too, 1 or more.",
             param="memory.kv_host_gib",
         )
-    steps_elsewhere = {
-        "--tensor-parallel": config.run.tensor_parallel > 1,
-        "--mirror": plan.mirror,
-        "--step-log": bool(plan.step_log),
-    }
+    steps_elsewhere = {"--mirror": plan.mirror, "--step-log": bool(plan.step_log)}
     if given := [name for name, is_given in steps_elsewhere.items() if is_given]:
         raise ConfigError(
-            f"With {given[0]} steps run in further processes too, which would need the blocks of --kv-disk; set only"
+            f"With {given[0]} steps run elsewhere too, which would need the blocks of --kv-disk; set only"
             " one of the two.",
             param="memory.kv_disk",
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from millrace.engine.build_encoder import build_encoder_engine
 from millrace.engine.constrained import ConstrainedRequests
 from millrace.engine.disk.copier import DiskCopier
 from millrace.engine.disk.open import disk_settings, open_disk
+from millrace.engine.disk.others import OtherDisks
 from millrace.engine.disk.store import BlockStore
 from millrace.engine.drafting.find import DrafterSource, find_drafter
 from millrace.engine.figures.step_figures import ModelWork
@@ -79,6 +81,8 @@ from millrace.version import __version__
 if TYPE_CHECKING:
     from millrace.run.cuda_runner import CudaRunner
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Decided:
@@ -100,6 +104,22 @@ class Decided:
     @property
     def drafter_kind(self) -> str:
         return "" if self.drafter is None else self.drafter.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """What an engine has opened before its weights are loaded."""
+
+    identity: str
+    """Digest of what answers depend on."""
+    store: BlockStore | None
+    mirror: Mirror | None
+    ranks: RankGroup | None
+
+    def close(self) -> None:
+        for opened in (self.mirror, self.ranks, self.store):
+            if opened is not None:
+                opened.close()
 
 
 def build_engine(
@@ -124,35 +144,40 @@ def build_engine(
     store = open_disk(config, identity, decided.plan.block_bytes)
     mirror = Mirror(config) if config.plan.mirror else None
     ranks = RankGroup(config) if config.run.tensor_parallel > 1 else None
+    beside = Beside(identity, store, mirror, ranks)
     try:
-        engine = _build_decoding(config, decided, channel, build_pool, mirror, ranks, store, on_loading)
+        engine = _build_decoding(config, decided, beside, channel, build_pool, on_loading)
         return engine, _ready(config, decided, identity)
     except BaseException:
-        for opened in (mirror, ranks, store):
-            if opened is not None:
-                opened.close()
+        beside.close()
         raise
 
 
 def _build_decoding(
     config: Config,
     decided: Decided,
+    beside: Beside,
     channel: EngineChannel,
     build_pool: KernelBuildPool | None,
-    mirror: Mirror | None,
-    ranks: RankGroup | None,
-    store: BlockStore | None,
     on_loading: Callable[[str, int, int], None],
 ) -> Engine:
-    setup = _setup(config, decided)
+    mirror, ranks, store = beside.mirror, beside.ranks, beside.store
+    setup = _setup(config, decided, beside)
     mirrored = None if mirror is None else StepRecorder(mirror, setup)  # It loads meanwhile.
     ranked = None if ranks is None else StepRecorder(ranks, setup)
     constrained = ConstrainedRequests(make_grammars(decided.files, decided.spec.vocab_size))
     made = _load_runner(config, decided, constrained, build_pool, on_loading, ranks, ranked)
     runner: AnyRunner = made
+    others = None
     if ranks is not None and ranked is not None:
         ranks.wait_until_ready(made.facts.shapes.digest)
         runner = RankedRunner(runner, ranked)
+        if store is not None:
+            others = OtherDisks(ranked, ranks.disk_replies, ranks.size - 1)
+            if not others.are_usable:
+                log.warning("no KV blocks are kept on a disk: a rank cannot store its part of them, and says why.")
+                store.close()
+                store = None
     recorders: list[StepRecorder] = []
     if config.plan.step_log:
         steps = StepLog(Path(config.plan.step_log).expanduser())
@@ -163,13 +188,14 @@ def _build_decoding(
     for recorder in recorders:
         runner = RecordedRunner(runner, recorder)
     fill = _fill_of_slots(decided, made, ranked, recorders, num_ranks=config.run.tensor_parallel)
+    stored = [] if store is None else store.stored()
     disk = disk_settings(store)
     settings = replace(
         decided.scheduler, disk_tier=disk, retention=_retention(config, decided.plan, below=disk.num_slots)
     )
     scheduler = Scheduler(settings, ShapeChoice(made.facts.shapes))
-    if store is not None and scheduler.tiers.disk is not None:
-        scheduler.tiers.disk.restore(store.stored())
+    if scheduler.tiers.disk is not None:
+        scheduler.tiers.disk.restore(stored if others is None else others.common(stored))
     text = AUTO_TEXT if config.plan.speculate == AUTO else config.plan.speculate
     return Engine(
         *(scheduler, runner, decided.device, channel),
@@ -181,7 +207,7 @@ def _build_decoding(
             drafter=decided.drafter_kind or text,
             mirror=mirror,
             ranks=ranks,
-            disk=None if store is None else DiskCopier(store, made.host_blocks, runner),
+            disk=None if store is None else DiskCopier(store, made.host_blocks, runner, others),
             adapters=lambda shares: make_adapters(
                 *(config.adapters, decided.spec, decided.precision.dtype, fill, shares),
                 device_bytes=decided.plan.adapter_bytes,
@@ -376,8 +402,8 @@ def _load_runner(
     return make_runner(decoder, decided.device, decided.runner, drafter, build_pool, guide, tell_drafts)
 
 
-def _setup(config: Config, decided: Decided) -> RunnerSetup:
-    precision, settings = decided.precision, decided.runner
+def _setup(config: Config, decided: Decided, beside: Beside) -> RunnerSetup:
+    precision, settings, store = decided.precision, decided.runner, beside.store
     return RunnerSetup(
         model=config.model.source,
         dtype=str(precision.dtype).removeprefix("torch."),
@@ -399,6 +425,8 @@ def _setup(config: Config, decided: Decided) -> RunnerSetup:
         graphs=settings.graphs,
         adapter_slots=settings.adapter_slots,
         all_states=settings.all_states,
+        disk=beside.identity,
+        disk_slots=0 if store is None else store.num_slots,
     )
 
 

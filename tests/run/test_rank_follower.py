@@ -7,11 +7,22 @@ import numpy as np
 from millrace.plan.step import BlockCopies, CapturePlan, StepInputs, StepPlan, exact_shape
 from millrace.run.device.device import Pending
 from millrace.run.ranks.rank_follower import RankFollower
+from millrace.run.ranks.recorder import DiskWork
 from millrace.run.runner import StepResult
 
 
 def ints(*values: int) -> np.ndarray:
     return np.array(values, np.int32)
+
+
+class Copying:
+    is_done = False
+
+    def done(self) -> bool:
+        return self.is_done
+
+    def wait(self) -> float:
+        return 0.0
 
 
 class NotedRunner:
@@ -27,8 +38,9 @@ class NotedRunner:
         self.asked.append(f"draw {plan.step_no}")
         return None  # type: ignore[return-value]
 
-    def copy(self, copies: BlockCopies) -> None:
+    def copy(self, copies: BlockCopies) -> Pending[float]:
         self.asked.append(f"copy {copies.copies_no}")
+        return Copying()
 
     def capture(self, plan: CapturePlan) -> bool:
         return False
@@ -64,3 +76,16 @@ def test_what_follows_a_step_that_rank_0_never_drew_does_not_wait_for_its_masks(
     """Rank 0 sends nothing while a step waits for its masks: if something comes, the step before it has failed."""
     asked = taken(step(1, masked=True), COPIES, step(2))
     assert asked == ["forward 1", "copy 1", "forward 2", "draw 2"]
+
+
+def test_work_on_a_disk_comes_with_the_copies_before_it_that_go_on() -> None:
+    runner, given = NotedRunner(), list[int]()
+    work = DiskWork(1, "write", [0], [0], (b"name",))
+    follower = RankFollower(runner, take_work=lambda _, before: given.append(len(before)))  # type: ignore[arg-type]
+    for record in (work, COPIES, work, COPIES, work):
+        follower.take(record)
+    Copying.is_done = True
+    follower.take(COPIES)
+    Copying.is_done = False
+    follower.take(work)
+    assert given == [0, 1, 2, 1]

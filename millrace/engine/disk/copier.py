@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import queue
 import threading
@@ -10,22 +11,26 @@ import time
 from collections.abc import Callable, Sequence
 
 from millrace.engine.copies import Copier, PendingCopy
+from millrace.engine.disk.others import OtherDisks
 from millrace.engine.disk.store import BlockStore
 from millrace.plan.step import BlockCopies
 from millrace.run.device.host_blocks import HostBlocks
+from millrace.run.ranks.recorder import DiskWork, DiskWorkKind
 
 NUM_READERS = 2
 WRITER_NICENESS = 10
 """Writes take no core from the steps."""
 CLOSE_S = 2.0
 """Longest wait for the threads at the end. The process does not wait for them either."""
+OnEnd = Callable[[float, Exception | None], None]
+"""Told the seconds that the work took, and why it failed."""
 
 
 class _DiskCopy:
     """A `PendingCopy`."""
 
-    def __init__(self, work: Callable[[], None]) -> None:
-        self._work, self._ended = work, threading.Event()
+    def __init__(self, work: Callable[[], None], on_end: OnEnd | None = None) -> None:
+        self._work, self._on_end, self._ended = work, on_end, threading.Event()
         self._error: Exception | None = None
         self._seconds = 0.0
 
@@ -37,6 +42,8 @@ class _DiskCopy:
             self._error = error
         self._seconds = time.perf_counter() - began
         self._ended.set()
+        if self._on_end is not None:
+            self._on_end(self._seconds, self._error)
 
     def done(self) -> bool:
         return self._ended.is_set()
@@ -48,12 +55,11 @@ class _DiskCopy:
         return self._seconds
 
 
-class DiskCopier:
-    """Sends copies to and from the disk to its threads, and all others to `near`."""
+class DiskThreads:
+    """Move blocks between one process's host memory and its share of the disk."""
 
-    def __init__(self, store: BlockStore, host: Sequence[HostBlocks], near: Copier) -> None:
-        """`host`: the host memory that `near` copies to and from."""
-        self._store, self._host, self._near = store, host, near
+    def __init__(self, store: BlockStore, host: Sequence[HostBlocks]) -> None:
+        self._store, self._host = store, host
         self._reads: queue.SimpleQueue[_DiskCopy | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[_DiskCopy | None] = queue.SimpleQueue()
         parts = [(self._reads, 0)] * NUM_READERS + [(self._writes, WRITER_NICENESS)]
@@ -61,37 +67,25 @@ class DiskCopier:
         for thread in self._threads:
             thread.start()
 
-    def copy(self, copies: BlockCopies) -> PendingCopy:
-        if copies.target == "disk":
-            return self._queue(self._writes, self._store.write, copies.slots.tolist(), copies.blocks.tolist(), copies)
-        if copies.source == "disk":
-            return self._queue(self._reads, self._store.read, copies.blocks.tolist(), copies.slots.tolist(), copies)
-        return self._near.copy(copies)
+    def start(self, work: DiskWork, before: Sequence[PendingCopy] = (), on_end: OnEnd | None = None) -> PendingCopy:
+        """`before`: copies of the same host memory that end first. `on_end` is called in a thread of the disk."""
 
-    def _queue(
-        self,
-        threads: queue.SimpleQueue[_DiskCopy | None],
-        move: Callable[[int, bytes, Sequence[memoryview]], None],
-        on_disk: list[int],
-        on_host: list[int],
-        copies: BlockCopies,
-    ) -> PendingCopy:
-        def work() -> None:
-            for slot, place, name in zip(on_disk, on_host, copies.names, strict=True):
-                move(slot, name, [host.bytes_of(place) for host in self._host])
+        def move() -> None:
+            for copy in before:
+                copy.wait()
+            if work.kind == "forget":
+                self._store.forget(work.names[0])
+                return
+            run = self._store.write if work.kind == "write" else self._store.read
+            for slot, place, name in zip(work.slots, work.places, work.names, strict=True):
+                run(slot, name, [host.bytes_of(place) for host in self._host])
 
-        pending = _DiskCopy(work)
-        threads.put(pending)
-        return pending
-
-    def forget(self, mark: bytes) -> PendingCopy:
-        """Erase what the disk has of the owner with this mark, after the writes that were asked for before."""
-        pending = _DiskCopy(lambda: self._store.forget(mark))
-        self._writes.put(pending)
+        pending = _DiskCopy(move, on_end)
+        (self._reads if work.kind == "read" else self._writes).put(pending)
         return pending
 
     def close(self) -> None:
-        """No copy follows. A disk that hangs keeps its threads and its lock until the process ends."""
+        """No work follows. A disk that hangs keeps its threads and its lock until the process ends."""
         for _ in range(NUM_READERS):
             self._reads.put(None)
         self._writes.put(None)
@@ -100,6 +94,51 @@ class DiskCopier:
             thread.join(max(0.0, until - time.monotonic()))
         if not any(thread.is_alive() for thread in self._threads):
             self._store.close()
+
+
+class DiskCopier:
+    """Sends copies to and from the disk to its threads, and all others to `near`."""
+
+    def __init__(
+        self, store: BlockStore, host: Sequence[HostBlocks], near: Copier, others: OtherDisks | None = None
+    ) -> None:
+        """`host`: the host memory that `near` copies to and from. `others`: the other ranks, which do the same with
+        their shares."""
+        self._threads, self._near, self._others = DiskThreads(store, host), near, others
+        self._numbers = itertools.count(1)
+
+    def copy(self, copies: BlockCopies) -> PendingCopy:
+        blocks, slots = copies.blocks.tolist(), copies.slots.tolist()
+        if copies.target == "disk":
+            return self._start("write", slots, blocks, copies.names)
+        if copies.source == "disk":
+            return self._start("read", blocks, slots, copies.names)
+        return self._near.copy(copies)
+
+    def forget(self, mark: bytes) -> PendingCopy:
+        """Erase what the disk has of the owner with this mark, after the writes that were asked for before."""
+        return self._start("forget", [], [], (mark,))
+
+    def _start(self, kind: DiskWorkKind, slots: list[int], places: list[int], names: tuple[bytes, ...]) -> PendingCopy:
+        work = DiskWork(next(self._numbers), kind, slots, places, names)
+        there = () if self._others is None else (self._others.start(work),)
+        return _Together(self._threads.start(work), *there)
+
+    def close(self) -> None:
+        self._threads.close()
+
+
+class _Together:
+    """A `PendingCopy`: those of all ranks."""
+
+    def __init__(self, *parts: PendingCopy) -> None:
+        self._parts = parts
+
+    def done(self) -> bool:
+        return all(part.done() for part in self._parts)
+
+    def wait(self) -> float:
+        return max([part.wait() for part in self._parts])
 
 
 def _serve(copies: queue.SimpleQueue[_DiskCopy | None], niceness: int) -> None:

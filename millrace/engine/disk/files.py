@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
+
+LOCK_POLL_S = 0.05
 
 
 class BlockFile(Protocol):
@@ -67,8 +70,9 @@ class OpenFile:
 class FolderLock:
     """Held until it is closed, or its process ends."""
 
-    def __init__(self, folder: Path) -> None:
-        """Raises BlockingIOError if somebody else holds it, and another OSError if the folder cannot be used."""
+    def __init__(self, folder: Path, patience_s: float = 0.0) -> None:
+        """Raises BlockingIOError if somebody else holds it for so long, and another OSError if the folder cannot be
+        used."""
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -76,11 +80,16 @@ class FolderLock:
         except OSError:
             self._fd = os.open(folder / "lock", os.O_RDONLY | os.O_CLOEXEC)
             self.is_writable = False
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._fd)
-            raise
+        until = time.monotonic() + patience_s
+        while True:
+            try:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as error:
+                if not isinstance(error, BlockingIOError) or time.monotonic() >= until:
+                    os.close(self._fd)
+                    raise
+            time.sleep(LOCK_POLL_S)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -117,13 +117,19 @@ class BlockStore:
 
 
 def open_store(
-    folder: Path, *, num_slots: int, block_bytes: int, name_bytes: int, form: BlockForm = PLAIN
+    folder: Path,
+    *,
+    num_slots: int,
+    block_bytes: int,
+    name_bytes: int,
+    form: BlockForm = PLAIN,
+    patience_s: float = 0.0,
 ) -> BlockStore | None:
     """The blocks of one model and format. None if the folder cannot be used, which costs time only. Raises ConfigError
-    if another server uses it."""
+    if another server uses it for longer than `patience_s`."""
     lock = None
     try:
-        lock = FolderLock(folder)
+        lock = FolderLock(folder, patience_s)
         if not lock.is_writable:
             log.warning("%s is read-only: KV blocks are read from it, but none is stored", folder)
         slot_bytes = block_bytes + form.extra_bytes

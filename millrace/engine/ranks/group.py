@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from queue import SimpleQueue
 
 from millrace.config import Config, as_dict
 from millrace.errors import ConfigError
@@ -23,9 +24,9 @@ LOAD_LIMIT_S = 900.0
 """All ranks read their weights at once."""
 WRITE_LIMIT_S = 60.0
 """The ring holds many steps: a rank that takes nothing for so long has stalled."""
-READY, SAME, DIFFERENT, FAILED = 1, 2, 3, 4
+READY, SAME, DIFFERENT, FAILED, OF_DISK = 1, 2, 3, 4, 5
 """Kinds of replies: the runner is made, with the digest of its shapes; a step's draws are equal; a sentence that names
-a difference; the reason why the rank ends."""
+a difference; the reason why the rank ends; a `DiskReply`."""
 
 
 class RankProcess:
@@ -58,6 +59,8 @@ class RankGroup:
         self.mesh = SharedMesh(links[0])
         self.num_same = 0
         """Steps whose draws were equal, summed over the ranks."""
+        self.disk_replies: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
+        """The rank, and what it says of its disk."""
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._lost = ""
@@ -131,6 +134,8 @@ class RankGroup:
                 reply = other.ring.read_reply()
                 if reply.kind in (DIFFERENT, FAILED):
                     self._lose(reply.body.decode())
+                if reply.kind == OF_DISK:
+                    self.disk_replies.put((other.rank, reply.body))
                 with self._changed:
                     if reply.kind == READY:
                         other.is_ready, other.digest = True, reply.body.decode()

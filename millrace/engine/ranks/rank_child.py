@@ -12,11 +12,14 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from millrace.config import from_dict
-from millrace.engine.ranks.group import DIFFERENT, FAILED, READY, SAME
+from millrace.engine.disk.share import DiskShare
+from millrace.engine.ranks.group import DIFFERENT, FAILED, OF_DISK, READY, SAME
 from millrace.engine.ranks.make import adapter_shard, runner_from
+from millrace.errors import MillraceError
 from millrace.host.time_slice import request_default_slices
 from millrace.observe.logs import setup_logging
 from millrace.run.device.device import open_device
@@ -36,14 +39,18 @@ def main() -> None:
     config = from_dict(json.loads(sys.stdin.buffer.readline()))
     setup_logging(config.observe.log_level, process=f"rank {rank}")
     mesh = SharedMesh(MeshLink.from_fds(rank, mesh_fds[0], mesh_fds[1:]))
-    device = open_device(config.run)
+    device, disk = open_device(config.run), None
     try:
         records = RecordReader()
         setup = records.read(*ring.read())
         if not isinstance(setup, RunnerSetup):
             raise TypeError("the first record says how the runner is made")
         runner = runner_from(setup, device, mesh)
-        follower = RankFollower(runner, SlotReceiver(runner, lambda: adapter_shard(setup, mesh)).take)
+        if setup.disk_slots:
+            reply = partial(ring.reply, OF_DISK)
+            disk = DiskShare(config, rank, setup.disk, setup.disk_slots, runner.host_blocks, reply)
+        pieces = SlotReceiver(runner, lambda: adapter_shard(setup, mesh))
+        follower = RankFollower(runner, pieces.take, None if disk is None else disk.take)
         mesh.beat()
         ring.reply(READY, runner.facts.shapes.digest.encode())
         follow(ring, records, follower, lambda sentence: f"{sentence} on rank {rank} and rank 0.")
@@ -51,9 +58,12 @@ def main() -> None:
         pass  # Rank 0 has ended, or says which rank is lost.
     except Exception as error:
         logging.getLogger(__name__).exception("rank %d ends", rank)
-        ring.reply(FAILED, f"Rank {rank} of {mesh.size} has failed: {error!r}".encode())
+        reason = error.message if isinstance(error, MillraceError) else repr(error)
+        ring.reply(FAILED, f"Rank {rank} of {mesh.size} has failed: {reason}".encode())
     finally:
         mesh.close()
+        if disk is not None:
+            disk.close()
         device.close()
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from millrace.plan.step import BlockCopies, CapturePlan, StepInputs, StepPlan
 from millrace.run.device.device import Pending
-from millrace.run.ranks.recorder import LoggedResult, Record, RunnerSetup, SlotFill, SlotPiece, vectors_of
+from millrace.run.ranks.recorder import DiskWork, LoggedResult, Record, RunnerSetup, SlotFill, SlotPiece, vectors_of
 from millrace.run.runner import AnyRunner, StepResult
 
 VECTOR_TOLERANCE = 1e-4
@@ -76,7 +76,7 @@ class Follower:
             return self._finish(record)
         if isinstance(record, StepInputs):
             self._inputs[record.step_no] = record
-        elif not isinstance(record, RunnerSetup | SlotPiece):
+        elif not isinstance(record, RunnerSetup | SlotPiece | DiskWork):
             self._waiting.append(record)
         self._begin_ready()
         return None

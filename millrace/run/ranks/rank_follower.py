@@ -7,22 +7,32 @@ the drafts of rank 0. Its draw begins at its masks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from millrace.plan.step import BlockCopies, CapturePlan, StepInputs, StepPlan
 from millrace.run.device.device import Pending
-from millrace.run.ranks.recorder import LoggedResult, Record, RunnerSetup, SlotFill, SlotPiece, vectors_of
+from millrace.run.ranks.recorder import DiskWork, LoggedResult, Record, RunnerSetup, SlotFill, SlotPiece, vectors_of
 from millrace.run.runner import AnyRunner, StepResult
+
+TakeWork = Callable[[DiskWork, Sequence[Pending[float]]], None]
 
 
 class RankFollower:
-    def __init__(self, runner: AnyRunner, take_piece: Callable[[SlotPiece], None] | None = None) -> None:
-        """`take_piece`: of the matrices of adapters; None if steps have none."""
-        self._runner, self._take_piece = runner, take_piece
-        self._waiting: deque[StepPlan | BlockCopies | SlotPiece] = deque()
+    def __init__(
+        self,
+        runner: AnyRunner,
+        take_piece: Callable[[SlotPiece], None] | None = None,
+        take_work: TakeWork | None = None,
+    ) -> None:
+        """`take_piece`: of the matrices of adapters; None if steps have none. `take_work`: of a disk, after the copies
+        that are given with it; None if there is none."""
+        self._runner, self._take_piece, self._take_work = runner, take_piece, take_work
+        self._waiting: deque[StepPlan | BlockCopies | SlotPiece | DiskWork] = deque()
         """Not begun yet."""
+        self._copies: list[Pending[float]] = []
+        """Begun, and not known to have ended."""
         self._inputs: dict[int, deque[StepInputs]] = {}
         """By step, in the order of rank 0: drafts, then masks."""
         self._undrawn: StepPlan | None = None
@@ -54,7 +64,11 @@ class RankFollower:
             self._take_piece(first)
         elif isinstance(first, BlockCopies):
             self._undrawn = None  # They follow the masks of the step before: rank 0 has given up one without.
-            self._runner.copy(first)
+            self._copies = [copy for copy in self._copies if not copy.done()]
+            self._copies.append(self._runner.copy(first))
+        elif isinstance(first, DiskWork):
+            assert self._take_work is not None
+            self._take_work(first, tuple(self._copies))
         else:
             drafts = self._inputs.get(first.step_no)
             if first.draft_places is not None and not drafts:

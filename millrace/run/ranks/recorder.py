@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 import numpy as np
@@ -23,7 +23,7 @@ from millrace.run.runner import AnyRunner, StepResult
 
 Float32s = npt.NDArray[np.float32]
 
-SETUP, STEP, RESULT, SLOT, PIECE = range(5)
+SETUP, STEP, RESULT, SLOT, PIECE, DISK = range(6)
 """Kinds of records."""
 
 
@@ -50,6 +50,9 @@ class RunnerSetup(msgspec.Struct, frozen=True):
     state_slots: int = 0
     adapter_slots: int = 0
     all_states: bool = False
+    disk: str = ""
+    """Identity of the blocks on a disk; `disk_slots`: how many it holds. 0: there is none."""
+    disk_slots: int = 0
     shapes: str = ""
     """Digest of the shapes that its runner declared. In a step log; ranks tell theirs when they are ready."""
 
@@ -73,6 +76,22 @@ class SlotPiece(msgspec.Struct, frozen=True, array_like=True):
     """What all pieces hold, with the last one. None: the slot is emptied."""
 
 
+DiskWorkKind = Literal["write", "read", "forget"]
+
+
+class DiskWork(msgspec.Struct, frozen=True, array_like=True):
+    """Every rank does this with its own share of the blocks on a disk."""
+
+    number: int
+    kind: DiskWorkKind
+    slots: list[int]
+    """On the disk."""
+    places: list[int]
+    """In host memory."""
+    names: tuple[bytes, ...]
+    """Of the blocks. To forget: the mark of their owner."""
+
+
 class LoggedResult(msgspec.Struct, frozen=True, array_like=True):
     """What a step gave."""
 
@@ -83,11 +102,12 @@ class LoggedResult(msgspec.Struct, frozen=True, array_like=True):
     """float32: those of pooled rows, one after the other."""
 
 
-Record = RunnerSetup | StepMessage | LoggedResult | SlotFill | SlotPiece
+Record = RunnerSetup | StepMessage | LoggedResult | SlotFill | SlotPiece | DiskWork
 
 _setup_decoder = msgspec.msgpack.Decoder(RunnerSetup)
 _slot_decoder = msgspec.msgpack.Decoder(SlotFill)
 _piece_decoder = msgspec.msgpack.Decoder(SlotPiece)
+_disk_decoder = msgspec.msgpack.Decoder(DiskWork)
 _result_decoder = msgspec.msgpack.Decoder(LoggedResult)
 
 
@@ -134,6 +154,10 @@ class StepRecorder:
         with self._lock:
             self._sink.write(PIECE, msgspec.msgpack.encode(piece))
 
+    def disk(self, work: DiskWork) -> None:
+        with self._lock:
+            self._sink.write(DISK, msgspec.msgpack.encode(work))
+
     def result(self, result: StepResult) -> None:
         logged = LoggedResult(result.step_no, result.drawn().tobytes(), vectors_of(result).tobytes())
         with self._lock:
@@ -157,6 +181,8 @@ class RecordReader:
             return _piece_decoder.decode(data)
         if kind == SLOT:
             return _slot_decoder.decode(data)
+        if kind == DISK:
+            return _disk_decoder.decode(data)
         if kind == RESULT:
             return _result_decoder.decode(data)
         raise ValueError(f"a record has the unknown kind {kind}")

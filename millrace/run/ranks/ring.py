@@ -125,6 +125,7 @@ class RingReader:
 
     def __init__(self, memory_fd: int, socket_fd: int, size: int = RING_BYTES) -> None:
         self._memory, self._socket, self._size = mmap.mmap(memory_fd, size), socket.socket(fileno=socket_fd), size
+        self._replying = threading.Lock()
         self._at = self._freed = 0
         """Where the next part may be, and bytes that are read and not given back yet."""
 
@@ -144,8 +145,10 @@ class RingReader:
                 return kind, parts[0] if len(parts) == 1 else b"".join(parts)
 
     def reply(self, kind: int, body: bytes = b"") -> None:
+        """Threads may reply beside the one that reads."""
         try:
-            self._socket.sendall(_REPLY.pack(kind, len(body)) + body)
+            with self._replying:
+                self._socket.sendall(_REPLY.pack(kind, len(body)) + body)
         except OSError as error:
             raise RingClosed from error
 
