@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,13 @@ def answers(
     source.write_text(json.dumps(config_of(make_reference("llama"))))
     if disk is not None:
         more |= {"kv_host_gib": 0.01, "kv_disk": str(disk), "kv_disk_gib": 0.05}
-    settings = {"device": "cpu", "dtype": "float32", "kv_tokens": KV_TOKENS, "max_running": 4, "token_budget": 64}
+    settings: dict[str, Any] = {
+        "device": "cpu",
+        "dtype": "float32",
+        "kv_tokens": KV_TOKENS,
+        "max_running": 4,
+        "token_budget": 64,
+    }
     with LLM(f"random:{source}", tensor_parallel=num_ranks, **settings, **more) as llm:
         found = llm.generate(prompts, CHOSEN)
         stats = stats_after(llm, len(found))
