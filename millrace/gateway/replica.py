@@ -100,6 +100,10 @@ class Replica:
     num_token_samples: int = 0
     lacks_adapters: bool = True
     """It has joined or was away: it may lack adapters that clients added meanwhile."""
+    to_forget: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By `ROOM/ID`, what went on at another replica meanwhile, and the headers to remove it with."""
+    forgetting: set[str] = field(default_factory=set)
+    """Of these, those that are being removed now."""
     marks_tokens: bool = False
     """True once a stream of it had token ids: then one without has no tokens yet."""
     fetch_tokens_per_s: float = 0.0

@@ -13,6 +13,7 @@ from millrace.errors import EngineUnavailable, MillraceError
 from millrace.gateway.auto_model import with_model
 from millrace.gateway.kept.batch_lines import check_lines
 from millrace.gateway.kept.finding import asker_of, home_of, replica_headers
+from millrace.gateway.kept.moving import past_of
 from millrace.gateway.limits.limits import Held
 from millrace.gateway.limits.usage import UsageReader
 from millrace.gateway.relay import CLIENT_STALL_S, ClientGone, StreamRelay, outcome_of, refusal_answer, relay_whole
@@ -87,6 +88,8 @@ async def generate(request: web.Request) -> web.StreamResponse:
         held = await _hold(state, request, facts)
         try:
             raw = await _with_chosen_model(state, sender, tenant, raw)
+            if sender.only and (past := await past_of(state, request, facts.stored, sender.only)) is not None:
+                sender.bring = past.bring
             answer = await _answered(state, sender, raw, used)
             _learn(state, sender, answer)
             return answer

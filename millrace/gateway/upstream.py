@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 import aiohttp
@@ -132,6 +132,8 @@ class Sender:
     """Since the request came, or since its stream was last lost."""
     only: str = ""
     """The replica that holds what the request refers to."""
+    bring: Callable[[Replica], Awaitable[str]] | None = None
+    """Gives another replica what the request refers to. Returns why that failed, or nothing."""
     salt: str = ""
     """Keeps the tenant's prefixes apart at replicas, which do not know tenants of the gateway."""
     owner: str = ""
@@ -147,6 +149,9 @@ class Sender:
             try:
                 opened = await self._open_hedged(payload, cause)
             except NoReplica:
+                if self.bring is not None and self.only and self.only not in self.tried:
+                    self.tried.add(self.only)  # It drains, or is away: others may get what it holds.
+                    continue
                 if refusal is not None:
                     return refusal
                 raise
@@ -155,7 +160,10 @@ class Sender:
                 continue
             if opened.response.status not in RETRIED:
                 return opened
+            is_full_home = opened.response.status == 429 and opened.replica.name == self.only
             refusal = await self._read_refusal(opened) or refusal
+            if is_full_home and refusal is not None:
+                return refusal  # What it holds is not moved because it is busy.
         if refusal is not None:
             return refusal
         raise NoReplica(
@@ -181,7 +189,7 @@ class Sender:
         first = asyncio.ensure_future(self._open_one(payload, cause))
         hedge_s = self.fleet.settings.hedge_ms / 1e3
         try:
-            if not hedge_s or self.only:
+            if not hedge_s or self.only:  # What is stored goes on at one replica.
                 return await first
             await asyncio.wait((first,), timeout=hedge_s)
             return await first if first.done() else await self._race(first, payload)
@@ -212,7 +220,8 @@ class Sender:
                     _give_up(one)
 
     async def _open_one(self, payload: PayloadFor, cause: str) -> Opened | str:
-        excluded = self.tried if not self.only else {name for name in self.fleet.replicas if name != self.only}
+        is_bound = self.only and (self.bring is None or self.only not in self.tried)
+        excluded = {name for name in self.fleet.replicas if name != self.only} if is_bound else self.tried
         replica, attempt = self.fleet.choose(self.facts.asked, self.record, excluded=excluded, cause=cause)
         self.tried.add(replica.name)
         attempt.span = decision_span(self.request.get(TRACE), self.record.decisions[-1])
@@ -222,6 +231,10 @@ class Sender:
             return "its API cannot take this request"
         head_s = self._head_s(replica)
         try:
+            if self.bring is not None and (problem := await self.bring(replica)):
+                replica.remove(attempt)
+                self.note_failure(replica, attempt, problem, counts=False)
+                return problem
             async with asyncio.timeout(head_s) as limit:
                 response = await self._send(replica, attempt, content)
         except LOST as error:

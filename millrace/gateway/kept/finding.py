@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from urllib.parse import quote
 
+import msgspec
 from aiohttp import web
 
 from millrace.gateway.replica import Replica
@@ -15,6 +16,10 @@ from millrace.serve.tenancy.access import key_in
 from millrace.serve.tenancy.owner import OWNER_HEADER, owner_of, tenant_of
 
 ASK_S = 10.0
+
+
+class _Session(msgspec.Struct):
+    turns: int = 0
 
 
 def asker_of(request: web.Request) -> str:
@@ -32,14 +37,19 @@ async def home_of(state: GatewayState, request: web.Request, stored: str) -> str
     known = state.homes.get(who, stored)
     if known in state.fleet.replicas:
         return known
-    for replica in state.fleet.open_replicas():
-        if replica.is_millrace and await _holds(state, request, replica, stored):
-            state.homes.put(who, stored, replica.name)
-            return replica.name
-    return ""
+    asked = [one for one in state.fleet.replicas.values() if one.is_millrace and one.health.share(state.fleet.clock())]
+    turns = await asyncio.gather(*(_turns_at(state, request, one, stored) for one in asked))
+    most = max(turns, default=-1)
+    if most < 0:
+        return ""
+    home = asked[turns.index(most)].name
+    state.homes.put(who, stored, home)
+    return home
 
 
-async def _holds(state: GatewayState, request: web.Request, replica: Replica, stored: str) -> bool:
+async def _turns_at(state: GatewayState, request: web.Request, replica: Replica, stored: str) -> int:
+    """-1 if it is not there. Of a session that was moved, the replica with more turns has what is newer; other things
+    have no turns."""
     room, _, name = stored.rpartition("/")
     url = f"{replica.settings.url}/v1/{room}/{quote(name, safe='')}"
     try:
@@ -47,9 +57,13 @@ async def _holds(state: GatewayState, request: web.Request, replica: Replica, st
             asyncio.timeout(ASK_S),
             state.session.get(url, headers=replica_headers(state, request)) as answer,
         ):
-            return answer.status == 200
-    except LOST:
-        return False
+            if answer.status != 200:
+                return -1
+            if room != "sessions":
+                return 0
+            return max(0, int(msgspec.json.decode(await answer.read(), type=_Session).turns))
+    except (*LOST, msgspec.DecodeError):
+        return -1
 
 
 def replica_headers(state: GatewayState, request: web.Request) -> dict[str, str]:

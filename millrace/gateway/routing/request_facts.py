@@ -89,7 +89,7 @@ def facts_of(
         asked,
         is_stream,
         _num_choices(body),
-        is_stream and not (body.get("best_of") or body.get("use_beam_search") or stored.startswith("sessions/")),
+        is_stream and not (body.get("best_of") or body.get("use_beam_search")),
         len(prompt),
         stored,
         body,

@@ -15,6 +15,7 @@ from millrace.gateway.replica import Replica
 from millrace.gateway.upstream import LOST, own_headers
 
 log = logging.getLogger("millrace.gateway")
+FORGET_S = 10.0
 
 
 class _Adapter(msgspec.Struct):
@@ -85,3 +86,22 @@ class CatchUp:
             ) as answer,
         ):
             return answer.status, await answer.read()
+
+
+async def forget_old(session: aiohttp.ClientSession, replica: Replica) -> None:
+    """Remove from a replica that is back what went on elsewhere."""
+    for name, headers in list(replica.to_forget.items()):
+        if replica.to_forget.pop(name, None) is None:
+            continue
+        replica.forgetting.add(name)
+        try:
+            async with (
+                asyncio.timeout(FORGET_S),
+                session.delete(f"{replica.settings.url}/v1/{name}", headers=headers) as answer,
+            ):
+                if answer.status not in (200, 404):
+                    log.warning("Replica %s keeps an old copy of %s: %d.", replica.name, name, answer.status)
+        except LOST:
+            replica.to_forget.setdefault(name, headers)
+        finally:
+            replica.forgetting.discard(name)

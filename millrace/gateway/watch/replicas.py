@@ -14,7 +14,7 @@ from millrace.gateway.foreign import probe_path, read_report
 from millrace.gateway.replica import Replica
 from millrace.gateway.routing.model_list import ModelList
 from millrace.gateway.upstream import own_headers
-from millrace.gateway.watch.catching_up import CatchUp
+from millrace.gateway.watch.catching_up import CatchUp, forget_old
 
 log = logging.getLogger("millrace.gateway")
 MODELS_EVERY = 10
@@ -73,6 +73,8 @@ class Watch:
             problem = await self.probe(replica, with_models=count % MODELS_EVERY == 0)
             if not problem and replica.is_millrace and replica.lacks_adapters and await self.adapters.bring(replica):
                 await self.probe(replica, with_models=True)
+            if not problem and replica.to_forget:
+                await forget_old(self.session, replica)
             count, lost = (count + 1, 0) if not problem else (0, lost + 1)
             if lost >= PROBES_LOST or (lost and "refused" in problem):
                 self.lost(replica, problem)

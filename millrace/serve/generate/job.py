@@ -158,7 +158,9 @@ class Job:
                 param="max_tokens",
             )
         marked.is_muted = True
-        replay(MarkedSink(choice, marked), choice.prompt.token_ids, received.token_ids, params)
+        sink: TokenSink = MarkedSink(choice, marked)
+        turn = self.generation.turn
+        replay(sink if turn is None else TurnSink(turn, sink), choice.prompt.token_ids, received.token_ids, params)
         marked.is_muted = received.has_ended
         if not choice.is_stopped and len(received.token_ids) < limit:
             return False

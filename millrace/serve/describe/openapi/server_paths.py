@@ -77,6 +77,7 @@ def own_paths() -> dict[str, Any]:
     one_event = {"text/event-stream": {"schema": event_of("KvEvent")}}
     octets = {"description": "The sealed part.", "content": {"application/octet-stream": {"schema": {}}}}
     kv_events = {"description": "Server-sent events without end; the first is a snapshot.", "content": one_event}
+    stored = {"description": "What it keeps now.", "content": as_json({"type": "object"})}
     encode = operation("text", "tokenize", "Text or messages to token ids", "TokenizeAnswer", BODY_ERRORS)
     decode = operation("text", "detokenize", "Token ids to text", "DetokenizeAnswer", BODY_ERRORS)
     return {
@@ -132,6 +133,20 @@ def own_paths() -> dict[str, Any]:
                 ),
                 "requestBody": {"required": True, "content": {"application/octet-stream": {"schema": {}}}},
             }
+        },
+        "/v1/stored": {
+            "get": operation(
+                *("operate", "giveStored", "A session, responses or a conversation, for gateways", octets),
+                ("400", "403", "404"),
+                parameters=_stored_at(),
+            ),
+            "post": {
+                **operation(
+                    *("operate", "takeStored", "Keep what another replica gave, for gateways", stored),
+                    ("400", "403", "409", "413"),
+                ),
+                "requestBody": {"required": True, "content": {"application/vnd.msgpack": {"schema": {}}}},
+            },
         },
         "/v1/requests": {
             "get": operation(
@@ -202,6 +217,11 @@ def _of_model() -> dict[str, Any]:
 def _listed() -> dict[str, Any]:
     limit = {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": MAX_LISTED}
     return {"name": "limit", "in": "query", "description": "Only the longest running ones.", "schema": limit}
+
+
+def _stored_at() -> list[dict[str, Any]]:
+    text = "`sessions/ID`, `responses/ID` or `conversations/ID`."
+    return [{"name": "at", "in": "query", "required": True, "description": text, "schema": {"type": "string"}}]
 
 
 def _last() -> list[dict[str, Any]]:
