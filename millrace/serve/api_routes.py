@@ -35,10 +35,10 @@ from millrace.serve.openai.translate_completions import prepare_completion
 from millrace.serve.responses import routes as responses
 from millrace.serve.responses import routes_conversations as conversations
 from millrace.serve.responses.translate import prepare_response
-from millrace.serve.stored import moving
 from millrace.serve.stored import routes_batches as batches
 from millrace.serve.stored import routes_files as files
 from millrace.serve.tenancy.block_ticket import BLOCKS_PATH
+from millrace.serve.transfer import stored_rows
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -74,7 +74,7 @@ POST: dict[str, Handler] = {
     "/v1/batches/{batch_id}/cancel": batches.cancel,
     "/v1/requests/{request_id}/cancel": requests.cancel,
     BLOCKS_PATH: routes_kv.blocks,
-    "/v1/stored": moving.take,
+    "/v1/stored": stored_rows.take,
     "/v1/messages": anthropic.messages,
     "/v1/messages/count_tokens": anthropic.count_tokens,
     "/api/chat": ollama.chat,
@@ -127,7 +127,7 @@ GET: dict[str, Handler] = {
     "/v1/load": routes_load.load,
     "/v1/kv/events": routes_kv.events,
     "/v1/kv/tree": routes_kv.tree,
-    "/v1/stored": moving.give,
+    "/v1/stored": stored_rows.give,
     "/v1/steps": routes_steps.steps,
     "/v1/cost": routes_steps.cost,
     "/tokenizer_info": info.tokenizer_info,

@@ -17,7 +17,6 @@ from millrace.serve.http.body import read_any_body
 from millrace.serve.http.ids import REQUEST_ID_HEADER
 from millrace.serve.http.json_answer import json_answer
 from millrace.serve.http.queries import check_query
-from millrace.serve.responses.store import MAX_TURNS
 from millrace.serve.sessions.store import Session
 from millrace.serve.state import STATE
 from millrace.serve.tenancy.owner import owner_of
@@ -35,6 +34,8 @@ _COLUMNS = {
 }
 """Of each table, without numbers and owners, which every server gives anew."""
 _AT = re.compile(r"(sessions|responses|conversations)/([^/]{1,256})")
+_MAX_CHAIN = 1000
+"""Responses before one that is continued; longer chains are refused when they are used."""
 _session = msgspec.msgpack.Decoder(Session)
 
 
@@ -97,7 +98,7 @@ def _response_rows(database: sqlite3.Connection, name: str, owner: str) -> Store
     found: Rows = []
     items: Rows = []
     wanted: Value = name
-    while wanted is not None and len(found) <= MAX_TURNS:
+    while wanted is not None and len(found) <= _MAX_CHAIN:
         rows = _selected(database, "responses", "id = ? AND owner = ?", wanted, owner)
         _known(rows, str(wanted))
         found += rows
