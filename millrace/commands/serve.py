@@ -106,6 +106,9 @@ class Server:
         self._front: FrontState | None = None
         """Of this process, once it serves."""
         self._spare: SpareEngine | None = None
+        self._given = self._config.server
+        """With port 0 if any free one is taken."""
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
 
     def run(self) -> None:
         """Serve until a signal. Raises if the engine could not start or kept dying."""
@@ -123,6 +126,8 @@ class Server:
         finally:
             for engine in self._engines:
                 self._end(engine)
+            if self._scratch is not None:
+                self._scratch.cleanup()
         if self._failure:
             raise EngineUnavailable(self._failure)
 
@@ -134,7 +139,23 @@ class Server:
         first = next((model for model in self._models if model.loads_at_start), None)
         if first is None:
             return None
-        return start_engine(config_beside(first.config, (), self._config.server.max_loaded or len(self._models)))
+        return start_engine(
+            config_beside(self._for_engine(first), (), self._config.server.max_loaded or len(self._models))
+        )
+
+    def _for_engine(self, model: ModelSettings) -> Config:
+        """With the file that keeps canaries of the model's adapters: an engine does not know the data directory."""
+        config = model.config
+        if not config.adapters.num_slots or config.adapters.canary_file:
+            return config
+        from millrace.serve.data_directory import canary_file
+
+        server = self._given
+        if not server.port and not server.name:  # No later server is the same as this one.
+            self._scratch = self._scratch or tempfile.TemporaryDirectory(prefix="millrace-canaries-")
+            server = dataclasses.replace(server, data_dir=self._scratch.name)
+        file = canary_file(server, self._models[0].name, model.name)
+        return replace(config, adapters__canary_file=str(file))
 
     def _end(self, engine: EngineHandle) -> None:
         """Kill an engine that is still loading: it has nothing to finish and would not react before it is ready."""
@@ -223,7 +244,7 @@ class Server:
         supervisor = ModelSupervisor(
             self._models,
             clients,
-            start=lambda model: start_engine(model.config, spare.take()),
+            start=lambda model: start_engine(self._for_engine(model), spare.take()),
             announce=lambda event: self._tell_fronts(fronts, event),
             on_only_model_lost=self._end_with,
             prepare=spare.prepare if server.spare_engine and not server.in_process else lambda: None,

@@ -282,6 +282,10 @@ class AdapterConfig:
         False, "let operators add adapters while the server runs (POST /v1/adapters), from directories of its machine"
     )
 
+    canary_file: str = setting(
+        "", "file that keeps canaries of adapters over restarts; if empty, one in the server's data directory"
+    )
+
     @property
     def max_bytes(self) -> int:
         """Of the adapters in host memory, and of each of them."""

@@ -157,7 +157,7 @@ class Engine:
             if self._constrained is not None:
                 self._constrained.shut_down()
             if self.adapters is not None:
-                self.adapters.shut_down()
+                self.adapters.shut_down(is_in_order=self._stopping)
             if self._mirror is not None:
                 self._mirror.close()
 

@@ -14,6 +14,8 @@ class AddAdapter(msgspec.Struct, frozen=True):
     path: str
     is_new: bool = False
     """Refuse a name that is known."""
+    is_told: bool = False
+    """A front tells a new engine what the one before knew, so it replaces nothing and ends no canary."""
 
 
 class AddCanary(msgspec.Struct, frozen=True):

@@ -338,7 +338,7 @@ class EngineClient:
         return await self._change_adapters("drop_adapter", name)
 
     async def add_canary(self, asked: AddCanary) -> AdapterAnswer:
-        """Answered when its files were read. Engines that are started later have none."""
+        """Answered when its files were read."""
         return await self._change_adapters("add_canary", msgspec.json.encode(asked).decode())
 
     async def end_canary(self, name: str, *, promotes: bool) -> AdapterAnswer:
@@ -360,7 +360,7 @@ class EngineClient:
         """Requests that go on with this engine find them: it takes messages in order."""
         for asked in self.known_adapters.on_new_engine(names):
             query_id, self._next_query_id = self._next_query_id, self._next_query_id + 1
-            body = msgspec.json.encode(asked).decode()
+            body = msgspec.json.encode(msgspec.structs.replace(asked, is_told=True)).decode()
             self._channel.send(Query(self.front_index, query_id, "add_adapter", body))
             self.known_adapters.note_told(query_id, asked.name)
 

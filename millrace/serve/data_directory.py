@@ -24,6 +24,12 @@ def data_directory(server: ServerConfig, model_name: str) -> Path:
     return _own_directory(server.name or by_default)
 
 
+def canary_file(server: ServerConfig, first_name: str, model_name: str) -> Path:
+    """Of one model of one server, also where several share the directory."""
+    name = re.sub(r"[^\w.-]", "_", f"{server.name or server.port}-{model_name}")
+    return data_directory(server, first_name) / f"canaries-{name}.jsonl"
+
+
 def other_data(server: ServerConfig, model_name: str) -> str:
     """A sentence for a server whose model has data, but in the directory of another server; else empty. Up to version
     0.1 all servers of a model used the one of the default port."""

@@ -149,7 +149,13 @@ def test_a_canary_is_started_seen_promoted_and_taken_back(served: Served, folder
 def test_the_next_engine_has_what_was_added(served: Served, folder: Path) -> None:
     ask(served, "POST", "/v1/adapters", name="kept", path=str(folder / "three"))
     before, starts = said(served, f"{NAME}:kept"), served.metric("millrace_engine_starts_total")
+    ask(served, "POST", "/v1/adapters/kept/canary", path=str(folder / "two"), share=0.5)
+    assert said(served, f"{NAME}:kept") == before
+    canary = ask(served, "GET", "/v1/adapters/kept")["canary"]
+    assert (canary["status"], canary["old"]["requests"]) == ("running", 1)
     os.kill(served.child("engine_child"), signal.SIGKILL)
     wait_until(lambda: served.metric("millrace_engine_starts_total") > starts, "the next engine")
     wait_until(lambda: served.request("GET", "/v1/adapters/kept")[0] == 200, "the adapter is back")
+    assert ask(served, "GET", "/v1/adapters/kept")["canary"] == canary
+    assert said(served, f"{NAME}:kept") == said(served, f"{NAME}:two"), "every second request, as before"
     assert said(served, f"{NAME}:kept") == before

@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 
 from millrace.config import AdapterConfig, Config
+from millrace.engine.adapters.canaries import Canaries
+from millrace.engine.adapters.canary_journal import CanaryJournal
 from millrace.engine.adapters.reader import AdapterReader
 from millrace.engine.adapters.requests import AdaptedRequests
 from millrace.engine.adapters.service import EngineAdapters
@@ -75,4 +77,10 @@ def make_adapters(
         store.declare(name, path)
     requests = AdaptedRequests(store, config.num_slots, fill, max_bytes=device_bytes or None)
     folder = Path(config.adapter_dir).expanduser() if config.adapter_dir else None
-    return EngineAdapters(requests, lambda: shares, folder, allows_adding=config.allow_adapters, on_end=reader.close)
+    kept = Path(config.canary_file).expanduser() if config.canary_file else None
+    return EngineAdapters(
+        *(requests, lambda: shares, folder),
+        allows_adding=config.allow_adapters,
+        canaries=Canaries(None if kept is None else CanaryJournal(kept)),
+        on_end=reader.close,
+    )

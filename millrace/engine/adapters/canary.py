@@ -6,8 +6,10 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Literal, cast
 
+from millrace.engine.adapters.canary_journal import KeptCanary, KeptVersion
 from millrace.engine.adapters.store import Known
 from millrace.link.adapter_messages import AddCanary, CanaryFigures, VersionFigures
 from millrace.link.messages import Finish
@@ -30,13 +32,13 @@ class _Version:
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMED))
     """For a token, without waiting."""
 
-    def note(self, reason: FinishReason, finish: Finish | None) -> None:
+    def note(self, reason: FinishReason, token_s: float | None) -> None:
         if reason not in GOOD and reason not in BAD:
             return
         self.ended += 1
         self.failed += reason in BAD
-        if finish is not None and finish.output_tokens:
-            self.seconds.append((finish.total_s - finish.queued_s) / finish.output_tokens)
+        if token_s is not None:
+            self.seconds.append(token_s)
 
     @property
     def failed_share(self) -> float:
@@ -49,6 +51,13 @@ class _Version:
     def figures(self) -> VersionFigures:
         return VersionFigures(self.ended, self.failed, 1e3 * self.median_s)
 
+    def kept(self) -> KeptVersion:
+        return KeptVersion(self.ended, self.failed, list(self.seconds))
+
+    @classmethod
+    def restored(cls, kept: KeptVersion) -> _Version:
+        return cls(kept.ended, kept.failed, deque(kept.seconds, MAX_TIMED))
+
 
 class Canary:
     def __init__(self, asked: AddCanary, known: Known) -> None:
@@ -57,19 +66,36 @@ class Canary:
         self.state: State = "running"
         self.why = ""
         """Why it was taken back."""
+        self.old_path = ""
+        """Where the adapter was when this version took its place."""
         self._old, self._new = _Version(), _Version()
         self._due = 0.0
 
+    @classmethod
+    def restored(cls, kept: KeptCanary) -> Canary:
+        """Its files are read when a request needs them."""
+        canary = cls(kept.asked, Known(kept.asked.name, Path(kept.asked.path).expanduser(), is_added=True))
+        canary.state, canary.why, canary.old_path = cast("State", kept.state), kept.why, kept.old_path
+        canary._old, canary._new = _Version.restored(kept.old), _Version.restored(kept.new)
+        canary._due = kept.due
+        return canary
+
+    def kept(self) -> KeptCanary:
+        versions = (self._old.kept(), self._new.kept())
+        return KeptCanary(self.asked, self.state, self.why, self._due, self.old_path, *versions)
+
     def takes_next(self) -> bool:
         """Whether the adapter's next request is for the new version. Shares are exact: 0.1 is every tenth."""
-        self._due += self.asked.share
-        is_new = self._due >= 1.0 - 1e-9
-        self._due -= is_new
+        is_new = self._due + self.asked.share >= 1.0 - 1e-9
+        self.count_taken(is_new=is_new)
         return is_new
 
-    def note(self, reason: FinishReason, finish: Finish | None, *, is_new: bool) -> bool:
-        """A request of one of the versions has ended. True if the canary ends with it."""
-        (self._new if is_new else self._old).note(reason, finish)
+    def count_taken(self, *, is_new: bool) -> None:
+        self._due += self.asked.share - is_new
+
+    def note(self, reason: FinishReason, token_s: float | None, *, is_new: bool) -> bool:
+        """A request of one of the versions has ended. `token_s`: what a token took. True if the canary ends with it."""
+        (self._new if is_new else self._old).note(reason, token_s)
         if self.state == "running" and (why := self._problem()):
             self.state, self.why = "returned", why
             return True
@@ -96,3 +122,10 @@ class Canary:
             old=self._old.figures(),
             new=self._new.figures(),
         )
+
+
+def token_seconds(finish: Finish | None) -> float | None:
+    """Without waiting; None if it has no tokens."""
+    if finish is None or not finish.output_tokens:
+        return None
+    return (finish.total_s - finish.queued_s) / finish.output_tokens

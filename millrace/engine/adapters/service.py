@@ -34,6 +34,8 @@ class _Adding:
     known: Known
     canary: AddCanary | None = None
     """It is to be a canary."""
+    is_told: bool = False
+    """See `AddAdapter`."""
 
 
 class EngineAdapters:
@@ -44,6 +46,7 @@ class EngineAdapters:
         folder: Path | None = None,
         *,
         allows_adding: bool = True,
+        canaries: Canaries | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         """`shares`: figures by adapter. `folder`: watched. `allows_adding`: while the engine runs. `on_end`: what is
@@ -51,7 +54,9 @@ class EngineAdapters:
         self._requests, self._store, self._shares, self._folder = requests, requests.store, shares, folder
         self._allows_adding, self._on_end = allows_adding, on_end
         self._adding: list[_Adding] = []
-        self.canaries = Canaries()
+        self.canaries = canaries or Canaries()
+        for known in self._store.all():
+            self._store.declare(known.name, self.canaries.path_of(known.name, known.path))
         self._dropped: list[tuple[int, Reply]] = []
         self._scanned: dict[str, Signature] = {}
         self._skipped: set[str] = set()
@@ -75,7 +80,9 @@ class EngineAdapters:
         return self._folder is not None
 
     def hold(self, request: Request, params: SamplingParams) -> bool:
-        version = self.canaries.version(params.adapter, request.id) if params.adapter in self._store else None
+        version, has_output = None, request.num_output > 0
+        if params.adapter in self._store:
+            version = self.canaries.version(params.adapter, request.id, has_output=has_output)
         return self._requests.hold(request, params, version)
 
     def take_ready(self) -> list[tuple[Request, SamplingParams]]:
@@ -94,7 +101,10 @@ class EngineAdapters:
         self._requests.close(request_id)
         self.canaries.close(request_id, reason, finish)
 
-    def shut_down(self) -> None:
+    def shut_down(self, *, is_in_order: bool = True) -> None:
+        """`is_in_order`: else the engine failed."""
+        if is_in_order:
+            self.canaries.stop()
         self._on_end()
         self._store.close()
 
@@ -142,8 +152,10 @@ class EngineAdapters:
         for name, signature in found.adapters.items():
             if self._scanned.get(name) == signature:
                 continue
-            known = self._store.declare(name, folder / name)
-            if name in self._scanned:
+            is_new = name not in self._scanned
+            path = folder / name
+            known = self._store.declare(name, self.canaries.path_of(name, path) if is_new else path)
+            if not is_new:
                 self._store.load(known)
         for name in self._scanned.keys() - found.adapters.keys():
             self._store.forget(name)
@@ -175,9 +187,12 @@ class EngineAdapters:
         if asked.is_new and asked.name in self._store:
             message = f"There is an adapter {asked.name!r}. Remove it first, or give this one another name."
             return _reply(query, AdapterAnswer(error=message))
-        known = Known(asked.name, Path(asked.path).expanduser(), is_added=True)
+        path = Path(asked.path).expanduser()
+        if asked.is_told:
+            path = self.canaries.path_of(asked.name, path)
+        known = Known(asked.name, path, is_added=True)
         self._requests.expected[asked.name] = known
-        self._adding.append(_Adding(query, known))
+        self._adding.append(_Adding(query, known, is_told=asked.is_told))
         self._store.load(known)
         return None
 
@@ -189,7 +204,8 @@ class EngineAdapters:
             del self._requests.expected[known.name]
         if known.failure:
             return adding.query.front, _reply(adding.query, AdapterAnswer(error=known.failure))
-        self.canaries.forget(known.name)
+        if not adding.is_told:
+            self.canaries.forget(known.name)
         self._store.register(known)
         return adding.query.front, _reply(adding.query, AdapterAnswer([self._figures(known)]))
 
@@ -234,7 +250,8 @@ class EngineAdapters:
         known = self._store.get(name)
         if known is None:
             return AdapterAnswer(error=unknown_adapter(name, self._store.names()), is_unknown=True)
-        canary = self.canaries.end(name, "promoted" if promotes else "aborted")
+        old_path = str(known.path) if promotes else ""
+        canary = self.canaries.end(name, "promoted" if promotes else "aborted", old_path)
         if canary is None:
             return AdapterAnswer(error=f"No canary of {name!r} is running.", is_unknown=True)
         if promotes:
