@@ -53,6 +53,8 @@ examples:
   millrace bench step                                    time of a CPU step by kind of work
   millrace bench adapter-load                            1,000 adapters with room for 64; a stream beside loading
   millrace bench encode --model DIR --reference PYTHON   an encoder beside sentence-transformers and ONNX Runtime
+  millrace bench encode --model minilm --beside smollm2 --texts 10000
+                                                         a chat stream while an embedder has 10,000 texts to embed
   millrace bench front --streams 64,512,2048             fronts over a null engine: tokens/s, µs of CPU per token
   millrace bench front --fronts 1,2 --streams 512        the same with one front and with two
   millrace bench gateway --streams 256                   a gateway over null replicas: added latency, tokens/s,
@@ -75,6 +77,8 @@ _ALLOWED = {
 _TOKEN_MS = (0.0, 40.0)
 """Null replicas that answer at once, and with the pace of an engine: then each token is read and written by itself."""
 _POLICY_REPLICAS, _TRACE_REQUESTS, _TIER_REQUESTS = 4, 3000, 64
+_BESIDE_WORDS, _SMOOTH_MS = 24, 200.0
+"""Longest text of `bench encode --beside`, and the target of a step if none is given."""
 _ROUNDS = ("observe", "speculate", "smooth", "fetch")
 """Benchmarks that take `--rounds`, beside `peers`."""
 _MODULES = (bench_peers, formats, bench_serve, bench_observe, bench_speculate, bench_gpu)
@@ -125,6 +129,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="PYTHON",
         help="interpreter with sentence-transformers and, for ONNX files, onnxruntime, to compare with",
+    )
+    encode.add_argument(
+        "--beside",
+        default="",
+        metavar="MODEL",
+        help="serve this model too, and measure a stream of it while the texts are embedded",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON line per figure instead of a table")
     bench_peers.add_arguments(parser)
@@ -238,10 +248,44 @@ def _bench_encode(args: argparse.Namespace) -> int:
 
     if args.texts < 8:
         raise UsageError(f"--texts is {args.texts}; it must be 8 or more.")
+    if args.beside:
+        return _bench_encode_beside(args)
     figures = encode_figures(load_settings(args).config, args.texts, args.reference)
     return _print_figures(
         figures, f"{args.texts} texts of mixed lengths through LLM.embed", "encode", as_json=args.json
     )
+
+
+def _bench_encode_beside(args: argparse.Namespace) -> int:
+    import uvloop
+
+    from millrace.bench.http.encode_beside import EncodeBesideBench, verdict
+    from millrace.bench.local_server import cancel_on_sigterm
+    from millrace.bench.micro.encode import mixed_texts
+
+    if args.reference:
+        raise UsageError("--reference compares an encoder alone; leave --beside out.")
+    config = load_settings(args).config
+    target_ms = config.plan.step_ms if config.plan.step_ms > 0 else _SMOOTH_MS
+    bench = EncodeBesideBench(
+        args.beside,
+        config.model.source,
+        mixed_texts(args.texts, _BESIDE_WORDS),
+        target_ms,
+        ("--step-ms", str(target_ms), "--threads", str(config.run.threads)),
+        seed=int(time.time()) if args.content_seed is None else args.content_seed,
+    )
+
+    async def measure() -> list[Figure]:
+        cancel_on_sigterm()
+        return await bench.run()
+
+    figures = uvloop.run(measure())
+    title = f"{args.texts} texts of up to {_BESIDE_WORDS} words beside a stream of {args.beside}"
+    code = _print_figures(figures, title, "encode", as_json=args.json)
+    if not args.json:
+        print(verdict(figures, target_ms))
+    return code
 
 
 def _bench_front(args: argparse.Namespace) -> int:

@@ -28,6 +28,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("Roberta", {**_SIZES, "pad_token_id": 1, "max_position_embeddings": 66, "type_vocab_size": 1}),
     "xlm-roberta": ("XLMRoberta", {**_SIZES, "pad_token_id": 1, "max_position_embeddings": 66, "type_vocab_size": 1}),
     "camembert": ("Camembert", {**_SIZES, "pad_token_id": 1, "max_position_embeddings": 66, "type_vocab_size": 1}),
+    "electra": ("Electra", {**_SIZES, "embedding_size": 32}),
     "distilbert": (
         "DistilBert",
         {**_SIZES, "dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 4, "max_position_embeddings": 64},

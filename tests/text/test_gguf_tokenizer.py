@@ -216,7 +216,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch:
         ({"tokenizer.ggml.scores": [0.5]}, "scores has 1 entries for"),
         ({"tokenizer.ggml.merges": None}, "has no merges"),
         ({"tokenizer.ggml.merges": ["a nosuchtoken"]}, "cannot be built.*nosuchtoken"),
-        ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model is 'bert', which is not supported"),
+        ({"tokenizer.ggml.model": "rwkv"}, "tokenizer.ggml.model is 'rwkv', which is not supported"),
         ({"tokenizer.ggml.model": None}, "tokenizer.ggml.model is 'None', which is not supported"),
     ],
 )

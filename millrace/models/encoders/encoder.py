@@ -61,6 +61,8 @@ class EncoderWeights:
     final_norm: Norm | None = None
     relative_bias: Tensor | None = None
     """[buckets, heads]"""
+    project: Linear | None = None
+    """From the embeddings' width to that of the layers, if they differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +140,7 @@ class Encoder:
     def __init__(self, spec: EncoderSpec, weights: EncoderWeights) -> None:
         self.spec, self._weights = spec, weights
         self._activation = activation_of(spec.activation)
+        self._slopes = _slopes(spec.num_heads).to(self.device, self.dtype) if spec.has_alibi else None
 
     @property
     def device(self) -> torch.device:
@@ -153,6 +156,7 @@ class Encoder:
         spec, weights = self.spec, self._weights
         positions = torch.cat([torch.arange(length) for length in texts.lengths]).to(self.device)
         x = weights.embedding_norm(self._embed(texts, positions))
+        x = x if weights.project is None else weights.project(x)
         groups = texts.groups
         angles = {theta: _angles(positions, spec.head_size, theta) for theta in set(spec.thetas)}
         masks = {window: self._masks(groups, window) for window in set(spec.windows) or {0}}
@@ -235,11 +239,13 @@ class Encoder:
         ]
 
     def _mask(self, length: int, window: int) -> Tensor | None:
-        bias = self._weights.relative_bias
-        if bias is None and (window == 0 or length <= window + 1):
+        bias, slopes = self._weights.relative_bias, self._slopes
+        if bias is None and slopes is None and (window == 0 or length <= window + 1):
             return None
         at = torch.arange(length, device=self.device)
         distance = at[None, :] - at[:, None]
+        if slopes is not None:
+            return -slopes * distance.abs()
         if bias is None:
             return distance.abs() <= window
         return bias[_buckets(distance, self.spec.relative_buckets)].permute(2, 0, 1)
@@ -260,6 +266,14 @@ def _rotate(heads: Tensor, angles: _Angles) -> None:
     cos, sin = angles
     first, second = heads.float().chunk(2, dim=-1)
     heads.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+
+
+def _slopes(num_heads: int) -> Tensor:
+    """ALiBi: rates of heads, [heads, 1, 1]. Heads beyond a power of two take every other rate of the next power."""
+    power = 1 << (num_heads.bit_length() - 1)
+    rates = [2 ** (-8 * (head + 1) / power) for head in range(power)]
+    rates += [2 ** (-4 * (head + 1) / power) for head in range(0, 2 * (num_heads - power), 2)]
+    return torch.tensor(rates)[:, None, None]
 
 
 def _buckets(distance: Tensor, num_buckets: int, max_distance: int = 128) -> Tensor:

@@ -20,11 +20,13 @@ from millrace.models.encoders.encoder import (
 )
 from millrace.models.encoders.heads import Head, PooledVectors, SparseWeights, TextLogits, TokenLogits, TokenVectors
 from millrace.models.encoders.spec import EncoderSpec, encoder_spec
+from millrace.models.weights.gguf_weights import GgufWeights
 from millrace.models.weights.onnx_weights import OnnxWeights
 from millrace.models.weights.safetensors_weights import SafetensorsWeights
 from millrace.models.weights.source import WeightSource
-from millrace.sources.encoders.encoder_files import DenseModule, EncoderFiles, encoder_files
+from millrace.sources.encoders.encoder_files import DenseModule, EncoderFiles, read_encoder
 from millrace.sources.encoders.retrieval_files import SparseForm
+from millrace.sources.gguf.model import open_gguf_model
 from millrace.sources.resolve import ModelFiles
 
 
@@ -36,9 +38,9 @@ class LoadedEncoder:
 
 
 def load_encoder(files: ModelFiles, *, device: torch.device, dtype: torch.dtype) -> LoadedEncoder:
-    if files.kind not in ("safetensors", "onnx"):
-        raise ModelError(f"{files.path}: encoders need safetensors or ONNX files. Give a directory with them.")
-    described = encoder_files(files.path, files.config)
+    described = read_encoder(files)
+    if files.kind == "random" or described is None:
+        raise ModelError(f"{files.path}: encoders need safetensors, GGUF or ONNX files. Give a directory with them.")
     source = _Tensors(_open(files), device, dtype)
     spec = encoder_spec(files.config, frozenset(source.names))
     body = _Body(source, spec)
@@ -48,6 +50,8 @@ def load_encoder(files: ModelFiles, *, device: torch.device, dtype: torch.dtype)
 def _open(files: ModelFiles) -> WeightSource:
     if files.kind == "onnx":
         return OnnxWeights(files.weights[0])
+    if files.kind == "gguf":
+        return GgufWeights(open_gguf_model(files.path), files.config)
     return SafetensorsWeights(files.path, files.weights, files.config)
 
 
@@ -94,10 +98,12 @@ class _Body:
 
     def weights(self) -> EncoderWeights:
         spec, names, hidden = self.spec, self.spec.names, self.spec.hidden_size
-        table = self._table
+        table, width = self._table, spec.embedding_size or hidden
+        project = f"{self.prefix}embeddings_project"
         return EncoderWeights(
-            words=self.source.get(f"{self.prefix}{names.words}.weight", (spec.vocab_size, hidden)),
-            embedding_norm=self._norm(names.embedding_norm),
+            words=self.source.get(f"{self.prefix}{names.words}.weight", (spec.vocab_size, width)),
+            embedding_norm=self.source.norm(self.prefix + names.embedding_norm, width, spec.eps),
+            project=self.source.linear(project, (hidden, width)) if width != hidden else None,
             layers=tuple(self._layer(index) for index in range(spec.num_layers)),
             positions=table(names.positions),
             types=table(names.types),
@@ -172,13 +178,14 @@ def _head(body: _Body, described: EncoderFiles) -> Head:
     if before == "body":
         name = body.prefix + name
     dense = source.linear(name, square)
-    act = activation_of("relu" if spec.family == "distilbert" else "tanh")
+    act = activation_of({"distilbert": "relu", "electra": "gelu"}.get(spec.family, "tanh"))
     return TextLogits("cls", dense, act, None, source.linear(last, classes), num_labels)
 
 
 _POOLER = ("body", "pooler.dense", "classifier")
 _CLASSIFIERS = {
     "bert": _POOLER,
+    "jina_bert": _POOLER,
     "nomic_bert": _POOLER,
     "gte": _POOLER,
     "distilbert": ("", "pre_classifier", "classifier"),

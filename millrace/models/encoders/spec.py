@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from millrace.errors import ModelError
@@ -60,6 +60,10 @@ class EncoderSpec:
     """Of each layer: how far a token sees in each direction; 0 = everywhere. () = everywhere in all layers."""
     relative_buckets: int = 0
     """MPNet: buckets of relative positions, each with a bias per head; 0 for none."""
+    has_alibi: bool = False
+    """Scores fall with the distance of two tokens, in each head at its own rate."""
+    embedding_size: int = 0
+    """ELECTRA: width of the embeddings, which a linear layer brings to `hidden_size`; 0: as wide."""
     classifier_pooling: str = "cls"
     classifier_activation: str = "gelu"
 
@@ -151,8 +155,8 @@ def _rotary_names(layer: str, names: LayerNames, embedding_norm: str, has_types:
 def encoder_spec(config: Mapping[str, Any], stored: frozenset[str]) -> EncoderSpec:
     """`stored`: the names of the model's tensors. Some families are stored in two ways."""
     family = str(config.get("model_type"))
-    if family in ("bert", "roberta", "xlm-roberta", "camembert"):
-        return _bert(config, family)
+    if family in ("bert", "roberta", "xlm-roberta", "camembert", "electra"):
+        return _bert(config, family, stored)
     if family == "distilbert":
         return _distilbert(config)
     if family == "mpnet":
@@ -182,18 +186,45 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _bert(config: Mapping[str, Any], family: str) -> EncoderSpec:
+def _bert(config: Mapping[str, Any], family: str, stored: frozenset[str]) -> EncoderSpec:
     kind = config.get("position_embedding_type") or "absolute"
+    if kind == "alibi":
+        return _jina(config, stored)
     if kind != "absolute":
-        raise ModelError(f"config.json sets position_embedding_type {kind!r}; only 'absolute' is supported.")
-    is_bert = family == "bert"
+        raise ModelError(f"config.json sets position_embedding_type {kind!r}; only 'absolute' and 'alibi' are known.")
+    is_bert = family in ("bert", "electra")
+    offset = 0 if is_bert else int(_first(config, "pad_token_id", default=1)) + 1
     return EncoderSpec(
         family=family,
         **_sizes(config),
         eps=float(config.get("layer_norm_eps", 1e-12)),
         activation=str(config.get("hidden_act", "gelu")),
         names=_bert_names(),
-        position_offset=0 if is_bert else int(_first(config, "pad_token_id", default=1)) + 1,
+        position_offset=int(config.get("position_offset", offset)),
+        embedding_size=int(config.get("embedding_size") or 0) if family == "electra" else 0,
+    )
+
+
+def _jina(config: Mapping[str, Any], stored: frozenset[str]) -> EncoderSpec:
+    """jina-embeddings-v2: BERT with distances in place of positions and a gated MLP, which GGUF files hold in two."""
+    kind = config.get("feed_forward_type")
+    if kind not in ("geglu", "reglu") or any("layer_norm_q" in name for name in stored):
+        raise ModelError("This jina model has another MLP or norms of queries and keys, which are not supported.")
+    is_split = any("mlp.gate_layer" in name for name in stored)
+    layer = replace(
+        _BERT_LAYER,
+        up=("mlp.gate_layer", "mlp.up_layer") if is_split else ("mlp.gated_layers",),
+        down="mlp.wo",
+        mlp_norm="mlp.layernorm",
+    )
+    return EncoderSpec(
+        family="jina_bert",
+        **_sizes(config),
+        eps=float(config.get("layer_norm_eps", 1e-12)),
+        activation="gelu" if kind == "geglu" else "relu",
+        names=replace(_bert_names(), names=layer, positions=""),
+        is_gated=True,
+        has_alibi=True,
     )
 
 

@@ -17,6 +17,7 @@ from millrace.models.spec.latent import deepseek_v2, deepseek_v3
 from millrace.models.spec.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
 from millrace.models.spec.rope import ROPE_KEYS, read_rope
 from millrace.ops.base.activation_kind import Activation
+from millrace.sources.encoders.families import instead_of
 
 Windows = list[int | None]
 
@@ -197,7 +198,10 @@ def _gemma3_ropes(c: ConfigReader) -> tuple[RopeSpec, RopeSpec]:
 
 def _refuse_bidirectional(c: ConfigReader) -> None:
     if c.flag("use_bidirectional_attention"):
-        raise c.fail("use_bidirectional_attention", "is true: the model is for embeddings and cannot generate text")
+        problem = "is true: the model is for embeddings and cannot generate text"
+        raise c.fail(
+            "use_bidirectional_attention", f"{problem}. To embed, use Qwen3-Embedding or nomic-embed-text-v1.5"
+        )
 
 
 def _mixtral(c: ConfigReader) -> dict[str, Any]:
@@ -495,7 +499,8 @@ def find_family(config: Mapping[str, Any]) -> Family:
             return family
     named = ", ".join(map(str, architectures)) or f"model_type {kind!r}"
     supported = ", ".join(name for family in FAMILIES for name in family.architectures)
-    raise ModelError(f"The model's architecture is {named}, which is not supported. Supported: {supported}.")
+    instead = instead_of(architectures[0] if architectures else kind)
+    raise ModelError(f"The model's architecture is {named}, which is not supported. Supported: {supported}.{instead}")
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:

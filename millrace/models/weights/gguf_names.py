@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from millrace.errors import ModelError
+from millrace.models.weights.gguf_piece import GgufPiece, whole_piece
 from millrace.sources.gguf.model import GgufModel
 
 _GLOBAL = {
@@ -80,24 +81,6 @@ _EXPERT_PARTS = ("ffn_gate", "ffn_up", "ffn_down")
 _PERMUTED_TYPES = ("llama", "mistral", "mixtral", "smollm3")
 
 
-@dataclass(frozen=True, slots=True)
-class GgufPiece:
-    """Rows `first_row` to `first_row + num_rows` of a tensor, with all axes but the last flattened, seen as `shape`."""
-
-    tensor: str
-    shape: tuple[int, ...]
-    first_row: int
-    num_rows: int
-    permuted_heads: int = 0
-    """If not 0: number of heads whose rotary halves are interleaved and must be reordered."""
-    minus_one: bool = False
-    """The file holds weight + 1 (norms of the Gemma family)."""
-    expert: int | None = None
-    values: str = ""
-    """Latent attention: the tensor that holds each head's rows from latents to values. This one then holds, transposed,
-    those to keys: newer files have two tensors in place of one."""
-
-
 def pieces_by_name(model: GgufModel, config: dict[str, Any]) -> dict[str, GgufPiece]:
     """Every Hugging Face tensor in the file. A tensor that the family does not have is an error."""
     found: dict[str, GgufPiece] = {}
@@ -114,7 +97,7 @@ def pieces_by_name(model: GgufModel, config: dict[str, Any]) -> dict[str, GgufPi
 def _pieces_of(model: GgufModel, config: dict[str, Any], tensor: str) -> Iterator[tuple[str, GgufPiece]]:
     kind_of_model = str(config["model_type"])
     is_gemma = kind_of_model.startswith("gemma")
-    whole = _whole(model, tensor)
+    whole = whole_piece(model, tensor)
     if tensor in _GLOBAL:
         yield _GLOBAL[tensor], replace(whole, minus_one=is_gemma and tensor == "output_norm.weight")
         return
@@ -139,15 +122,6 @@ def _pieces_of(model: GgufModel, config: dict[str, Any], tensor: str) -> Iterato
         yield name, replace(whole, minus_one=minus_one, permuted_heads=_heads(config, part))
     else:
         raise _unknown(model, config, tensor)
-
-
-def _whole(model: GgufModel, tensor: str) -> GgufPiece:
-    """The whole tensor. A vector counts as rows of one item, so that items can be selected like rows."""
-    shape = model.tensor(tensor).shape
-    rows = 1
-    for size in shape[:-1] if len(shape) > 1 else shape:
-        rows *= size
-    return GgufPiece(tensor, shape, 0, rows)
 
 
 def _heads(config: dict[str, Any], part: str) -> int:

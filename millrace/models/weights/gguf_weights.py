@@ -14,9 +14,12 @@ import torch
 
 from millrace.errors import ModelError
 from millrace.models.spec.shard import Cut
-from millrace.models.weights.gguf_names import GgufPiece, pieces_by_name
+from millrace.models.weights.gguf_encoder_names import encoder_pieces
+from millrace.models.weights.gguf_names import pieces_by_name
+from millrace.models.weights.gguf_piece import GgufPiece
 from millrace.models.weights.source import cut_of
 from millrace.ops.linear.gguf_values import PLAIN, Bytes, check_supported, dequantise, stored_dtype
+from millrace.sources.encoders.families import is_encoder
 from millrace.sources.gguf.model import GgufModel
 
 
@@ -25,7 +28,7 @@ class GgufWeights:
 
     def __init__(self, model: GgufModel, config: dict[str, Any]) -> None:
         self._model = model
-        self._pieces = pieces_by_name(model, config)
+        self._pieces = (encoder_pieces if is_encoder(config) else pieces_by_name)(model, config)
         for piece in self._pieces.values():
             for tensor in filter(None, (piece.tensor, piece.values)):
                 check_supported(model.tensor(tensor).type, f"{self._where(piece)} tensor '{tensor}'")

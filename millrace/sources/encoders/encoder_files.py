@@ -118,9 +118,20 @@ def read_encoder(files: ModelFiles) -> EncoderFiles | None:
     """None for a model that writes text and has no module files. With them, a decoder is an embedder too."""
     folder = files.path if files.kind in ("safetensors", "onnx") else files.path.parent
     if is_encoder(files.config):
+        if files.kind == "gguf":
+            return _from_gguf(files.config)
         return encoder_files(folder, files.config)
     modules = json_file(folder / "modules.json", list) if files.kind == "safetensors" else None
     return None if modules is None else _embedder(folder, modules, 0, is_decoder=True)
+
+
+def _from_gguf(config: Mapping[str, Any]) -> EncoderFiles:
+    """Other engines give vectors of such files length 1, which the files do not say."""
+    task, max_tokens, mode = _task(config), int(config["max_position_embeddings"]), config["pooling"]
+    if task == "classify":
+        labels = _labels(config)
+        return EncoderFiles(task, max_tokens, labels=labels, activation=_activation(config, len(labels)))
+    return EncoderFiles(task, max_tokens, (mode or "mean",), has_modules=mode is not None)
 
 
 def encoder_files(folder: Path, config: Mapping[str, Any]) -> EncoderFiles:

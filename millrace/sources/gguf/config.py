@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from millrace.errors import ModelError
+from millrace.sources.encoders.families import instead_of
+from millrace.sources.gguf import encoder_config
 from millrace.sources.gguf.metadata import Metadata
 from millrace.sources.gguf.model import GgufModel
 from millrace.sources.gguf.rope import rope_scaling
@@ -36,6 +38,7 @@ def config_from_gguf(model: GgufModel) -> dict[str, Any]:
         known = ", ".join(_ARCHITECTURES)
         raise ModelError(
             f"{model.path} has architecture {arch!r}, which is not supported. Supported GGUF architectures: {known}."
+            f"{instead_of(arch)}"
         )
     return translate(Metadata(model, str(arch)))
 
@@ -329,4 +332,7 @@ _ARCHITECTURES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "glm4": _glm4,
     "gpt-oss": _gpt_oss,
     "deepseek2": _deepseek2,
+    "bert": encoder_config.bert,
+    "nomic-bert": encoder_config.nomic_bert,
+    "jina-bert-v2": encoder_config.jina_bert,
 }

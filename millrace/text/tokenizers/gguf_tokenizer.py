@@ -1,4 +1,4 @@
-"""Builds the tokenizer described by GGUF metadata: byte-level BPE ("gpt2") or SentencePiece BPE ("llama").
+"""Builds the tokenizer described by GGUF metadata: byte-level BPE ("gpt2"), SentencePiece BPE ("llama"), an encoder's.
 
 It gives the same ids as the model's original tokenizer. Missing metadata is filled in by family: SentencePiece adds BOS
 and a leading space; Gemma adds BOS but no space.
@@ -7,7 +7,6 @@ and a leading space; Gemma adds BOS but no space.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import AddedToken, decoders, normalizers
@@ -15,14 +14,21 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from millrace.errors import ModelError
+from millrace.text.tokenizers.gguf_encoder_tokenizer import unigram, word_piece
+from millrace.text.tokenizers.gguf_vocabulary import (
+    CONTROL,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    Vocabulary,
+    vocabulary_of,
+)
 from millrace.text.tokenizers.merge_cache import merges_of
 from millrace.text.tokenizers.pre_tokenizers import Recipe, recipe_for
 from millrace.text.tokenizers.spm_merges import Merge
 from millrace.text.tokenizers.token_table import SPACE_MARK
 from millrace.text.tokenizers.tokenizer import END_NAMES, Tokenizer
-
-# Values of tokenizer.ggml.token_type.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5
 
 _NAMED = {
     "bos_token": "bos_token_id",
@@ -35,40 +41,19 @@ _NAMED = {
 _SPM_DEFAULT_IDS = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
 
 
-@dataclass(frozen=True, slots=True)
-class Vocabulary:
-    """The validated tokenizer part of the metadata."""
-
-    where: str
-    architecture: str
-    tokens: list[str]
-    types: Sequence[int]
-    metadata: Mapping[str, Any]
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self.metadata.get(f"tokenizer.ggml.{key}", default)
-
-    def flag(self, key: str, default: bool) -> bool:
-        return bool(self.get(key, default))
-
-    def token_id(self, key: str, default: int | None = None) -> int | None:
-        value = self.get(key, default)
-        return int(value) if value is not None and 0 <= int(value) < len(self.tokens) else None
-
-    @property
-    def is_gemma(self) -> bool:
-        return self.architecture.startswith("gemma")
-
-
 def build_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> Tokenizer:
     """`where` is the file, for error messages."""
-    vocabulary = _vocabulary(metadata, where)
+    vocabulary = vocabulary_of(metadata, where)
     model = vocabulary.get("model")
     try:
         if model == "gpt2":
             return _byte_level(vocabulary)
         if model == "llama":
             return _sentence_piece(vocabulary)
+        if model == "bert":
+            return word_piece(vocabulary)
+        if model == "t5":
+            return unigram(vocabulary)
     except ModelError:
         raise
     except Exception as error:  # tokenizers raises plain `Exception`, for example for merges of unknown tokens.
@@ -76,25 +61,9 @@ def build_gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> Tokenizer:
             f"{where}: the tokenizer cannot be built: {error}. The file is damaged; download it again."
         ) from error
     raise ModelError(
-        f"{where}: tokenizer.ggml.model is '{model}', which is not supported; 'gpt2' and 'llama' are."
+        f"{where}: tokenizer.ggml.model is '{model}', which is not supported; 'gpt2', 'llama', 'bert' and 't5' are."
         " Serve the model from its Hugging Face directory (with tokenizer.json) instead."
     )
-
-
-def _vocabulary(metadata: Mapping[str, Any], where: str) -> Vocabulary:
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, str) for token in tokens):
-        raise ModelError(
-            f"{where} has no vocabulary (tokenizer.ggml.tokens); convert the model again with its vocabulary."
-        )
-    types = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
-    for key, values in (("token_type", types), ("scores", metadata.get("tokenizer.ggml.scores"))):
-        if values is not None and len(values) != len(tokens):
-            raise ModelError(
-                f"{where}: tokenizer.ggml.{key} has {len(values)} entries for {len(tokens)} tokens;"
-                " the file is damaged, download it again."
-            )
-    return Vocabulary(where, str(metadata.get("general.architecture", "")), tokens, types, metadata)
 
 
 # ── byte-level BPE ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -169,3 +169,56 @@ def test_what_is_not_supported_is_refused(case: str, change: dict[str, Any], mes
     (folder / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(ModelError, match=message):
         load(folder)
+
+
+def test_jina_v2_scores_fall_with_distance_and_its_mlp_is_gated(tmp_path: Path) -> None:
+    """The published code is not part of transformers: this is BERT's own layer with what differs written out."""
+    from safetensors.torch import load_file, save_file
+
+    folder = save_encoder(tmp_path / "m", num_attention_heads=6)
+    tensors = load_file(folder / "model.safetensors")
+    torch.manual_seed(2)
+    for layer in range(3):
+        before = f"encoder.layer.{layer}"
+        for part in ("weight", "bias"):
+            tensors.pop(f"{before}.intermediate.dense.{part}")
+            tensors[f"{before}.mlp.wo.{part}"] = tensors.pop(f"{before}.output.dense.{part}")
+            tensors[f"{before}.mlp.layernorm.{part}"] = tensors.pop(f"{before}.output.LayerNorm.{part}")
+        tensors[f"{before}.mlp.gated_layers.weight"] = 0.2 * torch.randn(160, 48)
+    tensors.pop("embeddings.position_embeddings.weight")
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"position_embedding_type": "alibi", "feed_forward_type": "geglu"}
+    (folder / "config.json").write_text(json.dumps(config))
+    for text, vector in zip(TEXTS, run(load(folder), TEXTS), strict=True):
+        expected = _jina_states(tensors, text).mean(0)
+        torch.testing.assert_close(vector, expected / expected.norm(), atol=1e-5, rtol=1e-4)
+
+
+def _jina_states(tensors: dict[str, Tensor], text: list[int]) -> Tensor:
+    import torch.nn.functional as F
+
+    def linear(name: str, x: Tensor) -> Tensor:
+        return F.linear(x, tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+
+    def norm(name: str, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (48,), tensors[f"{name}.weight"], tensors[f"{name}.bias"], 1e-12)
+
+    # Of six heads, four have the rates of four, and two the odd ones of eight.
+    rates = torch.tensor([2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3])
+    at = torch.arange(len(text))
+    bias = -rates[:, None, None] * (at[None, :] - at[:, None]).abs()
+    x = tensors["embeddings.word_embeddings.weight"][text] + tensors["embeddings.token_type_embeddings.weight"][0]
+    x = norm("embeddings.LayerNorm", x)
+    for layer in range(3):
+        own = f"encoder.layer.{layer}"
+        query, key, value = (
+            linear(f"{own}.attention.self.{part}", x).view(-1, 6, 8).transpose(0, 1)
+            for part in ("query", "key", "value")
+        )
+        scores = query @ key.mT / 8**0.5 + bias
+        mixed = (scores.softmax(-1) @ value).transpose(0, 1).reshape(-1, 48)
+        x = norm(f"{own}.attention.output.LayerNorm", x + linear(f"{own}.attention.output.dense", mixed))
+        gate, up = linear(f"{own}.mlp.gated_layers", x).chunk(2, dim=-1)
+        x = norm(f"{own}.mlp.layernorm", x + linear(f"{own}.mlp.wo", F.gelu(gate) * up))
+    return x
