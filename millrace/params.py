@@ -323,7 +323,10 @@ class SamplingParams(DrawParams, frozen=True, omit_defaults=True):
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         for token_id, bias in self.logit_bias:
             _in_range("logit_bias", token_id, 0, 2**31 - 1)
-            _in_range("logit_bias", bias, -100.0, 100.0)
+            if not -100.0 <= bias <= 100.0:
+                raise BadRequest(
+                    f"logit_bias of token {token_id} is {bias:g}; it must be between -100 and 100.", param="logit_bias"
+                )
         for token_id in self.stop_token_ids:
             _in_range("stop_token_ids", token_id, 0, 2**31 - 1)
 

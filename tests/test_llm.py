@@ -62,7 +62,16 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     [
         ({"max_token": 4}, r"generate\(\) has no keyword argument 'max_token'\. Did you mean 'max_tokens'\?"),
         ({"temperature": 101.0}, r"temperature is 101"),
-        ({"temperature": "hot"}, r"generate\(\): a keyword argument has the wrong type"),
+        ({"temperature": "hot"}, r"generate\(\): temperature has the wrong type: 'hot'\. Give a number"),
+        ({"max_tokens": 5.5}, r"max_tokens has the wrong type: 5\.5\. Give an integer or None"),
+        ({"top_k": 1.5}, "top_k has the wrong type"),
+        ({"n": True}, "n has the wrong type: True"),
+        ({"stop": 5}, r"stop has the wrong type: 5\. Give a list"),
+        ({"stop": ["a", 5]}, r"stop \(at \[1\]\) has the wrong type: \['a', 5\]\. Give a string"),
+        ({"stop_token_ids": [1.5]}, "stop_token_ids"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {5: 500}}, "logit_bias of token 5 is 500"),
+        ({"pooled_from": 1}, "no keyword argument 'pooled_from'"),
         ({"params": SamplingParams(), "seed": 1}, r"given SamplingParams and the keyword argument 'seed'; give one"),
     ],
 )
@@ -78,6 +87,13 @@ def test_keywords_are_sampling_parameters(llm: LLM) -> None:
     assert len(short.token_ids) == 3
     (stopped,) = llm.generate("ab", max_tokens=2, ignore_eos=True, stop="never drawn")
     assert len(stopped.token_ids) == 2
+
+
+def test_numbers_of_numpy_and_keys_of_json_are_taken(llm: LLM) -> None:
+    fields: dict[str, Any] = {"ignore_eos": True, "temperature": np.float32(0)}
+    (plain,) = llm.generate("ab", max_tokens=3, logit_bias={7: 100.0}, **fields)
+    (same,) = llm.generate("ab", max_tokens=np.int64(3), logit_bias={"7": np.float64(100)}, **fields)
+    assert plain.token_ids == same.token_ids == [7, 7, 7]
 
 
 def test_stream_in_plain_and_asynchronous_code(llm: LLM) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import numbers
+import re
+import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,10 +19,25 @@ from millrace.text.grammar.python_types import FORMATS, grammar_of
 Prompt = str | Sequence[int]
 """Text or token ids."""
 
+_MAX_SHOWN_CHARS = 80
 _PROMPT_FORMS = "give each prompt as a string or a list of token ids"
-_SAMPLING_NAMES = tuple(
-    declared.name for declared in msgspec.structs.fields(SamplingParams) if declared.name not in FORMATS
-)
+_FILLED_IN = {
+    *("pooling", "second_from", "pooled_from", "attended", "dry_breaker_ids", "bad_word_ids", "prediction", "thinking"),
+}
+"""Parameters that are computed from other arguments."""
+_SAMPLING_TYPES = {
+    name: kind
+    for name, kind in typing.get_type_hints(SamplingParams).items()
+    if name in SamplingParams.__struct_fields__ and name not in FORMATS and name not in _FILLED_IN
+}
+_GIVE = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "True or False",
+    "str": "a string",
+    "array": "a list",
+    "null": "None",
+}
 
 
 def read_config(model: str | None, keywords: Mapping[str, object]) -> Config:
@@ -66,16 +84,13 @@ def _read_sampling(
     method: str, params: SamplingParams | None, keywords: Mapping[str, object], defaults: SamplingDefaults
 ) -> SamplingParams:
     for name in keywords:
-        if name not in _SAMPLING_NAMES:
-            known = (*_SAMPLING_NAMES, *FORMATS)
+        if name not in _SAMPLING_TYPES:
+            known = (*_SAMPLING_TYPES, *FORMATS)
             hint = _nearest(name, known) or f"It takes {', '.join(known)}."
             raise BadRequest(f"{method}() has no keyword argument '{name}'. {hint}", param=name)
     if params is None:
-        fields: dict[str, Any] = {name: _plain(name, value) for name, value in keywords.items()}
-        try:
-            return SamplingParams(**defaults.fill(fields))
-        except TypeError as error:  # A comparison with a value of another type.
-            raise BadRequest(f"{method}(): a keyword argument has the wrong type: {error}.") from error
+        fields = {name: _checked(method, name, value) for name, value in keywords.items()}
+        return SamplingParams(**defaults.fill(fields))
     if keywords:
         raise BadRequest(
             f"{method}() was given SamplingParams and the keyword argument '{next(iter(keywords))}'; give one of them."
@@ -83,13 +98,39 @@ def _read_sampling(
     return params
 
 
-def _plain(name: str, value: object) -> object:
-    """A single stop string or bad word, lists and dictionaries in the form that `SamplingParams` stores."""
-    if name in ("stop", "bad_words") and isinstance(value, str):
-        return (value,)
+def _checked(method: str, name: str, value: object) -> Any:
+    """The value in the form that `SamplingParams` stores."""
+    try:
+        return msgspec.convert(_plain(value), _SAMPLING_TYPES[name])
+    except msgspec.ValidationError as error:
+        if isinstance(value, str) and name in ("stop", "bad_words"):
+            return (value,)
+        found = re.match(r"Expected `(.*?)`.*?(?: - at `\$(.*)`)?$", str(error))
+        kinds = found[1].split(" | ") if found else []
+        wanted = " or ".join(_GIVE.get(kind, kind) for kind in kinds)
+        place = f"{name} (at {found[2]})" if found and found[2] else name
+        raise BadRequest(
+            f"{method}(): {place} has the wrong type: {_shown(value)}. Give {wanted or 'another value'}.", param=name
+        ) from None
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"
+
+
+def _plain(value: object) -> object:
+    """Numbers of other libraries as Python's, a dictionary as pairs; keys of one that came as JSON are digits."""
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return float(value)
     if isinstance(value, Mapping):
-        return tuple((int(key), bias) for key, bias in value.items())
-    return tuple(value) if isinstance(value, list) else value
+        return [
+            (int(key) if isinstance(key, str) and key.isdecimal() else _plain(key), _plain(item))
+            for key, item in value.items()
+        ]
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
