@@ -244,7 +244,7 @@ def _bench_adapter_load(args: argparse.Namespace) -> int:
 
 
 def _bench_encode(args: argparse.Namespace) -> int:
-    from millrace.bench.micro.encode import encode_figures
+    from millrace.bench.encoding.throughput import encode_figures
 
     if args.texts < 8:
         raise UsageError(f"--texts is {args.texts}; it must be 8 or more.")
@@ -259,9 +259,9 @@ def _bench_encode(args: argparse.Namespace) -> int:
 def _bench_encode_beside(args: argparse.Namespace) -> int:
     import uvloop
 
-    from millrace.bench.http.encode_beside import EncodeBesideBench, verdict
+    from millrace.bench.encoding.beside import EncodeBesideBench, verdict
+    from millrace.bench.encoding.throughput import mixed_texts
     from millrace.bench.local_server import cancel_on_sigterm
-    from millrace.bench.micro.encode import mixed_texts
 
     if args.reference:
         raise UsageError("--reference compares an encoder alone; leave --beside out.")

@@ -8,7 +8,7 @@ import pytest
 from helpers.onnx_files import write_onnx
 from helpers.tiny_encoders import save_encoder
 
-from millrace.bench.micro.encode import encode_figures, mixed_texts
+from millrace.bench.encoding.throughput import encode_figures, mixed_texts
 from millrace.config import load_config
 from millrace.errors import ConfigError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from millrace.bench.http.encode_beside import TEXTS_PER_REQUEST, EncodeBesideBench, verdict
+from millrace.bench.encoding.beside import TEXTS_PER_REQUEST, EncodeBesideBench, verdict
 
 
 def bench(texts: int = 0) -> EncodeBesideBench:

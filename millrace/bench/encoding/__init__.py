@@ -1,0 +1,1 @@
+"""Throughput of encoders, alone and beside a stream."""
