@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import sys
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from millrace.terminal.parser import UsageError
 
 if TYPE_CHECKING:
+    from millrace.faults.kills import KillResult
     from millrace.faults.leak_check import IdleReadings
 
 USAGE = "millrace faults {disconnects,fuzz,gateway,kill-engine,kill-front,overload} [options]"
@@ -19,18 +21,21 @@ examples:
   millrace faults disconnects --clients 2000 --seconds 300   clients disconnect at random moments
   millrace faults fuzz --seconds 600                         mutated requests: no 5xx, no hang, no leak
   millrace faults gateway --seconds 600                      kill, stop and corrupt replicas under two gateways
-  millrace faults gateway --kills 200                        kill a replica 200 times, and nothing else
+  millrace faults gateway --kills 200                        a soak: kill a replica 200 times, and nothing else
   millrace faults kill-engine --seconds 120                  kill the engine under load, repeatedly
   millrace faults kill-front --seconds 120                   kill the second front under load, repeatedly
   millrace faults kill-rank --seconds 120                    kill a rank of a split model under load, repeatedly
-  millrace faults kill-rank --kills 50 --clients 4           the same 50 times, under 4 streams each time
+  millrace faults kill-rank --kills 200 --clients 4          a soak: 200 times, under 4 streams each, in bursts of 5
   millrace faults overload --seconds 60                      twice the capacity, in three priority classes
 
-Each run starts its own server; gateway starts a gateway and null replicas. The exit code is 1 if a check failed."""
+Each run starts its own server; gateway starts a gateway and null replicas. SIGTERM and Ctrl-C end them, too.
+Soaks say how long they still take, and end with a table of what was seen and its bars. The exit code is 1 if a check
+failed."""
 
 Say = Callable[[str], None]
 """Reports what a run found."""
 DEFAULT_S = 60.0
+EXIT_TERMINATED = 143
 _SMALL_POOL = ("--kv-tokens", "4096", "--max-context", "512")
 """KV pages become resident when first used; a large pool would look like a leak."""
 _SERVER_OPTIONS: dict[str, tuple[str, ...]] = {
@@ -86,12 +91,16 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--kills is for gateway, {', '.join(can_kill)}.")
     if args.what != "gateway" and args.seconds is None:
         args.seconds = DEFAULT_S
-    return asyncio.run(_gateway(args) if args.what == "gateway" else _with_server(args))
+    try:
+        return asyncio.run(_gateway(args) if args.what == "gateway" else _with_server(args))
+    except asyncio.CancelledError:
+        return EXIT_TERMINATED
 
 
 async def _with_server(args: argparse.Namespace) -> int:
-    from millrace.bench.local_server import LocalServer
+    from millrace.bench.local_server import LocalServer, cancel_on_sigterm
 
+    cancel_on_sigterm()
     with LocalServer(_SERVER_OPTIONS[args.what]) as server:
         await server.wait_ready()
         said: list[str] = []
@@ -100,11 +109,14 @@ async def _with_server(args: argparse.Namespace) -> int:
 
 
 async def _gateway(args: argparse.Namespace) -> int:
+    from millrace.bench.local_server import cancel_on_sigterm
     from millrace.faults.gateway_drill import KINDS, drill
+    from millrace.terminal.table import print_table
 
+    cancel_on_sigterm()
     kinds = ("kill",) if args.kills else KINDS
     seconds = args.seconds if args.seconds is not None else 0.0 if args.kills else DEFAULT_S
-    result = await drill(seconds, args.clients or 32, args.seed, kinds, args.kills)
+    result = await drill(seconds, args.clients or 32, args.seed, kinds, args.kills, _say_progress)
     faults = ", ".join(f"{count} × {kind}" for kind, count in result.num_faults.items() if count)
     text = (
         f"{sum(result.num_faults.values())} faults ({faults}). Streams: {result.num_right} right,"
@@ -113,7 +125,13 @@ async def _gateway(args: argparse.Namespace) -> int:
     )
     if not args.json:
         print(text)
+        print_table(result.table(), right=(1, 2, 3))
+        print_table(result.bars(), right=(1, 2))
     return _report(args, [text], result.failures())
+
+
+def _say_progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _report(args: argparse.Namespace, said: list[str], failures: list[str]) -> int:
@@ -147,10 +165,16 @@ async def _fuzz(args: argparse.Namespace, url: str, pid: int, say: Say) -> list[
 
 
 async def _kill(args: argparse.Namespace, url: str, pid: int, say: Say) -> list[str]:
-    from millrace.faults.kills import PARTS, kill_repeatedly
+    from millrace.faults.kills import BURST, PARTS, REST_S, kill_repeatedly, shortest_s
 
     part = PARTS[args.what]
-    result = await kill_repeatedly(url, pid, part, args.seconds, args.kills, args.clients or 32)
+    if args.kills > BURST and part != "front":
+        at_least = shortest_s(part, args.kills) / 60
+        _say_progress(
+            f"{args.kills} kills in bursts of {BURST}, with {REST_S:g} s of serving between them: {at_least:.0f} min,"
+            " and the starts of the engines."
+        )
+    result = await kill_repeatedly(url, pid, part, args.seconds, args.kills, args.clients or 32, _say_progress)
     times = sorted(result.recovery_s)
     say(
         f"{result.kills} kills of the {part}. Streams: {result.failed} ended with an error event,"
@@ -158,7 +182,25 @@ async def _kill(args: argparse.Namespace, url: str, pid: int, say: Say) -> list[
         f" Recovery: {times[len(times) // 2]:.1f} s (median), {times[-1]:.1f} s (worst)."
     )
     lost = result.cut + result.failed + result.refused
+    if not args.json:
+        _print_kills(result, lost)
     return [f"{lost} streams did not go on with the next engine"] if part != "front" and lost else []
+
+
+def _print_kills(result: KillResult, lost: int) -> None:
+    from millrace.faults.kills import RECOVERY_LIMIT_S
+    from millrace.terminal.table import print_table
+
+    held, worst = "" if result.part == "front" else "MISSED" if lost else "held", max(result.recovery_s)
+    print_table(
+        [
+            (f"{result.kills} kills of the {result.part}", "seen", "bar", ""),
+            ("streams completed", str(result.completed), "", ""),
+            ("streams lost", str(lost), "" if result.part == "front" else "0", held),
+            ("longest until it is ready again", f"{worst:.1f} s", f"{RECOVERY_LIMIT_S:g} s", "held"),
+        ],
+        right=(1, 2),
+    )
 
 
 async def _overload(args: argparse.Namespace, url: str, pid: int, say: Say) -> list[str]:

@@ -14,7 +14,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ import aiohttp
 
 from millrace.bench.errors import BenchError
 from millrace.bench.gateway.null_replica import MODEL, answer_text
+from millrace.faults.pace import Pace
 from millrace.faults.proxy import FaultyProxy
 from millrace.serve.tenancy.keyring import DIGEST_PREFIX, digest_of
 
@@ -65,6 +66,30 @@ class DrillResult:
     """Streams with a wrong, missing or repeated token, an error, or no end."""
     longest_gap_s: float = 0.0
     """Longest time that a stream stood still."""
+    recovery_s: dict[str, list[float]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
+    """From the beginning of each fault until both gateways sent requests to every replica again."""
+
+    def table(self) -> list[tuple[str, ...]]:
+        """By fault, then what the clients saw against its bar."""
+        rows: list[tuple[str, ...]] = [("fault", "times", "all replicas serve again: median", "worst")]
+        for kind, times in self.recovery_s.items():
+            if times:
+                median = sorted(times)[len(times) // 2]
+                rows.append((kind, str(self.num_faults[kind]), f"{median:.1f} s", f"{max(times):.1f} s"))
+        return rows
+
+    def bars(self) -> list[tuple[str, ...]]:
+        return [
+            ("streams", "seen", "bar", ""),
+            ("right", str(self.num_right), "> 0", _held(self.num_right > 0)),
+            ("lost or wrong", str(len(self.wrong)), "0", _held(not self.wrong)),
+            ("refused", str(self.num_refused), "0", _held(not self.num_refused)),
+            ("sent again, as their gateway was killed", str(self.num_cut), "", ""),
+            (
+                *("longest gap", f"{self.longest_gap_s:.1f} s", f"{RECOVERY_LIMIT_S:g} s"),
+                _held(self.longest_gap_s <= RECOVERY_LIMIT_S),
+            ),
+        ]
 
     def failures(self) -> list[str]:
         found = [f"{len(self.wrong)} streams were lost or wrong, first {self.wrong[0]}"] if self.wrong else []
@@ -73,6 +98,10 @@ class DrillResult:
         if self.longest_gap_s > RECOVERY_LIMIT_S:
             found.append(f"a stream stood still for {self.longest_gap_s:.1f} s")
         return found
+
+
+def _held(holds: bool) -> str:
+    return "held" if holds else "MISSED"
 
 
 class _Program:
@@ -127,10 +156,15 @@ class _Member:
 
 
 async def drill(
-    seconds: float, num_clients: int, seed: int, kinds: tuple[str, ...] = KINDS, num_kills: int = 0
+    seconds: float,
+    num_clients: int,
+    seed: int,
+    kinds: tuple[str, ...] = KINDS,
+    num_kills: int = 0,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> DrillResult:
     """At least one fault of each kind, until `seconds` have passed and there were `num_kills` kills of replicas. One
-    replica or gateway fails at a time."""
+    replica or gateway fails at a time. Cancelled, it ends its processes first."""
     result, draw = DrillResult(), random.Random(seed)
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="millrace-drill-")))
@@ -151,17 +185,20 @@ async def drill(
             asyncio.create_task(_client(session, gateways, number, is_over, result)) for number in range(num_clients)
         ]
         stack.push_async_callback(_end, clients)
+        pace = Pace(num_kills, progress)
         end = time.monotonic() + seconds
         left = list(kinds)
         while left or time.monotonic() < end or result.num_faults["kill"] < num_kills:
             is_time_left = time.monotonic() < end
-            kind = left.pop(0) if left else draw.choice(kinds) if is_time_left else "kill"
+            kind, began = left.pop(0) if left else draw.choice(kinds) if is_time_left else "kill", time.monotonic()
             if kind in GATEWAY_KINDS:
                 await _disturb(draw.choice(gateways), kind, draw, result)
             else:
                 await draw.choice(members).suffer(kind, draw)
             result.num_faults[kind] += 1
             await _until_open(session, gateways)
+            result.recovery_s[kind].append(time.monotonic() - began)
+            pace.done(result.num_faults["kill"])
         is_over.set()
         await asyncio.gather(*clients)
     return result

@@ -8,13 +8,16 @@ import signal
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from millrace.bench.errors import BenchError
 from millrace.bench.local_server import descendants
+from millrace.faults.pace import Pace
 from millrace.faults.wire import Address, completion, exchange
+from millrace.supervise.engine_supervisor import STABLE_S
 
 Part = Literal["engine", "front", "rank"]
 PARTS: dict[str, Part] = {"kill-engine": "engine", "kill-front": "front", "kill-rank": "rank"}
@@ -28,6 +31,12 @@ RECOVERY_LIMIT_S = 120.0
 STREAM_LIMIT_S = 300.0
 BEFORE_KILL_S = 1.5
 """From the start of streams to the kill."""
+
+
+BURST = 5
+"""Kills of an engine in a row. A server gives up an engine that dies more often without serving well in between, and
+waits longer after each death, so the drill lets it serve then."""
+REST_S = STABLE_S + 1.0
 
 
 @dataclass(slots=True)
@@ -45,13 +54,28 @@ class KillResult:
     """From each kill until the server was ready again."""
 
 
+def shortest_s(part: Part, num_kills: int) -> float:
+    """How long so many kills take at least."""
+    rests = 0 if part == "front" else (max(1, num_kills) - 1) // BURST
+    return rests * REST_S + num_kills * BEFORE_KILL_S
+
+
 async def kill_repeatedly(
-    url: str, pid: int, part: Part, seconds: float, num_kills: int = 0, num_streams: int = 32
+    url: str,
+    pid: int,
+    part: Part,
+    seconds: float,
+    num_kills: int = 0,
+    num_streams: int = 32,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> KillResult:
-    """Kill this many times, or at least once and until the time is over."""
-    address, result = Address.of(url), KillResult(part)
+    """Kill this many times, or at least once and until the time is over. After every BURST kills of an engine the
+    server serves for a while before the next one."""
+    address, result, pace = Address.of(url), KillResult(part), Pace(num_kills, progress)
     end = time.monotonic() + seconds
     while result.kills < num_kills if num_kills else time.monotonic() < end or result.kills == 0:
+        if part != "front" and result.kills and result.kills % BURST == 0:
+            await asyncio.sleep(REST_S)
         streams = [asyncio.create_task(_stream(address, result)) for _ in range(num_streams)]
         await asyncio.sleep(BEFORE_KILL_S)
         os.kill(_child(pid, part), signal.SIGKILL)
@@ -59,6 +83,7 @@ async def kill_repeatedly(
         recovery = asyncio.create_task(asyncio.to_thread(_await_recovery, url, pid, part))
         await asyncio.gather(*streams)
         result.recovery_s.append(await recovery)
+        pace.done(result.kills)
     return result
 
 

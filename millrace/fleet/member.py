@@ -98,6 +98,8 @@ class Member:
             except OSError as error:
                 return f"it could not be started: {error.strerror}"
         self._process, self.state.pid = process, process.pid
+        if not self._is_wanted:  # It was told to end while the process was being made.
+            process.terminate()
         self._change("starting", pid=process.pid)
         watching = asyncio.create_task(self._watch(session, process))
         try:

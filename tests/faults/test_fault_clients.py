@@ -9,6 +9,7 @@ from helpers.waiting import LIMIT_S
 
 from millrace.faults import kills
 from millrace.faults.wire import Address
+from millrace.supervise.engine_supervisor import MAX_RESTARTS, STABLE_S
 
 pytestmark = pytest.mark.live
 
@@ -60,3 +61,22 @@ def test_a_number_of_kills_takes_as_long_as_it_takes(monkeypatch: pytest.MonkeyP
     assert killed == [4000, 4001, 4002]
     assert (result.kills, result.completed, result.recovery_s) == (3, 6, [0.5] * 3)
     assert asyncio.run(kills.kill_repeatedly("http://x", 1, "rank", 0.0, num_streams=2)).kills == 1
+    # A server gives up an engine that dies often without serving in between.
+    rests: list[float] = []
+
+    async def rest(seconds: float) -> None:
+        if seconds:
+            rests.append(seconds)
+
+    monkeypatch.setattr(kills.asyncio, "sleep", rest)
+    said: list[str] = []
+    many = kills.kill_repeatedly("http://x", 1, "rank", 0.0, num_kills=21, num_streams=1, progress=said.append)
+    assert asyncio.run(many).kills == 21
+    assert rests == [kills.REST_S] * 4
+    assert kills.BURST < MAX_RESTARTS
+    assert kills.REST_S > STABLE_S
+    assert said[0].startswith("3 of 21 kills; about")
+    assert kills.shortest_s("rank", 21) == 4 * kills.REST_S
+    rests.clear()
+    assert asyncio.run(kills.kill_repeatedly("http://x", 1, "front", 0.0, num_kills=21, num_streams=1)).kills == 21
+    assert rests == []

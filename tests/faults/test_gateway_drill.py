@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
 
 import aiohttp
 import pytest
 from helpers.gateways import gateway_over
+from helpers.served import command_line, wait_until
 from helpers.waiting import until
 
 from millrace.bench.gateway.null_replica import NullReplica, answer_text
+from millrace.bench.local_server import descendants
 from millrace.faults.gateway_drill import GATEWAY_KINDS, drill
 from millrace.faults.proxy import FaultyProxy
 from millrace.gateway.settings import ReplicaSettings
@@ -60,3 +66,21 @@ def test_proxy_passes_on_what_it_is_not_told_to_break() -> None:
                         await answer.read()
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_drill_that_is_told_to_end_ends_its_processes(number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "millrace", "faults", "gateway", "--kills", "1000", "--clients", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+    family: list[int] = []
+    try:
+        wait_until(lambda: len(descendants(process.pid)) >= 4, "its replicas and a gateway run", 120.0)
+        family = descendants(process.pid)
+        process.send_signal(number)
+        assert process.wait(60) != 0
+        wait_until(lambda: not any(map(command_line, family)), "its processes have ended")
+    finally:
+        for pid in [process.pid, *family]:
+            if command_line(pid):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
