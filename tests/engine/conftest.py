@@ -24,6 +24,6 @@ def lone_answers(oracle):
         prompts += [llm.encode_chat(messages) for messages in CHATS]
         answers = []
         for prompt in prompts:
-            (generation,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
+            (generation,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))
             answers.append((prompt, generation.token_ids))
     return answers, oracle.differences(answers)

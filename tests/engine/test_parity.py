@@ -11,7 +11,7 @@ from helpers.engine_stats import stats_after
 from millrace import LLM, SamplingParams
 
 pytestmark = pytest.mark.timeout(900)  # Computes every answer one at a time, on machines of any speed.
-LENGTH = 5
+LENGTH = 3
 GREEDY = SamplingParams(temperature=0, max_tokens=LENGTH, ignore_eos=True)
 
 

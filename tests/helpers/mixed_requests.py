@@ -27,7 +27,7 @@ SCHEMA = {
 }
 
 
-def mixed_requests(vocab_size: int = 40_000) -> tuple[list[list[int]], list[SamplingParams]]:
+def mixed_requests(vocab_size: int) -> tuple[list[list[int]], list[SamplingParams]]:
     """Half of the prompts begin alike, all repeat themselves, and their answers are drawn in every way."""
     rng = np.random.default_rng(0)
     shared = rng.integers(300, vocab_size, 32).tolist()

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
-import sys
-from pathlib import Path
-
 import gguf
 import pytest
 import torch
@@ -159,38 +153,3 @@ def test_descriptor_lists_the_parts() -> None:
     desc = stored.native
     assert (desc.n, desc.k, desc.num_parts, desc.dtype) == (49, 64, 2, 1)
     assert [(desc.parts[i].n, desc.parts[i].format) for i in range(2)] == [(32, 3), (17, 6)]
-
-
-@pytest.mark.timeout(1000)
-@pytest.mark.live
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="other instruction sets of x86-64 are compiled for")
-def test_without_avx512_results_equal_dequantised_weights(tmp_path: Path) -> None:
-    script = """
-import sys
-from pathlib import Path
-import millrace.ops.cpp.native as module
-module.FLAGS = ("-march=x86-64-v3", *(flag for flag in module.FLAGS if flag not in ("-march=native", "-O2")), "-O1")
-library = module.Native(module.build(Path(sys.argv[1])))
-module._native_or_reason = lambda: library
-assert not library.with_gil.has_amx()
-import torch
-from helpers.stored_blocks import dequantised, random_blocks
-from millrace.ops.linear.dense import NativeLinear
-from millrace.ops.linear.stored import FORMATS, StoredLinear, StoredPart, StoredWeight, pack_stored
-torch.manual_seed(0)
-for kind in FORMATS:
-    blocks = random_blocks(kind, 45, 512)
-    packed = pack_stored(kind, blocks, 45, 512)
-    for dtype in (torch.float32, torch.bfloat16):
-        weight = dequantised(kind, blocks, 512, dtype)
-        stored = StoredLinear(StoredWeight((StoredPart(kind, 45, packed),), 512, dtype))
-        assert torch.equal(stored.take_rows(torch.arange(45)), weight)
-        for rows in (1, 5, 30):
-            x = torch.randn(rows, 512).to(dtype)
-            assert torch.equal(stored(x), NativeLinear(weight)(x)), (kind, dtype, rows)
-"""
-    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    if "avx2" not in flags:
-        pytest.skip("this machine has no AVX2")
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=900, env={**os.environ, **paths})
