@@ -226,7 +226,7 @@ def _split(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def _nearest(name: str, known: Sequence[str] | dict[str, str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean '{close[0]}'?" if close else f" Commands: {', '.join(known)}."
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
-from agents.try_agents import MAX_TOKENS, MAX_TURNS, ShortAnswers
+from agents.try_agents import MAX_TOKENS, MAX_TURNS, ShortAnswers, place_for_homes
 from agents.verdict import CHAT, MESSAGES, RESPONSES, calls, problems, results
 from agents.wire_log import Exchange
 
@@ -111,3 +113,13 @@ def test_answers_are_short_and_the_first_with_tools_runs_a_command(
     forbidden = change(path, asked)["tool_choice"]
     assert forbidden in ("none", {"type": "none"}), "the agent must end, whatever the model does"
     assert change("/v1/models", {}) == {}
+
+
+def test_codex_gets_no_home_below_tmp_where_it_would_run_no_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert place_for_homes(tmp_path / "clone" / ".agents" / "logs") == tmp_path / "clone" / ".agents"
+    below = tmp_path / "tmp" / "clone" / ".agents" / "logs"
+    assert place_for_homes(below) == tmp_path / "home" / ".cache" / "millrace" / "agents"

@@ -91,6 +91,16 @@ class ShortAnswers:
         return {**changed, "tool_choice": {"type": "tool" if path == MESSAGES else "function", **function}}
 
 
+def place_for_homes(logs: Path) -> Path:
+    """Beside the logs, but not below /tmp: Codex makes no sandbox for a home directory there, so it runs no command."""
+    beside = logs.parent.resolve()
+    if not beside.is_relative_to(Path(tempfile.gettempdir()).resolve()):
+        return beside
+    place = Path.home() / ".cache" / "millrace" / "agents"
+    place.mkdir(parents=True, exist_ok=True)
+    return place
+
+
 def make_repository(directory: Path) -> Path:
     """A git repository with two files; beside it a home directory and Codex's instructions."""
     repository = directory / "repository"
@@ -132,8 +142,7 @@ async def run_agent(name: str, url: str, programs: Path, repository: Path, timeo
 
 async def try_agent(name: str, url: str, programs: Path, logs: Path, timeout_s: float) -> bool:
     """Prints the verdict; True if the protocol held."""
-    # Not in /tmp: Codex makes no sandbox for a home directory there.
-    with tempfile.TemporaryDirectory(prefix="try-", dir=logs.parent.resolve()) as directory:
+    with tempfile.TemporaryDirectory(prefix="try-", dir=place_for_homes(logs)) as directory:
         repository = make_repository(Path(directory))
         async with WireLog(url, ShortAnswers()) as log:
             code, output = await run_agent(name, log.url, programs, repository, timeout_s)

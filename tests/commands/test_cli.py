@@ -160,6 +160,7 @@ def test_config_as_toml_is_a_file_that_config_accepts(tmp_path: Path, capsys: py
     ("arguments", "says"),
     [
         (["serv"], "Unknown command 'serv'. Did you mean 'serve'?"),
+        (["help", "nosuch"], "Unknown command 'nosuch'. Commands: run, serve"),
         (["config", "--prot", "1"], "Unknown option '--prot'. Did you mean '--port'?"),
         (["config", "--server.prot", "1"], "Did you mean '--server.port'?"),
         (["config", "--max_running", "1"], "Did you mean '--max-running'?"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 import socket
 from collections.abc import Iterator
@@ -318,3 +319,10 @@ def test_a_second_signal_stops_at_once(tiny: RealServer) -> None:
     tiny.wait()
     lines = [line for line in data.split(b"\n") if line.startswith(b'data: {"error"')]
     assert json.loads(lines[0][6:])["error"]["code"] == "engine_unavailable"
+
+
+def test_the_first_question_that_the_playground_offers_is_answered(server: RealServer) -> None:
+    pane = Path(__file__).parents[2] / "millrace" / "web" / "static" / "playground" / "pane.js"
+    [starter] = re.findall(r'^const SMALL_STARTERS = \["(.*?)"', pane.read_text(encoding="utf-8"), re.MULTILINE)
+    answer = post(server.port, CHAT, chat(starter)).json["choices"][0]
+    assert (answer["message"]["content"], answer["finish_reason"]) == ("The capital of France is Paris.", "stop")

@@ -89,6 +89,8 @@ def test_adapters_have_costs_which_operators_see() -> None:
     assert tenant["usd"] == pytest.approx(2 * adapter["usd"])
     assert any(line.endswith("adapter pirate, 3 requests") for line in report_lines(report))
     assert cost_report(samples(), None, 3.6, "acme")["adapters"] == []
+    del report["adapters"]
+    assert report_lines(report), "a server of an earlier version"
 
 
 @pytest.mark.parametrize("num_models", [1, 2, 5])

@@ -63,7 +63,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         ratio = f"× {change['cost_ratio']:.2f}" if change["cost_ratio"] is not None else "unknown"
         lines.append(f"  {ratio:<8} {change['change']}: {change['why']}")
     lines += [_share_line(one, one["tenant"] or "(no tenant)", price) for one in report["tenants"]]
-    lines += [_share_line(one, f"adapter {one['adapter']}", price) for one in report["adapters"]]
+    lines += [_share_line(one, f"adapter {one['adapter']}", price) for one in report.get("adapters", [])]
     return lines
 
 

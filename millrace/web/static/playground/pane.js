@@ -8,7 +8,7 @@ import { hidePopover, placePopover } from "./tokens.js";
 import { addNode, lastOf, messagesBefore, path, siblings, switchBranch } from "./tree.js";
 
 const STARTERS = ["Explain how a prefix cache speeds up chat.", "Write a Python function that merges two sorted lists.", "Compare TCP and UDP in a table.", "Name three rivers of Europe, as JSON."];
-const SMALL_STARTERS = ["What is the capital of France?", "Explain in two sentences why the sky is blue.", "Give me three tips for a good night's sleep.", "Write a polite email that asks for a day off."];
+const SMALL_STARTERS = ["What is the capital of France? Answer in one sentence.", "Explain in two sentences why the sky is blue.", "Give me three tips for a good night's sleep.", "Write a polite email that asks for a day off."];
 const BEGINNINGS = ["Once upon a time, in a village by the river,", "The three most important inventions of the last century are", "Dear Sir or Madam,\n\nI am writing to", "def is_prime(number):\n"];
 const STARTER_TOKENS = 300;  // A first answer must end by itself, whatever the model does.
 
