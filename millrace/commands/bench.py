@@ -59,6 +59,8 @@ examples:
   millrace bench front --fronts 1,2 --streams 512        the same with one front and with two
   millrace bench gateway --streams 256                   a gateway over null replicas: added latency, tokens/s,
                                                          hit rates per policy; --svg FILE draws them
+  millrace bench gateway --streams 2048 --token-ms 15 --gateways 2 --cores 0,1 --replicas 8 --clients 4
+                                                         the bars of two cores, on a machine with 16
   millrace bench smooth                                  streams beside a long prompt, a small tenant beside 60 streams:
                                                          about two minutes; longer with --rounds 4 --seconds 30
   millrace bench replay --step-log steps.log             run the steps of `serve --step-log` again, compare tokens
@@ -112,6 +114,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     front.add_argument("--seconds", type=float, default=0.0, metavar="X", help="duration (default: 5)")
     front.add_argument("--step-ms", type=float, default=2.0, metavar="X", help="minimum step time (default: 2)")
     front.add_argument("--clients", type=int, default=0, metavar="N", help="client processes (default: 1)")
+    gateway = parser.add_argument_group("bench gateway")
+    gateway.add_argument(
+        "--token-ms", type=float, metavar="X", help="time per token of a stream, and no policies (default: 0 and 40)"
+    )
+    gateway.add_argument("--gateways", type=int, default=1, metavar="N", help="processes behind one port (default: 1)")
+    gateway.add_argument("--replicas", type=int, default=4, metavar="N", help="null replicas (default: 4)")
+    gateway.add_argument("--cores", default="", metavar="N,…", help="cores of the gateways, kept free of all else")
     trace = parser.add_argument_group("bench policies")
     trace.add_argument(
         "--trace",
@@ -164,7 +173,7 @@ def run(args: argparse.Namespace) -> int:
         "adapter-load": _bench_adapter_load,
         "encode": _bench_encode,
         "front": _bench_front,
-        "gateway": _bench_gateway,
+        "gateway": lambda args: _until_terminated(lambda: _bench_gateway(args)),
         "observe": bench_observe.run,
         "speculate": bench_speculate.run,
         "smooth": lambda args: _until_terminated(lambda: _bench_smooth(args)),
@@ -317,14 +326,23 @@ def _bench_gateway(args: argparse.Namespace) -> int:
         read_trace,
     )
     from millrace.bench.gateway.run import GatewayBench
+    from millrace.bench.local_server import cancel_on_sigterm
+
+    async def measured(bench: GatewayBench) -> list[Figure]:
+        cancel_on_sigterm()
+        return await bench.run()
 
     figures: list[Figure] = []
+    cores = tuple(numbers("--cores", args.cores, least=0)) if args.cores else ()
     for streams in numbers("--streams", args.streams or "256"):
-        for token_ms in _TOKEN_MS:
+        for token_ms in _TOKEN_MS if args.token_ms is None else (args.token_ms,):
             bench = GatewayBench(
-                num_streams=streams, num_tokens=args.tokens, seconds=args.seconds or 5.0, token_ms=token_ms
+                *(args.replicas, streams, args.tokens, args.seconds or 5.0, token_ms),
+                *(args.gateways, args.clients or 1, cores),
             )
-            figures += uvloop.run(bench.run())
+            figures += uvloop.run(measured(bench))
+    if args.token_ms is not None:  # Only the gateway is asked about.
+        return _print_figures(figures, "A gateway over null replicas", "gateway", as_json=args.json)
     if args.trace is not None:
         traffic = read_trace(args.trace, _POLICY_REPLICAS)
         figures += policy_figures(traffic, TRACE_CACHED_TOKENS, TRACE_PROMPT_TOKENS_PER_S)

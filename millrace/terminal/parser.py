@@ -156,12 +156,13 @@ class HelpAll(argparse.Action):
         parser.exit()
 
 
-def numbers(option: str, text: str) -> list[int]:
-    """Parse positive whole numbers separated by commas."""
+def numbers(option: str, text: str, *, least: int = 1) -> list[int]:
+    """Parse whole numbers separated by commas."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
         found = []
-    if not found or min(found) < 1:
-        raise UsageError(f"{option} is '{text}'; it must be positive whole numbers separated by commas.")
+    if not found or min(found) < least:
+        kind = "positive whole numbers" if least else "whole numbers from 0"
+        raise UsageError(f"{option} is '{text}'; it must be {kind} separated by commas.")
     return found

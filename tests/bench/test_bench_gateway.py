@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -27,14 +28,23 @@ from millrace.bench.gateway.run import GatewayBench
 @pytest.mark.live
 @pytest.mark.alone
 def test_figures_of_a_small_run() -> None:
-    figures = asyncio.run(GatewayBench(num_replicas=2, num_streams=4, num_tokens=4, seconds=0.1).run())
-    assert [one.metric for one in figures][1:] == [
-        "added to the first token p50",
-        "added to the first token p99",
-        "tokens/s",
-        "CPU of the gateway per token",
+    figures = asyncio.run(GatewayBench(2, num_streams=4, num_tokens=4, seconds=1.0, num_gateways=2).run())
+    added = ["added to the first token p50", "added to the first token p99"]
+    assert [one.metric for one in figures] == [
+        *("first token direct p50", *added),
+        *("tokens/s", "CPU of the gateway per token", "open streams", *added),
     ]
-    assert figures[-2].value > 0
+    by_name = {one.metric: one for one in figures}
+    assert by_name["tokens/s"].value > 0
+    assert by_name["open streams"].note == "missed: at least 2,048"
+    assert "2 gateways" in by_name["tokens/s"].workload
+
+
+def test_cores_that_leave_none_for_the_rest_are_refused() -> None:
+    cores = tuple(os.sched_getaffinity(0))
+    with pytest.raises(BenchError, match="at least one must be left"):
+        asyncio.run(GatewayBench(cores=cores).run())
+    assert os.sched_getaffinity(0) == set(cores)
 
 
 def test_prefix_policy_finds_more_than_round_robin() -> None:

@@ -26,6 +26,7 @@ from millrace.gateway.upstream import RESUME_HEADER, RESUME_TOKENS_HEADER
 MODEL = "null"
 BLOCK_TOKENS = 16
 _BYTES_PER_TOKEN = 4
+_DONE = b"data: [DONE]\n\n"
 
 
 def prompt_tokens(text: str) -> list[int]:
@@ -214,8 +215,12 @@ class NullReplica:
             if number - num_done == self.die_after and request.transport is not None:
                 request.transport.abort()
                 return answer
-            await answer.write(_frame(answer_id, tokens[number : number + self.tokens_per_frame], has_ids, is_chat))
-        await answer.write(b"data: [DONE]\n\n")
+            some = tokens[number : number + self.tokens_per_frame]
+            is_last = number + self.tokens_per_frame >= len(tokens)
+            frame = _frame(answer_id, some, has_ids, is_chat, is_last)
+            await answer.write(frame + _DONE if is_last else frame)
+        if num_done >= len(tokens):
+            await answer.write(_DONE)
         return answer
 
     @asynccontextmanager
@@ -237,9 +242,10 @@ def _prompt_of(body: dict[str, Any]) -> str:
     return str(body.get("prompt", ""))
 
 
-def _frame(answer_id: bytes, tokens: list[int], has_ids: bool, is_chat: bool) -> bytes:
+def _frame(answer_id: bytes, tokens: list[int], has_ids: bool, is_chat: bool, is_last: bool = False) -> bytes:
     text = "".join(f" w{token}" for token in tokens).encode()
     form = b'{"index":0,"delta":{"content":"%b"}}' if is_chat else b'{"index":0,"text":"%b"}'
+    form = form[:-1] + b',"finish_reason":"length"}' if is_last else form
     ids = b": tokens %b\n" % b" ".join(b"%d" % token for token in tokens) if has_ids else b""
     return ids + b'data: {"id":"%b","choices":[%b]}\n\n' % (answer_id, form % text)
 

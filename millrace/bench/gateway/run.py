@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import aiohttp
@@ -16,8 +18,14 @@ import aiohttp
 from millrace.bench.errors import BenchError
 from millrace.bench.figures import Figure, percentile
 from millrace.bench.gateway.null_replica import MODEL
+from millrace.bench.http.client_processes import ClientProcesses
 
 _START_S = 60.0
+MIN_TOKENS_PER_S, MIN_STREAMS = 100_000, 2048
+MAX_ADDED_P50_MS, MAX_ADDED_P99_MS = 1.0, 3.0
+"""Bars of a gateway that has two cores of a server to itself."""
+_WARM_UP_S = 2.0
+_UNCOUNTED = 20
 _FIRST_TOKENS = 300
 """Requests whose time to the first token is measured, one at a time, directly and through the gateway in turn."""
 
@@ -30,57 +38,131 @@ class GatewayBench:
     seconds: float = 5.0
     token_ms: float = 0.0
     """Time from token to token of a stream. With 0 many tokens arrive at once: that is not what an engine does."""
+    num_gateways: int = 1
+    """Processes behind one port."""
+    num_clients: int = 1
+    """Processes that hold the streams."""
+    cores: tuple[int, ...] = ()
+    """Those of the gateways; all else runs on the others. Empty: nothing is pinned."""
 
     async def run(self) -> list[Figure]:
         async with AsyncExitStack() as stack:
+            stack.enter_context(_everything_but(self.cores))
             arguments = ("millrace.bench.gateway.null_replica", "--token-ms", str(self.token_ms))
             urls = [(await stack.enter_async_context(_program(*arguments)))[0] for _ in range(self.num_replicas)]
-            gateway, pid = await stack.enter_async_context(
-                _program("millrace", "gateway", "--port", "0", "--replicas", ",".join(urls))
-            )
+            gateway, pids = await self._gateways(stack, urls)
             session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-            await _until_ready(session, gateway, self.num_replicas)
-            direct, through = await self._first_tokens(session, urls[0], gateway)
-            rate, cpu_us = await self._rate(session, gateway, pid)
-        added = [(after - before) * 1e3 for before, after in zip(direct, through, strict=True)]
+            await _until_ready(gateway, self.num_replicas, self.num_gateways)
+            idle = await self._first_tokens(session, urls[0], gateway)
+            clients = await asyncio.to_thread(self._clients, stack, gateway)
+            begin, end = clients.begin(warm_up_s=_WARM_UP_S, seconds=self.seconds)
+            await asyncio.sleep(begin - time.monotonic())
+            cpu_before = sum(map(_cpu_s, pids))
+            loaded = await self._first_tokens(session, urls[0], gateway, end)
+            await asyncio.sleep(max(0.0, end - time.monotonic()))
+            cpu_s = sum(map(_cpu_s, pids)) - cpu_before
+            tally = await asyncio.to_thread(clients.results)
+        if tally.errors:
+            raise BenchError(f"{tally.errors} streams failed, first: {tally.first_error}")
         name = f"{self.num_replicas} replicas, {self.token_ms:g} ms per token"
+        busy = f"{name}, {self.num_streams} streams, {self.num_gateways} gateway{'s' * (self.num_gateways > 1)}"
+        busy += f" on cores {','.join(map(str, self.cores))}" if self.cores else ""
+        rate = tally.frames / self.seconds
         return [
-            Figure(name, "first token direct p50", percentile(direct, 50) * 1e3, "ms", _FIRST_TOKENS),
-            Figure(name, "added to the first token p50", percentile(added, 50), "ms", _FIRST_TOKENS),
-            Figure(name, "added to the first token p99", percentile(added, 99), "ms", _FIRST_TOKENS),
-            Figure(f"{name}, {self.num_streams} streams", "tokens/s", rate, "1/s"),
-            Figure(f"{name}, {self.num_streams} streams", "CPU of the gateway per token", cpu_us, "µs"),
+            Figure(name, "first token direct p50", percentile(idle.direct, 50) * 1e3, "ms", len(idle.direct)),
+            *_added(name, idle),
+            Figure(busy, "tokens/s", rate, "1/s", note=_bar(rate, MIN_TOKENS_PER_S, at_least=True)),
+            Figure(busy, "CPU of the gateway per token", cpu_s / max(1, tally.frames) * 1e6, "µs"),
+            Figure(busy, "open streams", self.num_streams, "", note=_bar(self.num_streams, MIN_STREAMS, at_least=True)),
+            *_added(busy, loaded),
         ]
 
+    async def _gateways(self, stack: AsyncExitStack, urls: list[str]) -> tuple[str, list[int]]:
+        """Their URL and their processes."""
+        url, port, pids = "", "0", []
+        for number in range(self.num_gateways):
+            arguments = ("--port", port, "--reuse-port", "--replicas", ",".join(urls))
+            url, pid = await stack.enter_async_context(_program("millrace", "gateway", *arguments))
+            port = url.rpartition(":")[2]
+            pids.append(pid)
+            if self.cores:
+                spread = self.num_gateways >= len(self.cores)
+                _pin(pid, {self.cores[number % len(self.cores)]} if spread else set(self.cores))
+        return url, pids
+
+    def _clients(self, stack: AsyncExitStack, url: str) -> ClientProcesses:
+        return ClientProcesses(
+            get_context("spawn"),
+            stack.enter_context(ExitStack()),
+            port=int(url.rpartition(":")[2]),
+            model=MODEL,
+            streams=self.num_streams,
+            num_tokens=self.num_tokens,
+            count=self.num_clients,
+        )
+
     async def _first_tokens(
-        self, session: aiohttp.ClientSession, direct: str, through: str
-    ) -> tuple[list[float], list[float]]:
-        times: tuple[list[float], list[float]] = ([], [])
-        for number in range(_FIRST_TOKENS + 20):
-            for url, found in zip((direct, through), times, strict=True):
+        self, session: aiohttp.ClientSession, direct: str, through: str, end: float = math.inf
+    ) -> _FirstTokens:
+        """Of as many requests as there is time for."""
+        found = _FirstTokens([], [])
+        for number in range(_FIRST_TOKENS + _UNCOUNTED):
+            if time.monotonic() > end and found.through:
+                break
+            for url, times in ((direct, found.direct), (through, found.through)):
                 began = time.perf_counter()
                 body = {"model": MODEL, "prompt": f"first {number}", "stream": True, "max_tokens": 1}
                 async with session.post(f"{url}/v1/completions", json=body) as answer:
                     await answer.content.readline()
-                    found.append(time.perf_counter() - began)
+                    times.append(time.perf_counter() - began)
                     await answer.read()
-        return times[0][20:], times[1][20:]  # Without those that opened connections.
+        skipped = min(_UNCOUNTED, len(found.through) - 1)  # They opened connections.
+        return _FirstTokens(found.direct[skipped:], found.through[skipped:])
 
-    async def _rate(self, session: aiohttp.ClientSession, url: str, pid: int) -> tuple[float, float]:
-        """Tokens per second, and microseconds of the gateway's CPU per token."""
-        num_frames, end = 0, time.perf_counter() + self.seconds
 
-        async def client(number: int) -> None:
-            nonlocal num_frames
-            while time.perf_counter() < end:
-                body = {"model": MODEL, "prompt": f"{number}", "stream": True, "max_tokens": self.num_tokens}
-                async with session.post(f"{url}/v1/completions", json=body) as answer:
-                    async for data in answer.content.iter_any():
-                        num_frames += data.count(b"data: {")
+@dataclass(frozen=True)
+class _FirstTokens:
+    """Seconds to the first token, of requests sent in turn."""
 
-        began, cpu_before = time.perf_counter(), _cpu_s(pid)
-        await asyncio.gather(*(client(number) for number in range(self.num_streams)))
-        return num_frames / (time.perf_counter() - began), (_cpu_s(pid) - cpu_before) / max(1, num_frames) * 1e6
+    direct: list[float]
+    through: list[float]
+
+
+def _added(name: str, times: _FirstTokens) -> list[Figure]:
+    """Differences of percentiles: under load two requests that follow each other have little in common."""
+    found = []
+    for percent, most in ((50, MAX_ADDED_P50_MS), (99, MAX_ADDED_P99_MS)):
+        added = (percentile(times.through, percent) - percentile(times.direct, percent)) * 1e3
+        note = _bar(added, most, at_least=False)
+        found.append(Figure(name, f"added to the first token p{percent}", added, "ms", len(times.through), note))
+    return found
+
+
+def _bar(value: float, bar: float, *, at_least: bool) -> str:
+    holds = value >= bar if at_least else value <= bar
+    return f"{'held' if holds else 'missed'}: {'at least' if at_least else 'at most'} {bar:,g}"
+
+
+@contextmanager
+def _everything_but(cores: tuple[int, ...]) -> Iterator[None]:
+    """This process, and those that it starts, run on the other cores."""
+    before = os.sched_getaffinity(0)
+    rest = before - set(cores)
+    if cores and (not rest or not set(cores) <= before):
+        raise BenchError(
+            f"--cores names {','.join(map(str, cores))}; this process may use {','.join(map(str, sorted(before)))}, and"
+            " at least one must be left for the replicas and clients."
+        )
+    os.sched_setaffinity(0, rest)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _pin(pid: int, cores: set[int]) -> None:
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        os.sched_setaffinity(int(thread.name), cores)
 
 
 def _cpu_s(pid: int) -> float:
@@ -108,10 +190,14 @@ async def _program(*arguments: str) -> AsyncIterator[tuple[str, int]]:
         await process.wait()
 
 
-async def _until_ready(session: aiohttp.ClientSession, url: str, count: int) -> None:
-    async with asyncio.timeout(_START_S):
-        while True:
+async def _until_ready(url: str, num_replicas: int, num_gateways: int) -> None:
+    """Every connection meets one of the gateways, so many are asked."""
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with asyncio.timeout(_START_S), aiohttp.ClientSession(connector=connector) as session:
+        num_ready = 0
+        while num_ready < 8 * num_gateways:
             async with session.get(f"{url}/ready") as answer:
-                if (await answer.json()).get("replicas", 0) >= count:
-                    return
-            await asyncio.sleep(0.05)
+                is_ready = (await answer.json()).get("replicas", 0) >= num_replicas
+            num_ready = num_ready + 1 if is_ready else 0
+            if not is_ready:
+                await asyncio.sleep(0.05)
