@@ -16,6 +16,7 @@ HEADER_CHARS = 4096
 """Ids of a long answer are sent in several headers, each at most this long."""
 _MARK = re.compile(rb"^: (?:tokens(?:/(\d+))? ([0-9 ]*)|end (\d+))\n", re.MULTILINE)
 _FIRST_CHOICE = b": tokens "
+_IDS_AT = len(_FIRST_CHOICE)
 _FIELD = re.compile(rb'^\{"millrace_tokens":\[([0-9,]*)\],', re.MULTILINE)
 _ERROR = re.compile(rb'^(?:event: (?:error|response\.failed)$|data: \{"error":|\{"error":)', re.MULTILINE)
 _PASSING = (b"engine_unavailable", b"overloaded_error", b"shut down before")
@@ -58,12 +59,13 @@ class FrameReader:
                 return frames
             self._marks += [(b"", ids.replace(b",", b" "), b"") for ids in _FIELD.findall(frames)]
             return _FIELD.sub(b"{", frames)
-        if not frames.startswith(b": ") and b"\n: " not in frames:
-            return frames
-        if frames.startswith(_FIRST_CHOICE) and b"\n: " not in frames:
-            ids, _, frames = frames[len(_FIRST_CHOICE) :].partition(b"\n")
-            self._marks.append((b"", ids, b""))
-            return frames
+        if b"\n: " not in frames:
+            if frames.startswith(_FIRST_CHOICE):  # Most often: one token of one choice.
+                ids, _, frames = frames[_IDS_AT:].partition(b"\n")
+                self._marks.append((b"", ids, b""))
+                return frames
+            if not frames.startswith(b": "):
+                return frames
         self._marks += _MARK.findall(frames)
         return _MARK.sub(b"", frames)
 
@@ -125,11 +127,14 @@ class AnswerId:
         self._first = b""
         self._other = b""
         self._is_resumed = False
+        self.is_kept = False
+        """True while frames have the first id by themselves, so that `rewrite` would change nothing."""
 
     def rewrite(self, frames: bytes) -> bytes:
         if not self._first:
             found = _ID.search(frames)
             self._first = found[0] if found else b""
+            self.is_kept = bool(found) and not self._is_resumed
         elif self._is_resumed:
             found = None if self._other else _ID.search(frames)
             self._other = found[0] if found else self._other
@@ -138,4 +143,4 @@ class AnswerId:
         return frames
 
     def resumed(self) -> None:
-        self._is_resumed, self._other = True, b""
+        self._is_resumed, self._other, self.is_kept = True, b"", False

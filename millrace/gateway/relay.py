@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 from aiohttp import web
@@ -101,6 +102,7 @@ class StreamRelay:
     def __init__(self, sender: Sender, raw: bytes, on_resume: OnResume) -> None:
         self._sender, self._raw, self._on_resume = sender, raw, on_resume
         self._request = sender.request
+        self._clock = sender.fleet.clock
         self._is_lines = self._request.path.startswith("/api/")
         self._frames = FrameReader(is_lines=self._is_lines)
         self._answer_id = AnswerId()
@@ -157,7 +159,7 @@ class StreamRelay:
             self._is_foreign = True
         attempt.heard_at = self._sender.fleet.clock()
         try:
-            opened.response.follow(lambda data: self._take(opened, data))
+            opened.response.follow(partial(self._take, opened))
             while not await opened.response.stopped():
                 was_slow = attempt.is_held = True
                 assert self._out is not None
@@ -175,7 +177,8 @@ class StreamRelay:
         return ""
 
     def _take(self, opened: Opened, data: bytes) -> None:
-        """Forward what has arrived. This runs for every token: no task is woken, nothing is awaited."""
+        """Forward what has arrived. This runs for every token: no task is woken, nothing is awaited, and what most
+        tokens do not need is not called."""
         frames = self._frames.feed(data)
         if not frames:
             return
@@ -183,12 +186,13 @@ class StreamRelay:
             if before:
                 self._forward(opened, before, is_data=has_data(before))
             raise WentAway
-        is_data, now = has_data(frames), self._sender.fleet.clock()
+        is_data, now = frames.startswith(b"data:") or has_data(frames), self._clock()
         opened.attempt.heard_at = now
         if is_data:
             replica = opened.replica
             replica.saw_frame(opened.attempt, now)
-            replica.marks_tokens = replica.marks_tokens or self._frames.has_tokens
+            if not replica.marks_tokens:
+                replica.marks_tokens = self._frames.has_tokens
         if self._forward(opened, frames, is_data=is_data).paused:
             opened.response.pause()
 
@@ -198,10 +202,12 @@ class StreamRelay:
             out = self._out = self._begin(opened)
         if is_data:
             if not self._has_sent:
-                self._has_sent, self.first_at = True, self._sender.fleet.clock()
+                self._has_sent, self.first_at = True, self._clock()
             self.num_frames += 1
-            self._usage.read(frames)
-            frames = self._answer_id.rewrite(frames)
+            if b"_tokens" in frames or b"eval_count" in frames:
+                self._usage.read(frames)
+            if not self._answer_id.is_kept:
+                frames = self._answer_id.rewrite(frames)
             if self._is_foreign and not self._is_lines:
                 self._text += text_in(frames)
         out.send(frames)

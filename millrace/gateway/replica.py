@@ -161,7 +161,8 @@ class Replica:
         if attempt.num_frames:
             gap_ms = (now - attempt.last_frame_at) * 1e3
             self.num_token_samples += 1
-            weight = max(_SMOOTHING, 1 / self.num_token_samples)
+            count = self.num_token_samples
+            weight = 1 / count if count * _SMOOTHING < 1 else _SMOOTHING
             self.token_ms += weight * (gap_ms - self.token_ms)
         attempt.num_frames += 1
         attempt.last_frame_at = now
