@@ -53,6 +53,8 @@ examples:
   millrace bench step                                    time of a CPU step by kind of work
   millrace bench adapter-load                            1,000 adapters with room for 64; a stream beside loading
   millrace bench encode --model DIR --reference PYTHON   an encoder beside sentence-transformers and ONNX Runtime
+  millrace bench encode --models minilm,bge-large --reference PYTHON
+                                                         the same with random weights in these shapes, without a hub
   millrace bench encode --model minilm --beside smollm2 --texts 10000
                                                          a chat stream while an embedder has 10,000 texts to embed
   millrace bench front --streams 64,512,2048             fronts over a null engine: tokens/s, µs of CPU per token
@@ -71,6 +73,7 @@ examples:
   millrace bench fetch --tokens 1300                     a prompt's KV from another replica against computing it"""
 _ALLOWED = {
     "adapters": ("models", "shapes"),
+    "encode": ("models",),
     "peers": ("quick",),
     "formats": ("models", "batches"),
     "speculate": ("models", "shapes", "batches"),
@@ -253,13 +256,18 @@ def _bench_adapter_load(args: argparse.Namespace) -> int:
 
 
 def _bench_encode(args: argparse.Namespace) -> int:
-    from millrace.bench.encoding.throughput import encode_figures
+    from millrace.bench.encoding.throughput import encode_figures, shape_figures
 
     if args.texts < 8:
         raise UsageError(f"--texts is {args.texts}; it must be 8 or more.")
     if args.beside:
         return _bench_encode_beside(args)
-    figures = encode_figures(load_settings(args).config, args.texts, args.reference)
+    config = load_settings(args).config
+    figures: Iterable[Figure] = encode_figures(config, args.texts, args.reference)
+    if args.models:
+        shapes = [name.strip() for name in args.models.split(",")]
+        parts = (shape_figures(config, shape, args.texts, args.reference) for shape in shapes)
+        figures = (figure for part in parts for figure in part)
     return _print_figures(
         figures, f"{args.texts} texts of mixed lengths through LLM.embed", "encode", as_json=args.json
     )

@@ -201,10 +201,8 @@ class Calls:
             return self._embed_all([self._encode(prompt) for prompt in batch], chosen, dimensions)
         if encoding.files.task != "embed":
             raise BadRequest(_GIVES[encoding.files.task])
-        inputs = [
-            encoding.text_input(one, prompt_name, truncate) if isinstance(one, str) else Input(list(one))
-            for one in batch
-        ]
+        tokenised = iter(encoding.text_inputs([one for one in batch if isinstance(one, str)], prompt_name, truncate))
+        inputs = [next(tokenised) if isinstance(one, str) else Input(list(one)) for one in batch]
         return self._encode_all(encoding, inputs, chosen, dimensions)
 
     def _pooling(self, asked: Pooling | None) -> Pooling:

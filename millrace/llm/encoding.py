@@ -60,17 +60,17 @@ class EncoderCalls:
     tokenizer: Tokenizer
     max_tokens: int
 
-    def text_input(self, text: str, prompt_name: str | None, truncate: bool) -> Input:
+    def text_inputs(self, texts: Sequence[str], prompt_name: str | None, truncate: bool) -> list[Input]:
+        """All texts are tokenised in parallel."""
         prompts = self.files.prompts
         if prompt_name is not None and prompt_name not in prompts.by_name:
             known = ", ".join(map(repr, prompts.by_name)) or "none"
             raise BadRequest(f"The model has no prompt {prompt_name!r}; it has {known}.", param="prompt_name")
-        before = prompts.text(prompt_name)
-        token_ids = self.tokenizer.encode(self._cased(before + text))
-        skipped = 0
+        before, cut, skipped = prompts.text(prompt_name), self.tokenizer.cut, 0
         if before and not prompts.are_pooled:
             skipped = len(self.tokenizer.encode(self._cased(before))) - len(self.tokenizer.suffix_ids)
-        return Input(self.tokenizer.cut(token_ids, self.max_tokens) if truncate else token_ids, pooled_from=skipped)
+        tokenised = self.tokenizer.encode_batch([self._cased(before + text) for text in texts])
+        return [Input(cut(ids, self.max_tokens) if truncate else ids, pooled_from=skipped) for ids in tokenised]
 
     def token_input(self, text: str, role: Role, truncate: bool) -> Input:
         """Of a model that compares token by token."""
@@ -91,13 +91,13 @@ class EncoderCalls:
     async def sparse_vectors(
         self, texts: Sequence[str], prompt_name: str | None, max_weights: int | None, truncate: bool
     ) -> list[SparseVector]:
-        inputs = [self.text_input(text, prompt_name, truncate) for text in texts]
+        inputs = self.text_inputs(texts, prompt_name, truncate)
         return [sparse_of(packed).largest(max_weights) for packed in await self.vectors(inputs, "model")]
 
     def pair_inputs(self, query: str, texts: Sequence[str], truncate: bool) -> list[Input]:
         """Of a cross-encoder."""
         if self.files.pair is not None:
-            return [self.text_input(self.files.pair.joined(query, text), None, truncate) for text in texts]
+            return self.text_inputs([self.files.pair.joined(query, text) for text in texts], None, truncate)
         template = self.tokenizer.pair
         first, *others = self.tokenizer.encode_batch([self._cased(text) for text in (query, *texts)], add_special=False)
         inputs = []
@@ -144,13 +144,13 @@ class EncoderCalls:
             compare = compare_tokens(files.multi, self.tokenizer)
             return [self.token_input(query, "query", truncate), *documents], compare
         names = files.prompts.by_name
-        first = self.text_input(query, known_prompt(names, "query"), truncate)
+        [first] = self.text_inputs([query], known_prompt(names, "query"), truncate)
         name = known_prompt(names, "document", "passage", "corpus")
-        inputs = [first, *(self.text_input(text, name, truncate) for text in texts)]
+        inputs = [first, *self.text_inputs(texts, name, truncate)]
         return inputs, compare_sparse if files.task == "sparse" else compare_cosine
 
     async def classify(self, texts: Sequence[str], truncate: bool) -> list[Classification]:
-        inputs = [self.text_input(text, None, truncate) for text in texts]
+        inputs = self.text_inputs(texts, None, truncate)
         logits = await self.vectors(inputs, "model")
         return [self._classes(one, given) for one, given in zip(logits, inputs, strict=True)]
 

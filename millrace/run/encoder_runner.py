@@ -41,7 +41,7 @@ class EncoderRunner:
     def _encode(self, admitted: tuple[Admission, ...]) -> tuple[PooledPart, ...]:
         params = [admission.row_params.params for admission in admitted]
         texts, order = pack(
-            [admission.tokens.tolist() for admission in admitted],
+            [admission.tokens for admission in admitted],
             [one.second_from for one in params],
             [one.pooled_from for one in params],
             self._device.torch_device,
@@ -81,4 +81,10 @@ class EncoderRunner:
 
 
 def _to_host(result: StepResult) -> StepResult:
-    return replace(result, pooled=tuple(part.to_host() for part in result.pooled))
+    """Vectors of one width are copied together."""
+    parts = result.pooled
+    if len({part.vector.shape for part in parts}) != 1 or not parts[0].vector.is_cuda:
+        return replace(result, pooled=tuple(part.to_host() for part in parts))
+    vectors = torch.stack([part.vector for part in parts]).to("cpu", non_blocking=True)
+    copied = (replace(part, vector=vector) for part, vector in zip(parts, vectors.unbind(0), strict=True))
+    return replace(result, pooled=tuple(copied))

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from helpers.onnx_files import write_onnx
 from helpers.tiny_encoders import save_encoder
 
-from millrace.bench.encoding.throughput import encode_figures, mixed_texts
+from millrace.bench.encoding import shapes
+from millrace.bench.encoding.throughput import WORDS, encode_figures, mixed_texts, shape_figures
 from millrace.config import load_config
 from millrace.errors import ConfigError
+from millrace.llm import LLM
 
 pytestmark = pytest.mark.live
 
@@ -60,3 +66,44 @@ echo 3600.0
     figures = {(one.workload, one.metric) for one in encode_figures(config, 16, str(reference))}
     assert log.read_text().split() == ["sentence-transformers", "onnxruntime"] * 2
     assert {("onnxruntime", "texts_per_s"), ("encode", "ratio_to_onnxruntime")} <= figures
+
+
+def test_random_weights_in_a_shape_are_compared_with_transformers_if_only_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stand-in for sentence-transformers runs for real; its vectors are ours."""
+    monkeypatch.setitem(shapes.SHAPES, "tiny", (2, 48, 4, 80))
+    reference, vectors = tmp_path / "python", tmp_path / "vectors.json"
+    keep = f"import json; json.dump(embed(texts).tolist(), open({str(vectors)!r}, 'w'))"
+    reference.write_text(
+        f"""#!/bin/sh
+case "$2" in
+  *sentence_transformers*) exit 1 ;;
+esac
+test $# = 2 && exec {sys.executable} -c "$2"
+exec {sys.executable} -c "$2
+{keep}" "$3"
+"""
+    )
+    reference.chmod(0o755)
+    config = load_config(None, {"run.device": "cpu", "run.threads": 1}).config
+    figures = {(one.workload, one.metric) for one in shape_figures(config, "tiny", 16, str(reference))}
+    assert ("tiny, random: encode", "ratio_to_transformers") in figures
+    shapes.write_shape("tiny", tmp_path / "again", WORDS)
+    texts = sorted(mixed_texts(16, 510), key=len, reverse=True)
+    with LLM(str(tmp_path / "again"), device="cpu", threads=1, progress=False) as llm:
+        ours = torch.tensor(np.array(llm.embed(texts, truncate=True)))
+    torch.testing.assert_close(torch.tensor(json.loads(vectors.read_text())), ours, atol=1e-3, rtol=0)
+
+
+def test_a_shape_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="shapes of encoders are minilm"):
+        shapes.write_shape("gigantic", tmp_path / "m", WORDS)
+
+
+def test_a_classifier_is_measured_without_a_reference(tmp_path: Path) -> None:
+    folder = save_encoder(tmp_path / "m", "bert", "ForSequenceClassification", num_labels=1)
+    config = load_config(None, {"model.source": str(folder), "run.device": "cpu", "run.threads": 1}).config
+    assert [one.metric for one in encode_figures(config, 8, "")] == ["texts_per_s", "tokens_per_s"]
+    with pytest.raises(ConfigError, match="compares embedders"):
+        list(encode_figures(config, 8, sys.executable))

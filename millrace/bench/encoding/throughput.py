@@ -12,22 +12,25 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
+from millrace.bench.encoding.shapes import write_shape
 from millrace.bench.figures import Figure
 from millrace.config import Config
 from millrace.errors import ConfigError
 from millrace.llm import LLM
 from millrace.models.weights.onnx_weights import OnnxWeights
+from millrace.sources.encoders.encoder_files import read_encoder
 from millrace.sources.resolve import ModelFiles, resolve_model
 
 ROUNDS = 2
 LEAST_WORDS = 6
-_WORDS = (
+WORDS = tuple(
     "the sea river house light music garden winter summer paper stone cloud bread horse letter window forest".split()
 )
 _READ = """
@@ -41,8 +44,32 @@ _SENTENCE_TRANSFORMERS = (
 import torch
 from sentence_transformers import SentenceTransformer
 torch.set_num_threads(threads)
-model = SentenceTransformer(request["model"], device=request["device"])
+dtype = getattr(torch, request["reference_dtype"])
+model = SentenceTransformer(request["model"], device=request["device"], model_kwargs={"dtype": dtype})
 embed = model.encode
+"""
+)
+_TRANSFORMERS = (
+    _READ
+    + """
+import torch
+from transformers import AutoModel, PreTrainedTokenizerFast
+torch.set_num_threads(threads)
+device, dtype = request["device"], getattr(torch, request["reference_dtype"])
+tokenizer = PreTrainedTokenizerFast.from_pretrained(request["model"])
+model = AutoModel.from_pretrained(request["model"], dtype=dtype).to(device).eval()
+
+@torch.inference_mode()
+def embed(texts):
+    \"\"\"Sorted by length and in batches of 32, as sentence-transformers does it; then the mean, of length 1.\"\"\"
+    texts, vectors = sorted(texts, key=len, reverse=True), []
+    for first in range(0, len(texts), 32):
+        batch, limit = texts[first : first + 32], request["max_tokens"]
+        given = tokenizer(batch, padding=True, truncation=True, max_length=limit, return_tensors="pt").to(device)
+        states, mask = model(**given).last_hidden_state, given["attention_mask"].unsqueeze(-1)
+        mean = (states * mask).sum(1) / mask.sum(1)
+        vectors.append(torch.nn.functional.normalize(mean, dim=1))
+    return torch.cat(vectors).float().cpu()
 """
 )
 _ONNX_RUNTIME = (
@@ -84,11 +111,23 @@ print(json.dumps(time.perf_counter() - began))
 class _Reference:
     name: str
     program: str
+    dtype: str = "float32"
+    """Their default. On a GPU they are measured in the type that Millrace computes in, too."""
 
 
 def mixed_texts(count: int, max_words: int, seed: int = 0) -> list[str]:
     rng = random.Random(seed)
-    return [" ".join(rng.choices(_WORDS, k=rng.randint(LEAST_WORDS, max_words))) for _ in range(count)]
+    return [" ".join(rng.choices(WORDS, k=rng.randint(LEAST_WORDS, max_words))) for _ in range(count)]
+
+
+def shape_figures(config: Config, shape: str, count: int, reference: str) -> Iterator[Figure]:
+    """Of random weights in this shape."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / shape
+        write_shape(shape, folder, WORDS)
+        model = replace(config.model, source=str(folder))
+        for figure in encode_figures(replace(config, model=model), count, reference):
+            yield replace(figure, workload=f"{shape}, random: {figure.workload}")
 
 
 def encode_figures(config: Config, count: int, reference: str) -> Iterator[Figure]:
@@ -112,24 +151,45 @@ def encode_figures(config: Config, count: int, reference: str) -> Iterator[Figur
             "threads": run.threads or torch.get_num_threads(),
             "device": "cpu" if is_cpu else "cuda",
         }
-        request.write_text(json.dumps(described))
-        peers = [_Reference("sentence-transformers", _SENTENCE_TRANSFORMERS)]
-        if files.kind == "onnx" and is_cpu:
-            peers.append(_Reference("onnxruntime", _ONNX_RUNTIME))
-        llm.embed(texts[:8], truncate=True)
+        peers = _references(reference, files, is_cpu) if reference else []
+        described_files = read_encoder(files)
+        classifies = described_files is not None and described_files.task in ("classify", "tag")
+        if classifies and reference:
+            raise ConfigError("--reference compares embedders; leave it out for a classifier.", param="reference")
+        encode = partial(llm.classify if classifies else llm.embed, truncate=True)
+        encode(texts[:8])
         ours: list[float] = []
-        theirs: dict[str, list[float]] = {peer.name: [] for peer in peers} if reference else {}
+        theirs: dict[str, list[float]] = {peer.name: [] for peer in peers}
         for _ in range(ROUNDS if reference else 1):
             began = time.perf_counter()
-            llm.embed(texts, truncate=True)
+            encode(texts)
             ours.append(time.perf_counter() - began)
-            for peer in peers if reference else ():
+            for peer in peers:
+                request.write_text(json.dumps({**described, "reference_dtype": peer.dtype}))
                 theirs[peer.name].append(_reference_s(reference, peer, request))
     yield Figure("encode", "texts_per_s", count / min(ours), "texts/s")
     yield Figure("encode", "tokens_per_s", num_tokens / min(ours), "tok/s")
     for name, seconds in theirs.items():
         yield Figure(name, "texts_per_s", count / min(seconds), "texts/s")
         yield Figure("encode", f"ratio_to_{name}", min(seconds) / min(ours), "x")
+
+
+def _references(python: str, files: ModelFiles, is_cpu: bool) -> list[_Reference]:
+    """transformers stands for sentence-transformers where only it is installed and pooling is a mean."""
+    has = subprocess.run([python, "-c", "import sentence_transformers"], capture_output=True, check=False)
+    described = read_encoder(files)
+    is_mean = described is not None and described.pooling == ("mean",) and not described.dense and described.normalises
+    name, program = "sentence-transformers", _SENTENCE_TRANSFORMERS
+    if has.returncode and is_mean and files.kind != "gguf":
+        has = subprocess.run([python, "-c", "import transformers"], capture_output=True, check=False)
+        if not has.returncode:
+            name, program = "transformers", _TRANSFORMERS
+    found = [_Reference(name, program)]
+    if not is_cpu:
+        found.append(_Reference(f"{name}, float16", program, "float16"))
+    if files.kind == "onnx" and is_cpu:
+        found.append(_Reference("onnxruntime", _ONNX_RUNTIME))
+    return found
 
 
 def _folder_for_references(files: ModelFiles, scratch: Path) -> Path:

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from millrace.errors import ModelError
 from millrace.models.encoders.spec import EncoderSpec
 
 Activation = Callable[[Tensor], Tensor]
+Mixer = Callable[[Tensor], Tensor]
+"""Attention: from queries, keys and values [tokens, 3, heads, head] to [tokens, heads, head]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +131,7 @@ def pack(
     token of the second of two texts; 0 for one text. `attended`: as in `PackedTexts`."""
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     seen = tuple(attended[index] for index in order) if any(attended) else ()
-    ids = torch.tensor([token for index in order for token in texts[index]], dtype=torch.int64)
+    ids = torch.from_numpy(np.concatenate([np.asarray(texts[index], np.int64) for index in order]))
     types = None
     if any(second_from):
         parts = [torch.arange(len(texts[index])) >= (second_from[index] or len(texts[index])) for index in order]
@@ -134,6 +139,24 @@ def pack(
     skipped = tuple(pooled_from[index] for index in order) if any(pooled_from) else ()
     lengths = tuple(len(texts[index]) for index in order)
     return PackedTexts(ids.to(device), types, lengths, skipped, seen), order
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAttention:
+    """Attention within each text by one kernel, which a GPU has for 16-bit types."""
+
+    starts: Tensor
+    """int32 [texts + 1]"""
+    longest: int
+
+    def __call__(self, qkv: Tensor, window: int) -> Tensor:
+        """`qkv`: [tokens, 3, heads, head]."""
+        query, key, value = qkv.unbind(1)
+        reach = (window, window) if 0 < window < self.longest else (-1, -1)
+        given = (self.starts, self.starts, self.longest, self.longest)
+        out = varlen_attn(query, key, value, *given, window_size=reach)
+        assert isinstance(out, Tensor)
+        return out
 
 
 class Encoder:
@@ -157,13 +180,12 @@ class Encoder:
         positions = torch.cat([torch.arange(length) for length in texts.lengths]).to(self.device)
         x = weights.embedding_norm(self._embed(texts, positions))
         x = x if weights.project is None else weights.project(x)
-        groups = texts.groups
         angles = {theta: _angles(positions, spec.head_size, theta) for theta in set(spec.thetas)}
-        masks = {window: self._masks(groups, window) for window in set(spec.windows) or {0}}
+        mixers = self._mixers(texts)
         for index, layer in enumerate(weights.layers):
             rotary = angles[spec.thetas[index]] if spec.thetas else None
-            mask = masks[spec.windows[index] if spec.windows else 0]
-            x = (self._pre_norm_layer if spec.is_pre_norm else self._post_norm_layer)(x, layer, groups, rotary, mask)
+            mix = mixers[spec.windows[index] if spec.windows else 0]
+            x = (self._pre_norm_layer if spec.is_pre_norm else self._post_norm_layer)(x, layer, mix, rotary)
         return x if weights.final_norm is None else weights.final_norm(x)
 
     def _embed(self, texts: PackedTexts, positions: Tensor) -> Tensor:
@@ -177,52 +199,40 @@ class Encoder:
             x = x + F.embedding(positions + self.spec.position_offset, weights.positions)
         return x
 
-    def _post_norm_layer(
-        self,
-        x: Tensor,
-        layer: EncoderLayer,
-        groups: list[LengthGroup],
-        rotary: _Angles | None,
-        masks: list[Tensor | None],
-    ) -> Tensor:
+    def _post_norm_layer(self, x: Tensor, layer: EncoderLayer, mix: Mixer, rotary: _Angles | None) -> Tensor:
         assert layer.attention_norm is not None
-        x = layer.attention_norm(x + self._attend(x, layer, groups, rotary, masks))
+        x = layer.attention_norm(x + self._attend(x, layer, mix, rotary))
         return layer.mlp_norm(x + self._mlp(x, layer))
 
-    def _pre_norm_layer(
-        self,
-        x: Tensor,
-        layer: EncoderLayer,
-        groups: list[LengthGroup],
-        rotary: _Angles | None,
-        masks: list[Tensor | None],
-    ) -> Tensor:
+    def _pre_norm_layer(self, x: Tensor, layer: EncoderLayer, mix: Mixer, rotary: _Angles | None) -> Tensor:
         normed = x if layer.attention_norm is None else layer.attention_norm(x)
-        x = x + self._attend(normed, layer, groups, rotary, masks)
+        x = x + self._attend(normed, layer, mix, rotary)
         return x + self._mlp(layer.mlp_norm(x), layer)
 
-    def _attend(
-        self,
-        x: Tensor,
-        layer: EncoderLayer,
-        groups: list[LengthGroup],
-        rotary: _Angles | None,
-        masks: list[Tensor | None],
-    ) -> Tensor:
+    def _attend(self, x: Tensor, layer: EncoderLayer, mix: Mixer, rotary: _Angles | None) -> Tensor:
         spec = self.spec
         qkv = layer.qkv(x).view(-1, 3, spec.num_heads, spec.head_size)
         if rotary is not None:
             _rotate(qkv[:, :2], rotary)
-        out = torch.empty_like(x).view(-1, spec.num_heads, spec.head_size)
-        for group, mask in zip(groups, masks, strict=True):
-            own = qkv[group.tokens].view(group.num_texts, group.length, 3, spec.num_heads, spec.head_size)
-            query, key, value = own.permute(2, 0, 3, 1, 4).unbind(0)
-            seen = slice(0, group.num_keys)
-            attended = F.scaled_dot_product_attention(query, key[:, :, seen], value[:, :, seen], attn_mask=mask)
-            out[group.tokens].view(group.num_texts, group.length, spec.num_heads, spec.head_size).copy_(
-                attended.transpose(1, 2)
-            )
-        return layer.out(out.view(x.shape))
+        return layer.out(mix(qkv).reshape(x.shape))
+
+    def _mixers(self, texts: PackedTexts) -> dict[int, Mixer]:
+        """Attention by window."""
+        windows = set(self.spec.windows) or {0}
+        if self._packs and not texts.attended:
+            starts = torch.tensor([*texts.starts, sum(texts.lengths)], dtype=torch.int32).to(self.device)
+            packed = PackedAttention(starts, texts.lengths[-1])
+            return {window: partial(packed, window=window) for window in windows}
+        groups = texts.groups
+        return {window: partial(_attend_by_length, groups, self._masks(groups, window)) for window in windows}
+
+    @property
+    def _packs(self) -> bool:
+        """True if one kernel can attend within all texts: no bias is added to scores, and the GPU has the kernel."""
+        if self.device.type != "cuda" or self.dtype not in (torch.float16, torch.bfloat16):
+            return False
+        has_bias = self._slopes is not None or self._weights.relative_bias is not None
+        return not has_bias and self.spec.head_size % 8 == 0 and torch.cuda.get_device_capability(self.device) >= (8, 0)
 
     def _mlp(self, x: Tensor, layer: EncoderLayer) -> Tensor:
         wide = layer.up(x)
@@ -249,6 +259,19 @@ class Encoder:
         if bias is None:
             return distance.abs() <= window
         return bias[_buckets(distance, self.spec.relative_buckets)].permute(2, 0, 1)
+
+
+def _attend_by_length(groups: list[LengthGroup], masks: list[Tensor | None], qkv: Tensor) -> Tensor:
+    """Texts of one length are one batch. `qkv`: [tokens, 3, heads, head]."""
+    num_tokens, _, num_heads, head_size = qkv.shape
+    out = qkv.new_empty(num_tokens, num_heads, head_size)
+    for group, mask in zip(groups, masks, strict=True):
+        own = qkv[group.tokens].view(group.num_texts, group.length, 3, num_heads, head_size)
+        query, key, value = own.permute(2, 0, 3, 1, 4).unbind(0)
+        seen = slice(0, group.num_keys)
+        attended = F.scaled_dot_product_attention(query, key[:, :, seen], value[:, :, seen], attn_mask=mask)
+        out[group.tokens].view(group.num_texts, group.length, num_heads, head_size).copy_(attended.transpose(1, 2))
+    return out
 
 
 _Angles = tuple[Tensor, Tensor]

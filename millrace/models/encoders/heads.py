@@ -124,6 +124,10 @@ def _pool(mode: PoolingMode, hidden: Tensor, texts: PackedTexts) -> Tensor:
         return hidden[torch.tensor(firsts, device=hidden.device)]
     if mode == "lasttoken":
         return hidden[torch.tensor(ends, device=hidden.device) - 1]
+    if hidden.is_cuda and mode in ("mean", "max") and not texts.pooled_from:
+        # One kernel for all texts.
+        lengths = torch.tensor(texts.lengths).to(hidden.device)
+        return torch.segment_reduce(hidden.float(), mode, lengths=lengths).to(hidden.dtype)
     rows = [
         _reduce(mode, hidden[first:end].float(), first - start)
         for start, first, end in zip(texts.starts, firsts, ends, strict=True)

@@ -1,0 +1,56 @@
+"""Attention by one kernel within all texts, which a GPU has, gives what attention by length gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.tiny_encoders import save_encoder
+from torch import Tensor
+
+from millrace.models.encoders import encoder as encoders
+from millrace.models.encoders.encoder import Encoder, pack
+from millrace.models.encoders.load import load_encoder
+from millrace.sources.resolve import resolve_model
+
+TEXTS = [[2, 5, 6, 7, 3], [2, *range(10, 60), 3], [2, 9, 3], [2, 40, 3]]
+CASES = ["bert", "modernbert", "nomic_bert"]
+
+
+def vectors(folder: Path, device: str, dtype: torch.dtype) -> list[Tensor]:
+    loaded = load_encoder(resolve_model(str(folder)), device=torch.device(device), dtype=dtype)
+    packed, order = pack(TEXTS, [0] * len(TEXTS), [0] * len(TEXTS), torch.device(device))
+    found = dict(zip(order, loaded.head(loaded.encoder(packed), packed), strict=True))
+    return [found[index].float().cpu() for index in range(len(TEXTS))]
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *given: object, window_size: object) -> Tensor:
+    """What the kernel does, text by text."""
+    assert isinstance(window_size, tuple)
+    out = torch.empty_like(query)
+    for first, last in zip(starts.tolist(), starts.tolist()[1:], strict=False):
+        at = torch.arange(last - first)
+        near = (at[None, :] - at[:, None]).abs() <= (window_size[0] if window_size[0] >= 0 else last)
+        own = (one[first:last].transpose(0, 1) for one in (query, key, value))
+        out[first:last] = F.scaled_dot_product_attention(*own, attn_mask=near).transpose(0, 1)
+    return out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernel_gets_the_texts_and_the_window(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_encoder(tmp_path / "m", case)
+    expected = vectors(folder, "cpu", torch.float32)
+    monkeypatch.setattr(encoders, "varlen_attn", attention)
+    monkeypatch.setattr(Encoder, "_packs", True)
+    for own, other in zip(vectors(folder, "cpu", torch.float32), expected, strict=True):
+        torch.testing.assert_close(own, other, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_a_gpu_gives_what_the_cpu_gives(case: str, tmp_path: Path) -> None:
+    folder = save_encoder(tmp_path / "m", case, hidden_size=64)
+    for own, other in zip(vectors(folder, "cuda", torch.float16), vectors(folder, "cpu", torch.float32), strict=True):
+        assert F.cosine_similarity(own, other, dim=0) > 0.999
