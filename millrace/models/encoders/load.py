@@ -217,6 +217,7 @@ def _dense_modules(
 _LM_HEADS = {
     "distilbert": ("vocab_transform", ("vocab_layer_norm",), "vocab_projector"),
     "modernbert": ("head.dense", ("head.norm",), "decoder"),
+    "electra": ("generator_predictions.dense", ("generator_predictions.LayerNorm",), "generator_lm_head"),
     "bert": ("cls.predictions.transform.dense", ("cls.predictions.transform.LayerNorm",), "cls.predictions.decoder"),
     "nomic_bert": (
         "cls.predictions.transform.dense",
@@ -238,17 +239,24 @@ def _sparse(body: _Body, form: SparseForm) -> SparseWeights:
     tied = f"{body.prefix}{spec.names.words}"
     stored = last if f"{last}.weight" in source else tied
     biases = [name for name in (f"{last}.bias", f"{last.rpartition('.')[0]}.bias") if name in source]
+    width = spec.embedding_size or hidden
     vocabulary = Linear(
-        source.get(f"{stored}.weight", (spec.vocab_size, hidden)),
+        source.get(f"{stored}.weight", (spec.vocab_size, width)),
         source.get(biases[0], (spec.vocab_size,)) if biases else None,
     )
-    activation = {"roberta": "gelu", "xlm-roberta": "gelu", "camembert": "gelu", "mpnet": "gelu"}.get(spec.family)
+    activation = {
+        "roberta": "gelu",
+        "xlm-roberta": "gelu",
+        "camembert": "gelu",
+        "mpnet": "gelu",
+        "electra": "gelu",
+    }.get(spec.family)
     if spec.family == "modernbert":
         activation = spec.classifier_activation
     return SparseWeights(
-        source.linear(dense, (hidden, hidden)),
+        source.linear(dense, (width, hidden)),
         activation_of(activation or spec.activation),
-        source.norm(norm, hidden, spec.eps),
+        source.norm(norm, width, spec.eps),
         vocabulary,
         form,
         spec.vocab_size,
