@@ -164,3 +164,15 @@ def test_what_the_coder_template_writes(tmp_path: Path) -> None:
     plain = template.render(chat[1:2])
     assert "function" not in plain
     assert plain.endswith("user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_the_coder_template_shows_broken_arguments_as_they_were_written(tmp_path: Path) -> None:
+    """The model copies what it sees of its earlier calls."""
+    call = {"id": "f", "type": "function", "function": {"name": "f", "arguments": '{"session": 876'}}
+    chat: list[dict[str, Any]] = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "failed to parse", "tool_call_id": "f"},
+    ]
+    text = coder_template(tmp_path).render(chat, tools=[Function("f").for_template()])
+    assert '```json\n{"name": "f", "arguments": {"session": 876}\n```<|im_end|>' in text
