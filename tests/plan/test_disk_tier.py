@@ -63,6 +63,19 @@ def test_a_restart_finds_what_the_disk_has() -> None:
     assert [(one.read_tokens, one.loaded_tokens) for one in noted] == [(FOUND, FOUND)] * WORKING_SET
 
 
+def test_the_tree_shows_after_a_restart_where_each_block_of_the_disk_belongs() -> None:
+    before, texts = disk_bench(), prompts(WORKING_SET)
+    for prompt in texts:
+        before.answer(prompt)
+        rest(before)
+    before.scheduler.settle(float(before.step_no))
+    rest(before)
+    found = restarted(before).scheduler.block_map(100, 0.0)
+    assert {node.location for node in found.nodes} == {"disk"}
+    assert {node.start for node in found.nodes if node.parent < 0} == {0}
+    assert sum(node.tokens for node in found.nodes) == BLOCK * len(before.stored)
+
+
 def test_what_is_settled_outlives_the_process_though_nothing_was_evicted() -> None:
     before, prompt = disk_bench(), prompts(1)[0]
     before.answer(prompt)

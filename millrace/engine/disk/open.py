@@ -13,7 +13,7 @@ from millrace.plan.kv.disk_tier import DiskTierSettings
 from millrace.plan.planner.block_names import name_bytes
 
 GIB = 1 << 30
-LAYOUT = "2"
+LAYOUT = "3"
 """Of the files. Another one has other folders."""
 RANK_PATIENCE_S = 30.0
 """Rank 0 alone finds that another server uses the directory. The ranks of an engine that has just died end soon."""

@@ -26,7 +26,7 @@ from millrace.plan.kv.host_tier import HostTier, Loading
 from millrace.plan.kv.prefix import Match, PrefixIndex
 from millrace.plan.kv.slot_index import SlotIndex
 from millrace.plan.kv.tier import CacheKey, EvictionCause, Place, Tier
-from millrace.plan.planner.block_names import name_of, read_name
+from millrace.plan.planner.block_names import first_of, name_of, read_name
 from millrace.plan.request import Diagnostics, Request
 from millrace.plan.step import BlockCopies, Location
 
@@ -227,7 +227,7 @@ class DiskTier:
                 if source is None or slot is None:
                     return
                 left -= 1
-                yield _Read(owner, key, source, slot, name_of(key, tokens))
+                yield _Read(owner, key, source, slot, self._name_of(key, tokens))
 
     def _give_up(self, owner: _Return) -> None:
         """Nobody waits any longer. Slots of reads in flight stay taken until these end."""
@@ -278,17 +278,26 @@ class DiskTier:
         targets: list[int] = []
         for key in self._to_write():
             found = host.read(key)
-            slot = self.index.fill(key, found[1], host.parent_hash(key[1])) if found is not None else None
+            slot = self.index.fill(key, found[1], self._parent_of(key)) if found is not None else None
             if found is None or slot is None:
                 break
             host.pin(key)
             keys.append(key)
-            names.append(name_of(key, found[1]))
+            names.append(self._name_of(key, found[1]))
             sources.append(found[0])
             targets.append(slot)
         for key in keys:
             del self._unwritten[key]
         return self._issue(_Batch(self._now, writes=keys), "host", "disk", sources, targets, names) if keys else None
+
+    def _parent_of(self, key: CacheKey) -> bytes | None:
+        """As the disk keeps it: roots are not known after a restart."""
+        parent = self._host.index.parent_hash(key[1])
+        return first_of(key[1]) if parent is not None and self._prefix.is_root(parent) else parent
+
+    def _name_of(self, key: CacheKey, tokens: bytes) -> bytes:
+        """The name under which the block is on the disk, also while it is written."""
+        return name_of(key, tokens, self.index.parent_hash(key[1]) if key[0] == 0 else None)
 
     def _to_write(self) -> list[CacheKey]:
         """The next batch: the oldest blocks first."""

@@ -15,7 +15,7 @@ from millrace.plan.kv.block_hash import NOBODY
 from millrace.plan.kv.block_pool import BlockPool
 from millrace.plan.kv.prefix import PrefixIndex
 from millrace.plan.kv.slot_index import SlotIndex
-from millrace.plan.planner.block_names import HASH_BYTES
+from millrace.plan.planner.block_names import HASH_BYTES, is_first_of
 from millrace.plan.planner.protocol import BlockMap, PrefixNode
 from millrace.plan.step import Location
 
@@ -116,7 +116,7 @@ class PrefixTree:
 
     def _follows_root(self, digest: bytes) -> bool:
         parent = self._parents[digest]
-        return parent is not None and self._prefix.is_root(parent)
+        return parent is not None and (is_first_of(parent) or self._prefix.is_root(parent))
 
     def _run_from(self, digest: bytes, parent: int, start: int | None) -> tuple[PrefixNode, bytes]:
         """The node that begins with this block, and its last block."""

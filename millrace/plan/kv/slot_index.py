@@ -121,11 +121,13 @@ class SlotIndex:
                 self._drop(key, "forgotten")
         return len(keys)
 
-    def restore(self, entries: Iterable[tuple[int, CacheKey, bytes]]) -> None:
-        """Blocks that slots hold already, least recently used first: slot, key and tokens of each."""
-        for slot, key, tokens in entries:
+    def restore(self, entries: Iterable[tuple[int, CacheKey, bytes, bytes | None]]) -> None:
+        """Blocks that slots hold already, least recently used first: slot, key, tokens and parent of each."""
+        for slot, key, tokens, parent in entries:
             if key not in self._slot_of:
                 self._slot_of[key], self._tokens_of[key], self._order[key] = slot, tokens, None
+                if parent is not None and key[0] == 0:
+                    self._parent_of[key[1]] = parent
         used = set(self._slot_of.values())
         self._free = [slot for slot in range(self.total - 1, -1, -1) if slot not in used]
 
