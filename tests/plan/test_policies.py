@@ -205,6 +205,24 @@ def test_diagnostics_say_why_a_request_waited_and_where_its_prompt_diverged() ->
     assert 2.0 <= second.diagnostics.waited_for["rows"] <= 4.0
 
 
+@pytest.mark.parametrize(("at", "is_reordered"), [(10, True), (5, False)])
+def test_the_divergence_is_from_the_most_similar_cached_prompt_and_not_the_last_one(
+    at: int, is_reordered: bool
+) -> None:
+    """Of blocks of 16 tokens."""
+    run = Run(make(max_running=1, block_size=16))
+    similar = np.arange(40, dtype=np.int32)
+    asked = similar.copy()
+    asked[at:] = np.concatenate([[99, 98, 97], similar[at:]])[: 40 - at] if is_reordered else 90
+    others = [np.concatenate([similar[:first], np.full(40 - first, 70 + first, np.int32)]) for first in (2, 0, 1)]
+    for number, prompt in enumerate([similar, *others, asked]):
+        request = Request(id=number, prompt=prompt.astype(np.int32), max_tokens=2, arrival=run.now)
+        run.scheduler.submit(request)
+        run.to_end()
+    assert request.diagnostics.diverged_at == at
+    assert request.diagnostics.is_reordered == is_reordered
+
+
 @settings(max_examples=examples(20), deadline=None)
 @given(st.sampled_from(POLICIES), st.integers(0, 2**32))
 def test_the_queue_yields_every_request_once_even_if_some_are_removed_during_iteration(policy: str, seed: int) -> None:

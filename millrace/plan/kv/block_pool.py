@@ -108,6 +108,8 @@ class BlockPool:
         """The most recently registered child of each block: one that follows it in a sequence. Group 0."""
         self._last_first_of: dict[bytes, int] = {}
         """The same for parents without a block, by their hash: first blocks follow a root."""
+        self._older_of, self._newer_of = (array("i", bytes(4 * (num_blocks + 1))) for _ in range(2))
+        """The children of the same parent that were registered before and after each block, 0 if there is none."""
         self._parent_hash_of = [b""] * (num_blocks + 1)
         """Of each registered block. Group 0."""
 
@@ -186,16 +188,25 @@ class BlockPool:
         """The block is evicted: it is no child any longer, and its children have no parent."""
         parent, last_child_of = self._parent_of[block], self._last_child_of
         last_child_of[block] = 0
+        older, newer = self._older_of[block], self._newer_of[block]
+        self._older_of[block] = self._newer_of[block] = 0
+        if older:
+            self._newer_of[older] = newer
+        if newer:
+            self._older_of[newer] = older
         if self._records is not None and self._records.end(block, parent):
             self._cached.on_leaf(parent)
             self._dirty.on_leaf(parent)
         if parent:
             if last_child_of[parent] == block:
-                last_child_of[parent] = 0
+                last_child_of[parent] = older
             return
         root = self._parent_hash_of[block]
         if self._last_first_of.get(root) == block:
-            del self._last_first_of[root]
+            if older:
+                self._last_first_of[root] = older
+            else:
+                del self._last_first_of[root]
 
     def take_many(self, count: int) -> list[int]:
         """Allocate blocks with one reference each, evicting where none is free. The caller has checked
@@ -273,6 +284,9 @@ class BlockPool:
     def _follow(self, block: int, before: int, parent: bytes) -> None:
         """The block, newly registered, follows `before` in a sequence. `parent`: the hash of that block."""
         self._parent_of[block], self._parent_hash_of[block] = before, parent
+        older = self._last_child(before, parent)
+        if older:
+            self._older_of[block], self._newer_of[older] = older, block
         if before:
             self._last_child_of[before] = block
         else:
@@ -285,9 +299,15 @@ class BlockPool:
         digest = self._hash_of[block]
         return (block, digest) if digest is not None and self._tokens_of[block] == tokens else None
 
-    def child_tokens(self, before: int, parent: bytes) -> bytes | None:
-        """Tokens of the child that `find_child` would compare, if there is one."""
-        return self._tokens_of[self._last_child(before, parent)]
+    def children_tokens(self, before: int, parent: bytes) -> Iterator[bytes]:
+        """Tokens of the children of that block, the last registered first."""
+        block = self._last_child(before, parent)
+        while block:
+            tokens = self._tokens_of[block]
+            if tokens is None:
+                raise AssertionError(f"block {block} is a child without content")
+            yield tokens
+            block = self._older_of[block]
 
     def _last_child(self, before: int, parent: bytes) -> int:
         return self._last_child_of[before] if before else self._last_first_of.get(parent, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,6 +21,8 @@ TOKENS_AROUND = 24
 """Own tokens kept on each side of the one where a prompt diverged."""
 TOKENS_COMPARED = 4
 """Tokens of a cached block that are looked for later in a prompt that diverged from it."""
+CHILDREN_COMPARED = 32
+"""Cached blocks after the same prefix, the last filled first, among which the most similar one is sought."""
 
 P = TypeVar("P")
 Find = Callable[[bytes, bytes, int], P | None]
@@ -290,23 +293,25 @@ class PrefixIndex:
                 del pending[digest]
 
     def note_divergence(self, request: Request, match: Match) -> None:
-        """Note the first token after the match that differs from the block last cached there, if there is one."""
+        """Note the first token after the match that differs from the cached block with which most tokens agree there,
+        if one is cached."""
         if not (self._enabled and request.read_cache):
             return
         match = match.whole or match
         num_matched, blocks = match.num_columns, match.blocks[0]
-        cached = self._pool.child_tokens(blocks[-1] if blocks else 0, self.parent_of(request, num_matched))
-        if cached is None:
+        children = self._pool.children_tokens(blocks[-1] if blocks else 0, self.parent_of(request, num_matched))
+        own, length, best = self.tokens_of(request, num_matched), -1, b""
+        for cached in itertools.islice(children, CHILDREN_COMPARED):
+            common = _num_common(own, cached)
+            if common > length:
+                length, best = common, cached
+        if length < 0 or 4 * length == len(own):
             return
-        tokens = self.tokens_of(request, num_matched)
-        for index in range(0, len(tokens), 4):
-            if tokens[index : index + 4] != cached[index : index + 4]:
-                at, noted = num_matched * self.block_size + index // 4, request.diagnostics
-                noted.diverged_at, noted.around_from = at, max(0, at - TOKENS_AROUND)
-                noted.around = bytes(request.history[4 * noted.around_from : 4 * (at + TOKENS_AROUND)])
-                wanted = cached[index : index + 4 * TOKENS_COMPARED]
-                noted.is_reordered = len(wanted) == 4 * TOKENS_COMPARED and _holds(request.history, wanted, 4 * at)
-                return
+        at, noted = num_matched * self.block_size + length, request.diagnostics
+        noted.diverged_at, noted.around_from = at, max(0, at - TOKENS_AROUND)
+        noted.around = bytes(request.history[4 * noted.around_from : 4 * (at + TOKENS_AROUND)])
+        wanted = best[4 * length : 4 * (length + TOKENS_COMPARED)]
+        noted.is_reordered = len(wanted) == 4 * TOKENS_COMPARED and _holds(request.history, wanted, 4 * at)
 
     def parent_of(self, request: Request, index: int) -> bytes:
         """The parent hash of block `index`."""
@@ -353,6 +358,12 @@ class PrefixIndex:
             return request.block_tokens[index]
         width = 4 * self.block_size
         return bytes(request.history[index * width : (index + 1) * width])
+
+
+def _num_common(first: bytes, second: bytes) -> int:
+    """Leading tokens that are equal."""
+    pairs = zip(memoryview(first).cast("i"), memoryview(second).cast("i"), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _holds(history: bytearray, tokens: bytes, start: int) -> bool:
