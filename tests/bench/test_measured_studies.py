@@ -195,12 +195,15 @@ def test_sessions_are_compared_with_computing_them_again() -> None:
         def ask(self, path: str, body: Any = None, method: str | None = None) -> tuple[float, Any]:
             asked.append(path)
             is_whole = path == "/v1/chat/completions"
-            turn = {"prompt_tokens": 100, "loaded_tokens": 80, "computed_tokens": 20}
+            turn = {"prompt_tokens": 100, "loaded_tokens": 80, "computed_tokens": 20, "recomputed_tokens": 2}
             return (2.0 if is_whole else 0.5), {"id": f"s{len(asked)}", "last_turn": turn}
 
-    found = sessions.measure(Canned(""), Asked("tiny", samples=3), 8192)
+    found = sessions.measure(Canned(""), Asked("tiny", samples=5), 8192)
     shares = {row[0]: row[-1] for row in found.rows}
     assert shares["its second turn, as a session"] == 0.25
-    assert "240 came back" in found.conclusion
-    assert sum(path.endswith("/turns") for path in asked) == 6
-    assert sum(path == "/v1/cache" for path in asked) == 6
+    assert "400 came back" in found.conclusion
+    assert "at most 20 in a turn; 10 of them" in found.conclusion
+    assert sum(path.endswith("/turns") for path in asked) == 10
+    assert sum(path == "/v1/cache" for path in asked) == 10
+    turns = [path for path in asked if path.endswith("/turns") or path == "/v1/chat/completions"]
+    assert [path == "/v1/chat/completions" for path in turns[5:]] == [False] * 3 + [True] * 3 + [False] * 2 + [True] * 2

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -21,8 +22,10 @@ POOL_SHARE = 6
 """The sessions together have so many times the tokens of the pool on the device."""
 MIN_POOL = 8192
 HOST_GIB = 6.0
-SMALL_POOL, SMALL_HOST_GIB, DISK_GIB = 4096, 0.125, 16.0
-"""With a disk. 0.125 GiB hold about 5,800 tokens of the default model in float16; a return needs half of it."""
+AT_ONCE = 3
+"""Turns that are asked together, and never more: each is answered before three others begin."""
+SMALL_POOL, SMALL_HOST_GIB, DISK_GIB = 8192, 0.375, 16.0
+"""With a disk. 0.375 GiB hold about 17,000 tokens of the default model in float16; a return may take half of it."""
 ANSWER_LIMIT_S = 300.0
 WORDS = "river boat stone paper light wind glass sugar clock iron salt copper bread lamp rope chair".split()
 
@@ -62,6 +65,7 @@ def _served(asked: Asked, pool: int, host_gib: float, disk_gib: float) -> Findin
 
 def measure(server: Server, asked: Asked, pool: int) -> Findings:
     first, later, again, hits = _turns(server, asked)
+    most, recomputed = max(hit["computed_tokens"] for hit in hits), sum(hit["recomputed_tokens"] for hit in hits)
     cold, warm, ratios = _documents(server, asked)
     ratio = ratio_of_medians(later, again)
     rows = [
@@ -78,28 +82,47 @@ def measure(server: Server, asked: Asked, pool: int) -> Findings:
         ("what", "first token, median s", "slowest s", "share of computing"),
         rows,
         [plot("Seconds until the first token of a second turn", lines, "session", "s")],
-        f"{asked.samples} sessions of {SESSION_TOKENS} tokens on a device with room for {pool}: a turn's first token"
-        f" takes {ratio:.2f} of the time that computing the conversation takes. Of the prompts' {total:,} tokens"
-        f" {loaded:,} came back from a lower tier and {computed:,} were computed. A kept document of {DOCUMENT_TOKENS}"
+        f"{asked.samples} sessions of {SESSION_TOKENS} tokens on a device with room for {pool}, {AT_ONCE} turns at a"
+        f" time: a turn's first token takes {ratio:.2f} of the time that computing the conversation takes. Of the"
+        f" prompts' {total:,} tokens {loaded:,} came back from a lower tier and {computed:,} were computed, at most"
+        f" {most:,} in a turn; {recomputed:,} of them had been computed before. A kept document of {DOCUMENT_TOKENS}"
         f" tokens takes {ratios:.2f} of a cold one.",
     )
 
 
 def _turns(server: Server, asked: Asked) -> tuple[list[float], list[float], list[float], list[Any]]:
-    """Seconds of first turns, of second turns, of computing the latter again, and what the second turns found."""
-    names, first = [], []
-    for number in range(asked.samples):
-        names.append(str(server.ask("/v1/sessions", {"ttl_s": 7200})[1]["id"]))
-        first.append(server.ask(f"/v1/sessions/{names[-1]}/turns", _body(_text(number, SESSION_TOKENS)))[0])
-    later, again, hits = [], [], []
-    for number, name in enumerate(names):
-        later.append(server.ask(f"/v1/sessions/{name}/turns", _body(f"And {number}?"))[0])
-        hits.append(server.ask(f"/v1/sessions/{name}")[1]["last_turn"])
+    """Seconds of first turns, of second turns, of computing the latter again, and what the second turns found. Each few
+    second turns that are asked at once alternate with computing the same conversations again, at once too."""
+    names = [str(server.ask("/v1/sessions", {"ttl_s": 7200})[1]["id"]) for _ in range(asked.samples)]
+
+    def first_turn(number: int) -> float:
+        return server.ask(_turns_of(names[number]), _body(_text(number, SESSION_TOKENS)))[0]
+
+    def later_turn(number: int) -> float:
+        return server.ask(_turns_of(names[number]), _body(f"And {number}?"))[0]
+
+    def computed_again(number: int) -> float:
         whole = _body(_text(number, SESSION_TOKENS) + f" And {number}?")
-        again.append(server.ask("/v1/chat/completions", {**whole, "cache_salt": name})[0])
+        return server.ask("/v1/chat/completions", {**whole, "cache_salt": names[number]})[0]
+
+    first: list[float] = []
+    later: list[float] = []
+    again: list[float] = []
+    with ThreadPoolExecutor(AT_ONCE) as clients:
+        groups = [range(asked.samples)[at : at + AT_ONCE] for at in range(0, asked.samples, AT_ONCE)]
+        for group in groups:
+            first += clients.map(first_turn, group)
+        for group in groups:
+            later += clients.map(later_turn, group)
+            again += clients.map(computed_again, group)
+    hits = [server.ask(f"/v1/sessions/{name}")[1]["last_turn"] for name in names]
     for name in names:
         server.ask(f"/v1/sessions/{name}", method="DELETE")
     return first, later, again, hits
+
+
+def _turns_of(name: str) -> str:
+    return f"/v1/sessions/{name}/turns"
 
 
 def _documents(server: Server, asked: Asked) -> tuple[list[float], list[float], float]:
@@ -126,10 +149,10 @@ STUDIES = {
         "Sessions beyond the device",
         "What does a turn of a session cost whose keys and values had to leave the device?",
         "A server whose KV pool holds a sixth of all sessions, but at least 8,192 tokens, and host memory for the"
-        " rest. `--samples` sessions get a first turn of 2,048 tokens each, then, in the same order, a short second"
-        " one; after each the same conversation is computed again under a salt of its own. Then twice as many documents"
-        " of 512 tokens are kept (`/v1/cache`) and asked about. One request at a time, one token per answer: the time"
-        " of a request is that of its first token.",
+        f" rest. `--samples` sessions get a first turn of 2,048 tokens each, {AT_ONCE} at a time, then, in the same"
+        f" order, {AT_ONCE} at a time too, a short second one; after each few the same conversations are computed again,"
+        " at once, under a salt of their own. Then twice as many documents of 512 tokens are kept (`/v1/cache`) and"
+        " asked about, one by one. One token per answer: the time of a request is that of its first token.",
         "smollm2-135m-instruct",
         100,
         sessions,
@@ -137,7 +160,7 @@ STUDIES = {
     "sessions-on-disk": MeasuredStudy(
         "Sessions on a disk",
         "What does a turn of a session cost whose keys and values are on a disk?",
-        "As the study `sessions`, but with a pool of 4,096 tokens, 0.125 GiB of host memory, and a disk for the rest.",
+        "As the study `sessions`, but with a pool of 8,192 tokens, 0.375 GiB of host memory, and a disk for the rest.",
         "smollm2-135m-instruct",
         100,
         sessions_on_disk,
