@@ -104,6 +104,8 @@ class Request:
     """The tokens of the blocks in `hashes`."""
     text_blocks: dict[int, list[tuple[bytes, bytes]]] = field(default_factory=dict)
     """By start of a document: hashes and tokens of its blocks alone, computed as needed."""
+    head_start_s: float | None = None
+    """Of the policy `prefix`, once it is known."""
     held_by: bytes | None = None
     """Hash of the block it waits for, which a running request is computing."""
     loads: int = 0

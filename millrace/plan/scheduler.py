@@ -124,7 +124,7 @@ class Scheduler:
         self.captures = shapes.captures
         self._composer = Composer(self._seating, self._in_flight, shapes)
         self._drafts = DraftPlaces(settings.drafts, self._seating)
-        policy = make_policy(settings.policy)
+        policy = make_policy(settings.policy, self.prefix)
         self.shares = FairShares()
         self.waiting = WaitingQueue(policy, self.shares, settings.aging_s, WaitingTokens(self.prefix))
         lengths = OutputLengthEstimate(initial=settings.expected_output)

@@ -53,7 +53,7 @@ class World:
             **limits,
             prefix_cache=rng.random() < 0.8 or has_tiers,
             expected_output=expected_output,
-            policy=rng.choice(["fcfs", "shortest", "feedback", "deadline"]),
+            policy=rng.choice(["fcfs", "shortest", "feedback", "deadline", "prefix"]),
             aging_s=rng.choice([2.0, 30.0]),
             groups=KvGroups(windows),
             drafts=DraftSettings(max_drafts, max_places=rng.choice([8, 1000])),

@@ -9,11 +9,12 @@ from helpers.toy_device import ToyDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.plan.queue.policy import MAX_HEAD_START_S
 from millrace.plan.queue.predict import OutputLengthPredictor
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 
-POLICIES = ("fcfs", "shortest", "feedback", "deadline")
+POLICIES = ("fcfs", "shortest", "feedback", "deadline", "prefix")
 
 
 def make(policy: str = "fcfs", **limits: float) -> Scheduler:
@@ -203,6 +204,23 @@ def test_diagnostics_say_why_a_request_waited_and_where_its_prompt_diverged() ->
     assert second.diagnostics.diverged_at == 10
     assert list(second.diagnostics.waited_for) == ["rows"]
     assert 2.0 <= second.diagnostics.waited_for["rows"] <= 4.0
+
+
+def test_the_longest_cached_prefix_goes_first_with_a_bounded_head_start() -> None:
+    run = Run(make("prefix"))
+    texts = {name: np.arange(length, dtype=np.int32) + 450 * (name - 1) for name, length in ((1, 400), (2, 40))}
+    for name, text in texts.items():
+        run.scheduler.submit(Request(id=name, prompt=text, max_tokens=1, arrival=run.now))
+        run.to_end()
+    run.scheduler.submit(make_request(3, max_tokens=50, arrival=100.0))
+    run.step()  # Takes the only row.
+    arrivals = {4: (100.0, make_request(0).prompt), 5: (101.0, texts[2]), 6: (101.5, texts[1])}
+    arrivals[7] = (101.5 + MAX_HEAD_START_S, texts[1])
+    for request_id, (arrival, prompt) in arrivals.items():
+        run.scheduler.submit(Request(id=request_id, prompt=prompt, max_tokens=1, arrival=arrival))
+    assert order(run.scheduler) == [6, 4, 5, 7]
+    run.to_end()
+    assert [request_id for request_id in run.began if request_id >= 4] == [6, 4, 5, 7]
 
 
 @pytest.mark.parametrize(("at", "is_reordered"), [(10, True), (5, False)])

@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 
 from millrace.config import PolicyName
+from millrace.plan.kv.prefix import PrefixIndex
 from millrace.plan.queue.learned_lengths import LearnedLengths
 from millrace.plan.queue.predict import OutputLengthPredictor
 from millrace.plan.request import BATCH, INTERACTIVE, Request
@@ -26,6 +27,8 @@ QUANTA = (32, 128, 512, 2048)
 """Feedback: output tokens after which a request drops to the next level."""
 SECONDS_PER_LEVEL = 20.0
 """Feedback: head start of a level over the next lower one."""
+SECONDS_PER_CACHED_TOKEN, MAX_HEAD_START_S = 0.005, 20.0
+"""Longest prefix first: head start per prompt token that is cached or being computed on arrival, and its bound."""
 OBJECTIVES_S = (1.0, 10.0, 120.0)
 """Earliest deadline: time to first token due by class, for requests whose own deadline is later."""
 MAX_YIELDS = 4
@@ -105,6 +108,19 @@ class EarliestDeadline(FirstCome):
         return min(due, request.deadline)
 
 
+class LongestPrefix(FirstCome):
+    """The request that finds most of its prompt in the cache goes first, before that is evicted."""
+
+    def __init__(self, prefix: PrefixIndex) -> None:
+        self._prefix = prefix
+
+    def sort_key(self, request: Request) -> float:
+        if request.head_start_s is None:
+            num_cached = self._prefix.num_expected(request, ()) * self._prefix.block_size
+            request.head_start_s = min(MAX_HEAD_START_S, SECONDS_PER_CACHED_TOKEN * num_cached)
+        return request.arrival - request.head_start_s
+
+
 def _level(num_output: int) -> int:
     return sum(num_output >= quantum for quantum in QUANTA)
 
@@ -119,13 +135,14 @@ def _cheapest(rows: Rows, candidates: Int64s, max_yields: int = MAX_YIELDS) -> i
     return int(fit[np.argmin(lost)])
 
 
-_MAKERS: dict[PolicyName, Callable[[], Policy]] = {
-    "fcfs": FirstCome,
-    "shortest": lambda: ShortestFirst(LearnedLengths()),
-    "feedback": Feedback,
-    "deadline": EarliestDeadline,
+_MAKERS: dict[PolicyName, Callable[[PrefixIndex], Policy]] = {
+    "fcfs": lambda _: FirstCome(),
+    "shortest": lambda _: ShortestFirst(LearnedLengths()),
+    "feedback": lambda _: Feedback(),
+    "deadline": lambda _: EarliestDeadline(),
+    "prefix": LongestPrefix,
 }
 
 
-def make_policy(name: PolicyName) -> Policy:
-    return _MAKERS[name]()
+def make_policy(name: PolicyName, prefix: PrefixIndex) -> Policy:
+    return _MAKERS[name](prefix)

@@ -12,7 +12,7 @@ from millrace.simulate.settings import SimulationSettings
 from millrace.simulate.simulation import Simulated, simulate
 
 CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("policy", ("fcfs", "shortest", "feedback", "deadline")),
+    ("policy", ("fcfs", "shortest", "feedback", "deadline", "prefix")),
     ("token_budget", ("256", "512", "1024", "2048", "4096", "8192")),
     ("mixed_budget", ("128", "256", "512", "1024", "2048", "4096")),
     ("step_ms", ("0", "30", "60", "90", "150", "200", "400")),
