@@ -112,11 +112,14 @@ def test_the_memory_plan_fits_nearly_two_and_four_times_the_tokens() -> None:
 def test_unsupported_combinations_are_refused_with_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = spec_from_config(config_of(make_reference("llama")))
 
-    def resolve(asked: KvDtype, device: torch.device, head_dim: int) -> KvFormat:
-        spec = dataclasses.replace(whole, head_dim=head_dim)
+    def resolve(asked: KvDtype, device: torch.device, head_dim: int, qkv_bias: bool = False) -> KvFormat:
+        spec = dataclasses.replace(whole, head_dim=head_dim, qkv_bias=qkv_bias)
         return resolve_kv_dtype(asked, spec, dtype=torch.bfloat16, device=device)
 
     assert (resolve("int8", CPU, 64), resolve("int4", CPU, 64)) == ("int8", "int4")
+    assert resolve("int8", CPU, 64, qkv_bias=True) == "int8"
+    with pytest.raises(ConfigError, match=r"int4, which would round away the keys .* biases, .* Set --kv-dtype int8"):
+        resolve("int4", CPU, 64, qkv_bias=True)
     with pytest.raises(ConfigError, match=r"int8, which needs heads in multiples of 16 items, .* have 72\. Set"):
         resolve("int8", CPU, 72)
     with pytest.raises(ConfigError, match=r"fp8, which needs a GPU .* Set --kv-dtype int8, which needs as little"):

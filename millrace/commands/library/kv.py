@@ -129,6 +129,8 @@ def _formats(spec: ModelSpec) -> list[str]:
             return kv_dtype in ("float32", "bfloat16", "float16")
         if kv_dtype == "packed":
             return can_pack(spec.head_dim) and spec.rotates_whole_heads
+        if kv_dtype == "int4" and spec.qkv_bias:
+            return False
         return kv_dtype not in ("fp8", "int8", "int4") or spec.head_dim % HEAD_UNIT == 0
 
     return [one for one in FORMATS if holds(one)]

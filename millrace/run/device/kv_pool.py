@@ -109,7 +109,7 @@ def resolve_kv_dtype(
     elif requested == "float16":
         objection = float16_objection(dtype, device)
     else:
-        objection = _few_bits_objection(requested, device, spec.head_dim)
+        objection = _few_bits_objection(requested, device, spec)
     if objection:
         raise ConfigError(f"memory.kv_dtype is {requested}, which {objection}", param="memory.kv_dtype")
     return requested
@@ -154,7 +154,8 @@ def float16_objection(dtype: torch.dtype, device: torch.device) -> str:
     return ""
 
 
-def _few_bits_objection(requested: Literal["fp8", "int8", "int4"], device: torch.device, head_dim: int) -> str:
+def _few_bits_objection(requested: Literal["fp8", "int8", "int4"], device: torch.device, spec: ModelSpec) -> str:
+    head_dim = spec.head_dim
     objection = {"fp8": _fp8_objection, "int8": _int8_objection, "int4": _int4_objection}[requested](device)
     if not objection and head_dim % HEAD_UNIT:
         return f"needs heads in multiples of {HEAD_UNIT} items, but the model's have {head_dim}. Set --kv-dtype auto."
@@ -162,6 +163,12 @@ def _few_bits_objection(requested: Literal["fp8", "int8", "int4"], device: torch
         return (
             f"needs heads of at least {INT4_LEAST_HEAD} items on a GPU, but the model's have {head_dim}. Set --kv-dtype"
             " auto."
+        )
+    if not objection and requested == "int4" and spec.qkv_bias:
+        instead = "int8" if device.type == "cpu" else "fp8"
+        return (
+            "would round away the keys of this model: its projections have biases, which can be a hundred times larger"
+            f" than what tells keys apart. Set --kv-dtype {instead} or auto."
         )
     return objection
 
