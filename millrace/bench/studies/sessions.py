@@ -150,9 +150,9 @@ STUDIES = {
         "What does a turn of a session cost whose keys and values had to leave the device?",
         "A server whose KV pool holds a sixth of all sessions, but at least 8,192 tokens, and host memory for the"
         f" rest. `--samples` sessions get a first turn of 2,048 tokens each, {AT_ONCE} at a time, then, in the same"
-        f" order, {AT_ONCE} at a time too, a short second one; after each few the same conversations are computed again,"
-        " at once, under a salt of their own. Then twice as many documents of 512 tokens are kept (`/v1/cache`) and"
-        " asked about, one by one. One token per answer: the time of a request is that of its first token.",
+        f" order, {AT_ONCE} at a time too, a short second one; after each few the same conversations are computed"
+        " again, at once, under a salt of their own. Then twice as many documents of 512 tokens are kept (`/v1/cache`)"
+        " and asked about, one by one. One token per answer: the time of a request is that of its first token.",
         "smollm2-135m-instruct",
         100,
         sessions,

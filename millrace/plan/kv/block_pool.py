@@ -43,6 +43,30 @@ class BlockUses:
         """Blocks that several rows reference."""
 
 
+class Siblings:
+    """Children of the same parent, as lists. Group 0."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.older, self.newer = (array("i", bytes(4 * (num_blocks + 1))) for _ in range(2))
+        """The sibling that was registered before each block, and the one after it; 0 if there is none."""
+        self.last_first: dict[bytes, int] = {}
+        """The last registered child of parents without a block, by their hash: first blocks follow a root."""
+
+    def join(self, block: int, older: int) -> None:
+        if older:
+            self.older[block], self.newer[older] = older, block
+
+    def leave(self, block: int) -> int:
+        """Returns the next older one."""
+        older, newer = self.older[block], self.newer[block]
+        self.older[block] = self.newer[block] = 0
+        if older:
+            self.newer[older] = newer
+        if newer:
+            self.older[newer] = older
+        return older
+
+
 class BlockUse(NamedTuple):
     num_refs: int
     """Rows that reference the block."""
@@ -106,10 +130,7 @@ class BlockPool:
         """The block before each registered one in its sequence, 0 if none was registered. Group 0."""
         self._last_child_of = array("i", bytes(4 * (num_blocks + 1)))
         """The most recently registered child of each block: one that follows it in a sequence. Group 0."""
-        self._last_first_of: dict[bytes, int] = {}
-        """The same for parents without a block, by their hash: first blocks follow a root."""
-        self._older_of, self._newer_of = (array("i", bytes(4 * (num_blocks + 1))) for _ in range(2))
-        """The children of the same parent that were registered before and after each block, 0 if there is none."""
+        self._siblings = Siblings(num_blocks)
         self._parent_hash_of = [b""] * (num_blocks + 1)
         """Of each registered block. Group 0."""
 
@@ -188,12 +209,7 @@ class BlockPool:
         """The block is evicted: it is no child any longer, and its children have no parent."""
         parent, last_child_of = self._parent_of[block], self._last_child_of
         last_child_of[block] = 0
-        older, newer = self._older_of[block], self._newer_of[block]
-        self._older_of[block] = self._newer_of[block] = 0
-        if older:
-            self._newer_of[older] = newer
-        if newer:
-            self._older_of[newer] = older
+        older = self._siblings.leave(block)
         if self._records is not None and self._records.end(block, parent):
             self._cached.on_leaf(parent)
             self._dirty.on_leaf(parent)
@@ -201,12 +217,12 @@ class BlockPool:
             if last_child_of[parent] == block:
                 last_child_of[parent] = older
             return
-        root = self._parent_hash_of[block]
-        if self._last_first_of.get(root) == block:
+        root, firsts = self._parent_hash_of[block], self._siblings.last_first
+        if firsts.get(root) == block:
             if older:
-                self._last_first_of[root] = older
+                firsts[root] = older
             else:
-                del self._last_first_of[root]
+                del firsts[root]
 
     def take_many(self, count: int) -> list[int]:
         """Allocate blocks with one reference each, evicting where none is free. The caller has checked
@@ -284,13 +300,11 @@ class BlockPool:
     def _follow(self, block: int, before: int, parent: bytes) -> None:
         """The block, newly registered, follows `before` in a sequence. `parent`: the hash of that block."""
         self._parent_of[block], self._parent_hash_of[block] = before, parent
-        older = self._last_child(before, parent)
-        if older:
-            self._older_of[block], self._newer_of[older] = older, block
+        self._siblings.join(block, self._last_child(before, parent))
         if before:
             self._last_child_of[before] = block
         else:
-            self._last_first_of[parent] = block
+            self._siblings.last_first[parent] = block
 
     def find_child(self, before: int, parent: bytes, tokens: bytes) -> tuple[int, bytes] | None:
         """The last registered child of the block `before`, whose hash is `parent`, and the child's hash, if it has
@@ -307,10 +321,10 @@ class BlockPool:
             if tokens is None:
                 raise AssertionError(f"block {block} is a child without content")
             yield tokens
-            block = self._older_of[block]
+            block = self._siblings.older[block]
 
     def _last_child(self, before: int, parent: bytes) -> int:
-        return self._last_child_of[before] if before else self._last_first_of.get(parent, 0)
+        return self._last_child_of[before] if before else self._siblings.last_first.get(parent, 0)
 
     def num_unreferenced(self, blocks: Iterable[int]) -> int:
         """Number of these blocks without a reference, and without a handle that names them."""

@@ -1,5 +1,7 @@
-"""Names under which blocks are stored: KV group, hash, tokens, and the hash of the block before. The end of a hash marks
-whose block it is."""
+"""Names under which blocks are stored: KV group, hash, tokens, and the hash of the block before.
+
+The end of a hash marks whose block it is.
+"""
 
 from __future__ import annotations
 
