@@ -2,13 +2,14 @@
 
     python tools/same_tokens.py drafts [--prompts 200] [--max-tokens 16] [--speculate ngram]
     python tools/same_tokens.py host-tier [--prompts 24]
-    python tools/same_tokens.py ranks [--prompts 200] [--model qwen2.5-coder-1.5b] [--ranks 2,3]
+    python tools/same_tokens.py ranks [--prompts 200] [--model qwen2.5-coder-1.5b] [--ranks 2,3] [--minutes 10]
 
 `drafts`: the same prompts to a server without drafts and to one with them, at 1, 4 and 16 at once; every answer must
 have the same token ids. A quarter of the prompts have a JSON schema. `host-tier`: prompts that fill the KV pool three
 times over are sent twice, to a server with a host tier and to one without; the repeats must have the same token ids,
 and the time of both is printed. `ranks`: the prompts of `drafts`, 8 at once, to a server of one process, and to servers
-whose model is split over `--ranks` processes.
+whose model is split over `--ranks` processes, all with drafts, a host tier and a pool so small that requests are
+preempted. A server that needs more than `--minutes` is asked no further; what all have answered is compared.
 """
 
 from __future__ import annotations
@@ -119,19 +120,36 @@ async def host_tier(options: argparse.Namespace) -> bool:
     return all(answers == alone for answers in found.values())
 
 
+SMALL_POOL = ("--kv-tokens", "2000", "--kv-host-gib", "0.5", "--max-running", "8")
+"""Requests are preempted, and blocks go to host memory and come back."""
+BATCH = 20
+"""Prompts between two looks at the clock."""
+MET = ("drafts", "preemptions", "cached_tokens", "host_tokens_loaded")
+
+
 async def ranks(options: argparse.Namespace) -> bool:
-    bodies, found = [asked(number) for number in range(options.prompts)], {}
-    own = ["--dtype", "float32", "--device", "cpu"]
+    """The prompts, and then the first half of those that were answered in time once more."""
+    bodies = [asked(number) for number in range(options.prompts)]
+    own = ["--dtype", "float32", "--device", "cpu", "--speculate", options.speculate, *SMALL_POOL]
+    found: dict[int, tuple[list[list[int]], list[list[int]]]] = {}
     for size in (1, *map(int, options.ranks.split(","))):
         with LocalServer([*options.model, *own, "--tensor-parallel", str(size)]) as server:
             await server.wait_ready()
-            began = time.monotonic()
-            found[size] = await Client(server.url, options.max_tokens).answers(bodies, 8)
-            print(f"{size} ranks: {time.monotonic() - began:.1f} s", flush=True)
-    for size, answers in found.items():
-        wrong = [number for number, pair in enumerate(zip(answers, found[1], strict=True)) if pair[0] != pair[1]]
-        print(f"{size} ranks: {len(wrong)} of {len(answers)} answers differ {wrong[:5]}")
-    return all(answers == found[1] for answers in found.values())
+            client, began = Client(server.url, options.max_tokens), time.monotonic()
+            answers: list[list[int]] = []
+            while len(answers) < len(bodies) and time.monotonic() - began < 60 * options.minutes:
+                answers += await client.answers(bodies[len(answers) :][:BATCH], 8)
+            found[size] = answers, await client.answers(bodies[: len(answers) // 2], 8)
+            met = {name: int(await client.metric(f"millrace_engine_{name}_total")) for name in MET}
+            print(f"{size} ranks: {len(answers)} prompts in {time.monotonic() - began:.1f} s; {met}", flush=True)
+    is_same = True
+    for size, parts in found.items():
+        for answers, alone in zip(parts, found[1], strict=True):
+            count = min(len(answers), len(alone))
+            wrong = [number for number in range(count) if answers[number] != alone[number]]
+            print(f"{size} ranks: {len(wrong)} of {count} answers differ {wrong[:5]}")
+            is_same = is_same and bool(count) and not wrong
+    return is_same
 
 
 PROOFS = {"drafts": drafts, "host-tier": host_tier, "ranks": ranks}
@@ -144,6 +162,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=12)
     parser.add_argument("--model", nargs=1, default=[], help="ranks: the model (default: the server's)")
     parser.add_argument("--ranks", default="2,3", help="numbers of processes, with commas")
+    parser.add_argument("--minutes", type=float, default=30.0, help="ranks: for each server")
     parser.add_argument("--speculate", default="ngram")
     parser.add_argument("--pool", type=int, default=4000, help="tokens of the KV pool")
     parser.add_argument("--words", type=int, default=120)
