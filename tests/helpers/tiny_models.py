@@ -59,6 +59,14 @@ _MAMBA = {
     "logits_scaling": 2.0,
     "pad_token_id": 0,
 }
+_EXPERTS = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+}
 _LATENT = {
     "head_dim": 8,
     "num_key_value_heads": 6,
@@ -94,6 +102,43 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_heads_of_64": _sized("Qwen3", head_dim=64, num_attention_heads=2, num_key_value_heads=1),
     "qwen3_bias_tied": _sized("Qwen3", attention_bias=True, tie_word_embeddings=True),
     "olmo2": _sized("Olmo2", attention_bias=True, pad_token_id=0),
+    "seed_oss": _sized("SeedOss", attention_bias=True, attention_out_bias=True, mlp_bias=True),
+    "ernie4_5": _sized("Ernie4_5", use_bias=True),
+    "exaone4": _sized("Exaone4", sliding_window=6, sliding_window_pattern=2),
+    "olmo3": _sized(
+        "Olmo3",
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        rope_parameters={"full_attention": _YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}},
+    ),
+    "granite": _sized(
+        "Granite",
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        attention_multiplier=0.3,
+        logits_scaling=2.0,
+    ),
+    "gemma": _sized("Gemma"),
+    "cwm": _sized("Cwm", sliding_window=6, mlp_bias=True, num_hidden_layers=5, rope_parameters=_LLAMA3),
+    "ministral": _sized(
+        "Ministral",
+        sliding_window=5,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    ),
+    "qwen2_moe": _sized(
+        "Qwen2Moe",
+        num_hidden_layers=4,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=24,
+        mlp_only_layers=[1],
+    ),
+    "olmoe": _sized("Olmoe", head_dim=8, num_experts=5, num_experts_per_tok=2, pad_token_id=0),
+    "dots1": _sized(
+        "Dots1", **_EXPERTS, sliding_window=6, max_window_layers=2, n_group=4, topk_group=2, norm_topk_prob=True
+    ),
+    "glm4_moe": _sized("Glm4Moe", **_EXPERTS, use_qk_norm=True, attention_bias=True),
     "glm4": _sized("Glm4", pad_token_id=0),
     "glm": _sized("Glm", pad_token_id=0, attention_bias=False, tie_word_embeddings=True),
     "smollm3": _sized("SmolLM3", num_hidden_layers=5, pad_token_id=0, bos_token_id=1, eos_token_id=2),

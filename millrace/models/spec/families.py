@@ -5,21 +5,32 @@ To add a family, see docs/contributing/model-family.md.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 from millrace.errors import ModelError
 from millrace.models.spec import gpt_oss
 from millrace.models.spec.config_reader import ConfigReader
+from millrace.models.spec.dense_families import DENSE_FAMILIES
+from millrace.models.spec.expert_families import EXPERT_FAMILIES
+from millrace.models.spec.family import (
+    Family,
+    WeightNames,
+    Windows,
+    attention_bias,
+    by_type,
+    experts_of,
+    no_windows,
+    qwen_moe_windows,
+    qwen_windows,
+    uniform_windows,
+)
 from millrace.models.spec.hybrids import granite_hybrid, qwen3_next
 from millrace.models.spec.latent import deepseek_v2, deepseek_v3
-from millrace.models.spec.model_spec import LayerSpec, ModelSpec, MoeSpec, RopeSpec
+from millrace.models.spec.model_spec import LayerSpec, ModelSpec, RopeSpec
 from millrace.models.spec.rope import ROPE_KEYS, read_rope
 from millrace.ops.base.activation_kind import Activation
 from millrace.sources.encoders.families import instead_of
-
-Windows = list[int | None]
 
 MAX_LAYERS = 1024
 """A config with more layers is treated as damaged."""
@@ -36,104 +47,11 @@ _ACTIVATIONS: Mapping[str, Activation] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class WeightNames:
-    """Names of modules under `model.layers.<i>.` that differ between families; `{e}` is the expert index."""
-
-    input_norm: str = "input_layernorm"
-    mlp_norm: str = "post_attention_layernorm"
-    attention_out_norm: str = ""
-    mlp_out_norm: str = ""
-    router: str = "mlp.gate"
-    router_bias: str = ""
-    expert_gate: str = "mlp.experts.{e}.gate_proj"
-    expert_up: str = "mlp.experts.{e}.up_proj"
-    expert_down: str = "mlp.experts.{e}.down_proj"
-    shared_expert: str = "mlp.shared_expert"
-    mlp_gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """One name: both in one tensor."""
-    mlp_down: str = "mlp.down_proj"
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    name: str
-    model_types: tuple[str, ...]
-    architectures: tuple[str, ...]
-    traits: Callable[[ConfigReader], dict[str, Any]]
-    """ModelSpec fields in which this family differs from a plain Llama."""
-    windows: Callable[[ConfigReader, int], Windows]
-    """The attention window of each layer; called with the number of layers."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of the family's original implementation for keys missing in config.json."""
-    theta: float = 10_000.0
-    names: WeightNames = WeightNames()
-
-
-# --- shared by several families ---
-
-
-def _no_windows(c: ConfigReader, num_layers: int) -> Windows:
-    return [None] * num_layers
-
-
-def _uniform_windows(c: ConfigReader, num_layers: int) -> Windows:
-    """One window for all layers, unless the config lists the sliding layers."""
-    window = c.optional_whole("sliding_window")
-    return _by_type(c, num_layers, lambda layer: window is not None)
-
-
-def _qwen_windows(c: ConfigReader, num_layers: int) -> Windows:
-    """Qwen: windows only if enabled, and only from layer `max_window_layers` on."""
-    if not c.flag("use_sliding_window"):
-        return [None] * num_layers
-    first = c.whole("max_window_layers", 28, minimum=0)
-    return _by_type(c, num_layers, lambda layer: layer >= first)
-
-
-def _qwen_moe_windows(c: ConfigReader, num_layers: int) -> Windows:
-    return _uniform_windows(c, num_layers) if c.flag("use_sliding_window") else [None] * num_layers
-
-
-def _by_type(c: ConfigReader, num_layers: int, slides: Callable[[int], bool]) -> Windows:
-    return [_window_of(c, kind) for kind in _layer_types(c, num_layers, slides)]
-
-
-def _layer_types(c: ConfigReader, num_layers: int, slides: Callable[[int], bool]) -> list[str]:
-    """`layer_types` of the config, or else by the family's rule."""
-    kinds = c.get("layer_types")
-    if kinds is None:
-        return ["sliding_attention" if slides(layer) else "full_attention" for layer in range(num_layers)]
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise c.fail("layer_types", f"is {kinds!r}; it must be a list of {num_layers} entries")
-    return kinds
-
-
-def _window_of(c: ConfigReader, kind: str) -> int | None:
-    if kind == "full_attention":
-        return None
-    if kind == "sliding_attention":
-        return c.whole("sliding_window")
-    raise c.fail("layer_types", f"holds {kind!r}; full_attention and sliding_attention are supported")
-
-
-def _attention_bias(c: ConfigReader) -> dict[str, Any]:
-    bias = c.flag("attention_bias")
-    return {"qkv_bias": bias, "out_bias": bias}
-
-
-def _moe(c: ConfigReader, num_experts: int, inner_size: int, renormalise: bool) -> MoeSpec:
-    top_k = c.whole("num_experts_per_tok")
-    if top_k > num_experts:
-        raise c.fail("num_experts_per_tok", f"is {top_k}, more than the {num_experts} experts")
-    return MoeSpec(num_experts, top_k, inner_size, renormalise)
-
-
 # --- the traits of each family ---
 
 
 def _llama(c: ConfigReader) -> dict[str, Any]:
-    return {**_attention_bias(c), "mlp_bias": c.flag("mlp_bias")}
+    return {**attention_bias(c), "mlp_bias": c.flag("mlp_bias")}
 
 
 def _smollm3(c: ConfigReader) -> dict[str, Any]:
@@ -153,13 +71,13 @@ def _smollm3_windows(c: ConfigReader, num_layers: int) -> Windows:
     if not (c.flag("use_sliding_window") and c.has("sliding_window")):
         return [None] * num_layers
     rotates = c.whole_list("no_rope_layers") or [int((layer + 1) % 4 != 0) for layer in range(num_layers)]
-    return _by_type(c, num_layers, lambda layer: not rotates[layer])
+    return by_type(c, num_layers, lambda layer: not rotates[layer])
 
 
 def _gemma2(c: ConfigReader) -> dict[str, Any]:
     _refuse_bidirectional(c)
     return {
-        **_attention_bias(c),
+        **attention_bias(c),
         "norm_offset": 1.0,
         "sandwich_norms": True,
         "attention_scale": c.positive("query_pre_attn_scalar") ** -0.5,
@@ -181,7 +99,7 @@ def _gemma3(c: ConfigReader) -> dict[str, Any]:
 
 def _gemma3_windows(c: ConfigReader, num_layers: int) -> Windows:
     period = c.whole("sliding_window_pattern", 6)
-    return _by_type(c, num_layers, lambda layer: (layer + 1) % period != 0)
+    return by_type(c, num_layers, lambda layer: (layer + 1) % period != 0)
 
 
 def _gemma3_ropes(c: ConfigReader) -> tuple[RopeSpec, RopeSpec]:
@@ -206,26 +124,26 @@ def _refuse_bidirectional(c: ConfigReader) -> None:
 
 def _mixtral(c: ConfigReader) -> dict[str, Any]:
     experts = c.whole("num_local_experts", c.whole("num_experts", 8))
-    layers = tuple(LayerSpec(window, is_moe=True) for window in _uniform_windows(c, c.whole("num_hidden_layers")))
-    return {"moe": _moe(c, experts, c.whole("intermediate_size"), renormalise=True), "layers": layers}
+    layers = tuple(LayerSpec(window, is_moe=True) for window in uniform_windows(c, c.whole("num_hidden_layers")))
+    return {"moe": experts_of(c, experts, c.whole("intermediate_size"), renormalise=True), "layers": layers}
 
 
 def _qwen3_moe(c: ConfigReader) -> dict[str, Any]:
     num_layers = c.whole("num_hidden_layers")
     experts = c.whole("num_experts", c.whole("num_local_experts", 128), minimum=0)
     step, dense = c.whole("decoder_sparse_step", 1), set(c.whole_list("mlp_only_layers"))
-    windows = _qwen_moe_windows(c, num_layers)
+    windows = qwen_moe_windows(c, num_layers)
     layers = tuple(
         LayerSpec(windows[layer], is_moe=experts > 0 and layer not in dense and (layer + 1) % step == 0)
         for layer in range(num_layers)
     )
     renormalise = c.flag("norm_topk_prob")
-    moe = _moe(c, experts, c.whole("moe_intermediate_size"), renormalise) if experts else None
-    return {**_attention_bias(c), "qk_norm": True, "moe": moe, "layers": layers}
+    moe = experts_of(c, experts, c.whole("moe_intermediate_size"), renormalise) if experts else None
+    return {**attention_bias(c), "qk_norm": True, "moe": moe, "layers": layers}
 
 
 def _gpt_oss_windows(c: ConfigReader, num_layers: int) -> Windows:
-    return _by_type(c, num_layers, lambda layer: layer % 2 == 0)
+    return by_type(c, num_layers, lambda layer: layer % 2 == 0)
 
 
 def _glm(c: ConfigReader) -> dict[str, Any]:
@@ -273,7 +191,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("llama",),
         architectures=("LlamaForCausalLM",),
         traits=_llama,
-        windows=_no_windows,
+        windows=no_windows,
         defaults={"max_position_embeddings": 2048},
     ),
     Family(
@@ -281,7 +199,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("mistral",),
         architectures=("MistralForCausalLM",),
         traits=lambda c: {},
-        windows=_uniform_windows,
+        windows=uniform_windows,
         defaults={"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
     ),
     Family(
@@ -289,15 +207,15 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("qwen2",),
         architectures=("Qwen2ForCausalLM",),
         traits=lambda c: {"qkv_bias": True},
-        windows=_qwen_windows,
+        windows=qwen_windows,
         defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096},
     ),
     Family(
         name="qwen3",
         model_types=("qwen3",),
         architectures=("Qwen3ForCausalLM",),
-        traits=lambda c: {**_attention_bias(c), "qk_norm": True},
-        windows=_qwen_windows,
+        traits=lambda c: {**attention_bias(c), "qk_norm": True},
+        windows=qwen_windows,
         defaults={
             "num_key_value_heads": 32,
             "head_dim": 128,
@@ -310,13 +228,13 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("olmo2",),
         architectures=("Olmo2ForCausalLM",),
         traits=lambda c: {
-            **_attention_bias(c),
+            **attention_bias(c),
             "qk_norm": True,
             "qk_norm_span": "projection",
             "input_norms": False,
             "sandwich_norms": True,
         },
-        windows=_no_windows,
+        windows=no_windows,
         defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
         names=WeightNames(attention_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm"),
     ),
@@ -325,7 +243,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("glm4",),
         architectures=("Glm4ForCausalLM",),
         traits=lambda c: {**_glm(c), "sandwich_norms": True},
-        windows=_no_windows,
+        windows=no_windows,
         defaults=_GLM_DEFAULTS,
         names=WeightNames(
             attention_out_norm="post_self_attn_layernorm",
@@ -338,7 +256,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("glm",),
         architectures=("GlmForCausalLM",),
         traits=_glm,
-        windows=_no_windows,
+        windows=no_windows,
         defaults=_GLM_DEFAULTS,
         names=WeightNames(mlp_gate_up=("mlp.gate_up_proj",)),
     ),
@@ -356,7 +274,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("gemma2",),
         architectures=("Gemma2ForCausalLM",),
         traits=_gemma2,
-        windows=lambda c, num_layers: _by_type(c, num_layers, lambda layer: layer % 2 == 0),
+        windows=lambda c, num_layers: by_type(c, num_layers, lambda layer: layer % 2 == 0),
         defaults={
             **_GEMMA_DEFAULTS,
             "vocab_size": 256000,
@@ -380,7 +298,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("mixtral",),
         architectures=("MixtralForCausalLM",),
         traits=_mixtral,
-        windows=_uniform_windows,
+        windows=uniform_windows,
         defaults={
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,
@@ -400,7 +318,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("qwen3_moe",),
         architectures=("Qwen3MoeForCausalLM",),
         traits=_qwen3_moe,
-        windows=_qwen_moe_windows,
+        windows=qwen_moe_windows,
         defaults={
             "num_key_value_heads": 4,
             "max_position_embeddings": 32768,
@@ -414,7 +332,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("qwen3_next",),
         architectures=("Qwen3NextForCausalLM",),
         traits=qwen3_next,
-        windows=_no_windows,
+        windows=no_windows,
         defaults={
             "num_key_value_heads": 2,
             "head_dim": 256,
@@ -428,7 +346,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("granitemoehybrid",),
         architectures=("GraniteMoeHybridForCausalLM",),
         traits=granite_hybrid,
-        windows=_no_windows,
+        windows=no_windows,
         defaults={"max_position_embeddings": 2048},
         names=WeightNames(mlp_gate_up=("shared_mlp.input_linear",), mlp_down="shared_mlp.output_linear"),
     ),
@@ -447,7 +365,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("deepseek_v2",),
         architectures=("DeepseekV2ForCausalLM",),
         traits=deepseek_v2,
-        windows=_no_windows,
+        windows=no_windows,
         defaults={
             **_LATENT_DEFAULTS,
             "max_position_embeddings": 2048,
@@ -463,7 +381,7 @@ FAMILIES: tuple[Family, ...] = (
         model_types=("deepseek_v3",),
         architectures=("DeepseekV3ForCausalLM",),
         traits=deepseek_v3,
-        windows=_no_windows,
+        windows=no_windows,
         defaults={
             **_LATENT_DEFAULTS,
             "max_position_embeddings": 4096,
@@ -477,6 +395,8 @@ FAMILIES: tuple[Family, ...] = (
         },
         names=_LATENT_NAMES,
     ),
+    *DENSE_FAMILIES,
+    *EXPERT_FAMILIES,
 )
 
 

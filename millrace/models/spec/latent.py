@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from millrace.models.spec.config_reader import ConfigReader
-from millrace.models.spec.model_spec import LatentSpec, LayerSpec, MoeSpec
+from millrace.models.spec.model_spec import LatentSpec, LayerSpec, MixerKind, MoeSpec
 from millrace.models.spec.rope import ROPE_KEYS, read_rope
 from millrace.ops.base.routing import Routing
 
@@ -24,21 +25,25 @@ def deepseek_v2(c: ConfigReader) -> dict[str, Any]:
         top_groups=c.whole("topk_group") if is_grouped else 1,
         scale=c.positive("routed_scaling_factor", 1.0),
     )
-    return {**_latent_attention(c, pairs_neighbours=True), **_layers(c, routing, renormalise=False)}
+    return {**_latent_attention(c, pairs_neighbours=True), **sparse_layers(c, routing, renormalise=False)}
 
 
 def deepseek_v3(c: ConfigReader) -> dict[str, Any]:
     """DeepSeek V3: a sigmoid for each expert, with a bias for the choice; the best groups first."""
     if c.get("scoring_func") not in (None, "sigmoid"):
         raise c.fail("scoring_func", f"is {c.get('scoring_func')!r}; sigmoid is supported")
-    routing = Routing(
+    attention = _latent_attention(c, pairs_neighbours=c.flag("rope_interleave", True))
+    return {**attention, **sparse_layers(c, sigmoid_routing(c, 2.5), renormalise=c.flag("norm_topk_prob", True))}
+
+
+def sigmoid_routing(c: ConfigReader, scale: float) -> Routing:
+    """`scale`: the family's default."""
+    return Routing(
         "sigmoid",
         num_groups=c.whole("n_group"),
         top_groups=c.whole("topk_group"),
-        scale=c.positive("routed_scaling_factor", 2.5),
+        scale=c.positive("routed_scaling_factor", scale),
     )
-    attention = _latent_attention(c, pairs_neighbours=c.flag("rope_interleave", True))
-    return {**attention, **_layers(c, routing, renormalise=c.flag("norm_topk_prob", True))}
 
 
 def _latent_attention(c: ConfigReader, pairs_neighbours: bool) -> dict[str, Any]:
@@ -76,7 +81,13 @@ def _yarn_scale(c: ConfigReader) -> float:
     return 0.1 * all_dim * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
-def _layers(c: ConfigReader, routing: Routing, renormalise: bool) -> dict[str, Any]:
+def sparse_layers(
+    c: ConfigReader,
+    routing: Routing,
+    renormalise: bool,
+    mixer: MixerKind = "latent_attention",
+    windows: Sequence[int | None] = (),
+) -> dict[str, Any]:
     """Dense MLPs in the first layers, experts and a shared MLP in the others."""
     num_layers, experts, top_k = (
         c.whole("num_hidden_layers"),
@@ -98,5 +109,6 @@ def _layers(c: ConfigReader, routing: Routing, renormalise: bool) -> dict[str, A
         shared_size=inner * c.whole("n_shared_experts", 0, minimum=0),
         routing=routing,
     )
-    layers = tuple(LayerSpec(is_moe=layer >= first, mixer="latent_attention") for layer in range(num_layers))
+    windows = windows or [None] * num_layers
+    layers = tuple(LayerSpec(windows[layer], is_moe=layer >= first, mixer=mixer) for layer in range(num_layers))
     return {"layers": layers, "moe": moe if first < num_layers else None}

@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from millrace.models.spec.families import WeightNames, family_named
+from millrace.models.spec.families import family_named
+from millrace.models.spec.family import WeightNames
 from millrace.models.spec.model_spec import LayerSpec, MixerKind, ModelSpec, RecurrentSpec
 
 EMBEDDING = "model.embed_tokens.weight"

@@ -1,0 +1,137 @@
+"""Families with experts beside ordinary attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from millrace.models.spec.config_reader import ConfigReader
+from millrace.models.spec.family import (
+    Family,
+    WeightNames,
+    Windows,
+    attention_bias,
+    by_type,
+    experts_of,
+    no_windows,
+    qwen_windows,
+)
+from millrace.models.spec.latent import sigmoid_routing, sparse_layers
+from millrace.models.spec.model_spec import LayerSpec
+
+_SHARED = WeightNames(shared_expert="mlp.shared_experts", router_bias="mlp.gate.e_score_correction_bias")
+
+
+def _qwen2_moe(c: ConfigReader) -> dict[str, Any]:
+    num_layers, experts = c.whole("num_hidden_layers"), c.whole("num_experts", 60)
+    step, dense = c.whole("decoder_sparse_step", 1), set(c.whole_list("mlp_only_layers"))
+    windows = qwen_windows(c, num_layers)
+    moe = experts_of(c, experts, c.whole("moe_intermediate_size"), c.flag("norm_topk_prob"))
+    is_sparse = [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
+    shared = c.whole("shared_expert_intermediate_size")
+    return {
+        "qkv_bias": c.flag("qkv_bias", True),
+        "moe": replace(moe, shared_size=shared, gates_shared=True) if any(is_sparse) else None,
+        "layers": tuple(LayerSpec(windows[layer], is_moe=is_sparse[layer]) for layer in range(num_layers)),
+    }
+
+
+def _olmoe(c: ConfigReader) -> dict[str, Any]:
+    if c.has("clip_qkv"):
+        raise c.fail("clip_qkv", f"is {c.get('clip_qkv')}; queries and keys are not clipped so far")
+    return {
+        **attention_bias(c),
+        "qk_norm": True,
+        "qk_norm_span": "projection",
+        "moe": experts_of(c, c.whole("num_experts"), c.whole("intermediate_size"), c.flag("norm_topk_prob")),
+        "layers": tuple(LayerSpec(is_moe=True) for _ in range(c.whole("num_hidden_layers"))),
+    }
+
+
+def _dots_windows(c: ConfigReader, num_layers: int) -> Windows:
+    """Without a list of layers, those from `max_window_layers` on slide, if there is a window at all."""
+    if c.optional_whole("sliding_window") is None:
+        return [None] * num_layers
+    first = c.whole("max_window_layers", 62, minimum=0)
+    return by_type(c, num_layers, lambda layer: layer >= first)
+
+
+def _dots1(c: ConfigReader) -> dict[str, Any]:
+    windows = _dots_windows(c, c.whole("num_hidden_layers"))
+    routing = sigmoid_routing(c, 1.0)
+    sparse = sparse_layers(c, routing, c.flag("norm_topk_prob"), mixer="attention", windows=windows)
+    return {**attention_bias(c), "qk_norm": True, **sparse}
+
+
+def _glm4_moe(c: ConfigReader) -> dict[str, Any]:
+    sparse = sparse_layers(c, sigmoid_routing(c, 1.0), c.flag("norm_topk_prob", True), mixer="attention")
+    return {"qkv_bias": c.flag("attention_bias"), "qk_norm": c.flag("use_qk_norm"), **sparse}
+
+
+EXPERT_FAMILIES: tuple[Family, ...] = (
+    Family(
+        name="qwen2_moe",
+        model_types=("qwen2_moe",),
+        architectures=("Qwen2MoeForCausalLM",),
+        traits=_qwen2_moe,
+        windows=qwen_windows,
+        defaults={
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 32768,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+    ),
+    Family(
+        name="olmoe",
+        model_types=("olmoe",),
+        architectures=("OlmoeForCausalLM",),
+        traits=_olmoe,
+        windows=no_windows,
+        defaults={
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+        },
+    ),
+    Family(
+        name="dots1",
+        model_types=("dots1",),
+        architectures=("Dots1ForCausalLM",),
+        traits=_dots1,
+        windows=_dots_windows,
+        defaults={
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 2048,
+            "sliding_window": 4096,
+            "first_k_dense_replace": 0,
+            "moe_intermediate_size": 1408,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        names=_SHARED,
+    ),
+    Family(
+        name="glm4_moe",
+        model_types=("glm4_moe",),
+        architectures=("Glm4MoeForCausalLM",),
+        traits=_glm4_moe,
+        windows=no_windows,
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 1408,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        names=_SHARED,
+    ),
+)
