@@ -67,10 +67,11 @@ from millrace.run.drafting.drafter import DraftGuide
 from millrace.run.drafting.drafters import AUTO, AUTO_TEXT, TEXT_DRAFTERS, offered_drafters
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
 from millrace.run.make import make_runner
+from millrace.run.protocol import AnyRunner
 from millrace.run.ranks.recorder import RankedRunner, RecordedRunner, RunnerSetup, StepRecorder
 from millrace.run.ranks.slot_fills import recorded
 from millrace.run.ranks.slot_pieces import RankedSlots
-from millrace.run.runner import AnyRunner, Runner
+from millrace.run.runner import Runner
 from millrace.run.sampling.processors import load_processor
 from millrace.run.settings import RunnerSettings
 from millrace.run.step_log import StepLog

@@ -25,7 +25,7 @@ from millrace.engine.steps.repeated import MAX_DEPTH, RepeatedTurns, RepeatingRu
 from millrace.plan.planner.protocol import ChosenRows, Planner, RepeatingPlanner
 from millrace.plan.step import Ended, StepOutcome, StepPlan
 from millrace.run.facts import RunnerFacts
-from millrace.run.runner import AnyRunner, StepResult
+from millrace.run.protocol import AnyRunner, StepResult
 
 log = logging.getLogger(__name__)
 

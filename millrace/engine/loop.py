@@ -61,7 +61,7 @@ from millrace.plan.request import Request, end_of
 from millrace.plan.step import Ended, StepPlan
 from millrace.run.device.device import Device
 from millrace.run.facts import RunnerFacts
-from millrace.run.runner import AnyRunner
+from millrace.run.protocol import AnyRunner
 
 log = logging.getLogger(__name__)
 

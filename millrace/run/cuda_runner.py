@@ -47,7 +47,7 @@ from millrace.run.graphs.step_work import UPDATES_IN_PACKET, Accept, StepWork
 from millrace.run.graphs.warm_up import WarmUp
 from millrace.run.packet.packet_ring import RING
 from millrace.run.packet.step_packet import PacketWriter
-from millrace.run.runner import StepResult, copy_to_host
+from millrace.run.protocol import StepResult, copy_to_host
 from millrace.run.sampling.draw_plan import DrawPlan, plan_draws
 from millrace.run.sampling.logprobs import LogprobColumns, score
 from millrace.run.sampling.masks import Masks, Uint32s, check_masks, new_masks

@@ -16,7 +16,7 @@ from millrace.plan.shapes.declared import DeclaredShapes
 from millrace.plan.step import Admission, BlockCopies, CapturePlan, Int32s, StepInputs, StepPlan
 from millrace.run.device.device import Device, Pending
 from millrace.run.facts import RunnerFacts
-from millrace.run.runner import StepResult
+from millrace.run.protocol import StepResult
 from millrace.run.sampling.masks import Uint32s
 from millrace.run.sampling.pooling import PooledPart
 

@@ -10,7 +10,8 @@ from millrace.run.device.device import Device
 from millrace.run.drafting.drafter import DraftGuide
 from millrace.run.drafting.models import DrafterModel
 from millrace.run.graphs.kernel_build_pool import KernelBuildPool
-from millrace.run.runner import Runner, TellDrafts
+from millrace.run.protocol import TellDrafts
+from millrace.run.runner import Runner
 from millrace.run.settings import RunnerSettings
 
 if TYPE_CHECKING:

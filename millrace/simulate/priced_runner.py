@@ -13,7 +13,7 @@ from millrace.plan.pacing.step_time import CONTEXT, Floats, step_parts
 from millrace.plan.shapes.declared import DeclaredShapes, OwnSizes
 from millrace.plan.step import NO_EPOCH, BlockCopies, CapturePlan, Int32s, Location, StepInputs, StepPlan
 from millrace.run.device.device import Pending
-from millrace.run.runner import StepResult
+from millrace.run.protocol import StepResult
 from millrace.run.sampling.masks import Uint32s
 from millrace.simulate.clock import VirtualClock
 from millrace.simulate.profile import Profile

@@ -17,7 +17,7 @@ from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes.choice import ShapeChoice
 from millrace.plan.step import Ended, Int64s, StepPlan
 from millrace.run.facts import RunnerFacts
-from millrace.run.runner import AnyRunner
+from millrace.run.protocol import AnyRunner
 from millrace.simulate.requests import END_TOKEN, FIRST_TOKEN, VOCABULARY, SimulatedRequest
 
 BLOCKED_WAIT_S = 0.05

@@ -32,7 +32,7 @@ from millrace.plan.shapes.choice import ShapeChoice
 from millrace.plan.shapes.declared import DeclaredShapes, OwnSizes
 from millrace.plan.step import BlockCopies, CapturePlan, Ended, StepInputs, StepOutcome, StepPlan, StepShape
 from millrace.run.facts import RunnerFacts
-from millrace.run.runner import StepResult
+from millrace.run.protocol import StepResult
 from millrace.run.sampling.masks import MaskedRows, Masks
 from millrace.run.shapes.padded import PaddedShapes
 from millrace.run.shapes.table import ShapeFacts

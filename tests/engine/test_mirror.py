@@ -26,7 +26,8 @@ from millrace.observe.engine_metrics import engine_metrics
 from millrace.plan.queue.admission_forecast import AdmissionForecast
 from millrace.plan.shapes.declared import OwnSizes
 from millrace.plan.step import StepPlan
-from millrace.run.runner import Runner, StepResult
+from millrace.run.protocol import StepResult
+from millrace.run.runner import Runner
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 

@@ -13,7 +13,7 @@ from millrace.plan.request import BATCH, INTERACTIVE, Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import Ended, StepPlan
 from millrace.run.facts import RunnerFacts
-from millrace.run.runner import StepResult
+from millrace.run.protocol import StepResult
 
 
 @dataclass

@@ -12,7 +12,7 @@ from millrace.observe.histograms import ITL, SPECS, Histograms
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import StepPlan
-from millrace.run.runner import StepResult
+from millrace.run.protocol import StepResult
 
 END = 6
 NO_RESULT = StepResult(0, torch.zeros(0), None, np.zeros(0, np.int64), np.zeros(0, np.int32), ())

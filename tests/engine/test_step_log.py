@@ -36,8 +36,8 @@ from millrace.plan.step import (
 )
 from millrace.run.device.device import Pending
 from millrace.run.drafting.drafters import Drafters
+from millrace.run.protocol import StepResult
 from millrace.run.ranks.recorder import LoggedResult, RecordedRunner, RunnerSetup, StepRecorder
-from millrace.run.runner import StepResult
 from millrace.run.step_log import FIRST_LINE, StepLog, read_log
 
 VOCAB_SIZE = CONFIG["vocab_size"]

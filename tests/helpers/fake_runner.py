@@ -14,7 +14,7 @@ from millrace.engine.loop import Engine
 from millrace.plan.shapes.choice import ShapeChoice
 from millrace.plan.step import BlockCopies, CapturePlan, StepInputs, StepPlan
 from millrace.run.facts import RunnerFacts
-from millrace.run.runner import StepResult
+from millrace.run.protocol import StepResult
 from millrace.run.sampling.masks import Masks, Uint32s, allowed_tokens, new_masks
 from millrace.run.sampling.prompt_scores import PromptLogprobs
 from millrace.run.shapes.padded import PaddedShapes

@@ -24,7 +24,7 @@ from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import Ended, Int32s, StepInputs, StepPlan
 from millrace.run.facts import RunnerFacts
-from millrace.run.runner import StepResult
+from millrace.run.protocol import StepResult
 
 MAX_ROWS = 4
 

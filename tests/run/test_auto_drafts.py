@@ -21,7 +21,8 @@ from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import Admission, Int32s, StepPlan
 from millrace.run.drafting.drafter import DraftAsk, Drafter, RowProgress
 from millrace.run.drafting.drafters import SOURCES, Drafters, make_drafters, offered_drafters
-from millrace.run.runner import Runner, StepResult
+from millrace.run.protocol import StepResult
+from millrace.run.runner import Runner
 
 FIXED = DraftSettings(max_drafts=3, max_places=4 * ROWS)
 CONTROLLED = DraftSettings(max_drafts=7, max_places=8 * ROWS, is_fixed=False, has_trained=True)

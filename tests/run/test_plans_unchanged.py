@@ -16,7 +16,8 @@ from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import StepInputs, StepPlan
 from millrace.run.device.device import CpuDevice, Pending
-from millrace.run.runner import Runner, StepResult
+from millrace.run.protocol import StepResult
+from millrace.run.runner import Runner
 from millrace.run.sampling.masks import MaskedRows
 from millrace.run.settings import RunnerSettings
 

@@ -6,9 +6,9 @@ import numpy as np
 
 from millrace.plan.step import BlockCopies, CapturePlan, StepInputs, StepPlan, exact_shape
 from millrace.run.device.device import Pending
+from millrace.run.protocol import StepResult
 from millrace.run.ranks.rank_follower import RankFollower
 from millrace.run.ranks.recorder import DiskWork
-from millrace.run.runner import StepResult
 
 
 def ints(*values: int) -> np.ndarray:

@@ -9,9 +9,9 @@ import pytest
 from helpers.fake_runner import FakeRunner, FakeStep, step_result
 
 from millrace.plan.step import DrawShape, Masks, StepInputs, StepPlan, exact_shape
+from millrace.run.protocol import StepResult
 from millrace.run.ranks.follower import Follower
 from millrace.run.ranks.recorder import RESULT, LoggedResult, RecordedRunner, RecordReader, RunnerSetup, StepRecorder
-from millrace.run.runner import StepResult
 
 SETUP = RunnerSetup(
     *("model", "float32", "none", 0, False, "full", "off"),

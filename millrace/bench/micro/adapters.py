@@ -27,8 +27,8 @@ from millrace.plan.shapes.choice import ShapeChoice
 from millrace.plan.shapes.declared import StepSizes
 from millrace.plan.shapes.heads import DueRows
 from millrace.plan.step import ALL_LINEARS, QKV_ALONE, Admission, StepPlan
+from millrace.run.protocol import AnyRunner
 from millrace.run.ranks.slot_fills import TakesAdapters
-from millrace.run.runner import AnyRunner
 
 RANK, MAX_ADAPTERS = 16, 64
 Q_AND_V, ALL = "queries and values", "all linears"

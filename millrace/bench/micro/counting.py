@@ -13,7 +13,7 @@ from millrace.engine.figures.step_figures import ModelWork, StepFigures
 from millrace.observe.histograms import Histograms
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
-from millrace.run.runner import StepResult
+from millrace.run.protocol import StepResult
 
 SIZES = (1, 64, 256, 2048)
 NUM_STEPS = 400

@@ -16,10 +16,11 @@ from millrace.config import RunConfig
 from millrace.engine.ranks.make import runner_from
 from millrace.errors import AdapterError
 from millrace.run.device.device import open_device
+from millrace.run.protocol import StepResult
 from millrace.run.ranks.follower import Follower
 from millrace.run.ranks.recorder import LoggedResult, Record, RunnerSetup, vectors_of
 from millrace.run.ranks.slot_fills import fill_as_recorded
-from millrace.run.runner import Runner, StepResult
+from millrace.run.runner import Runner
 from millrace.run.step_log import read_log
 
 if TYPE_CHECKING:

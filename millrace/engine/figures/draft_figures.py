@@ -8,7 +8,7 @@ from millrace.engine.figures.row_drafts import StepDrafts, source_names, step_dr
 from millrace.link.messages import DraftStats
 from millrace.plan.drafting.control import MAX_DRAFTS
 from millrace.plan.step import Int64s, StepPlan
-from millrace.run.runner import StepResult
+from millrace.run.protocol import StepResult
 
 
 class DraftFigures:

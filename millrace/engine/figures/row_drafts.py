@@ -9,7 +9,7 @@ import numpy as np
 
 from millrace.plan.step import Bools, Int32s, Int64s, StepPlan
 from millrace.run.drafting.drafters import GRAMMAR, SOURCES
-from millrace.run.runner import StepResult
+from millrace.run.protocol import StepResult
 
 FORCED = SOURCES.index(GRAMMAR)
 """Source of drafts that came with the plan: a device does not know that."""

@@ -14,7 +14,7 @@ from millrace.engine.ledger import Ledger, front_of
 from millrace.link.channel import EngineChannel
 from millrace.link.messages import FRONT_SHIFT, EngineStats, Finish, StepTokens, TokenLogprobs
 from millrace.plan.step import Ended, Int64s, StepOutcome
-from millrace.run.runner import StepResult
+from millrace.run.protocol import StepResult
 from millrace.run.sampling.logprobs import LogprobColumns
 from millrace.run.sampling.pooling import PooledPart
 

@@ -15,7 +15,7 @@ import numpy as np
 from millrace.plan.step import Int32s, Int64s, StepInputs, StepOutcome, StepPlan
 from millrace.run.device.device import Pending
 from millrace.run.facts import RunnerFacts
-from millrace.run.runner import AnyRunner, StepResult
+from millrace.run.protocol import AnyRunner, StepResult
 from millrace.run.sampling.masks import MaskedRows, Masks, Uint32s
 
 SLOW_MASKS_S = 0.0006

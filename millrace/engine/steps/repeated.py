@@ -11,7 +11,7 @@ import numpy as np
 
 from millrace.plan.step import Int32s, Int64s, StepPlan
 from millrace.run.device.device import Pending
-from millrace.run.runner import StepResult
+from millrace.run.protocol import StepResult
 
 MAX_DEPTH = 2
 """Steps in flight that turns at once know."""

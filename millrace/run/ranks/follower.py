@@ -11,8 +11,8 @@ import numpy as np
 
 from millrace.plan.step import BlockCopies, CapturePlan, StepInputs, StepPlan
 from millrace.run.device.device import Pending
+from millrace.run.protocol import AnyRunner, StepResult
 from millrace.run.ranks.recorder import DiskWork, LoggedResult, Record, RunnerSetup, SlotFill, SlotPiece, vectors_of
-from millrace.run.runner import AnyRunner, StepResult
 
 VECTOR_TOLERANCE = 1e-4
 """Largest difference of an element of a vector: they are normalised."""

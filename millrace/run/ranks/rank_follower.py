@@ -13,8 +13,8 @@ import numpy as np
 
 from millrace.plan.step import BlockCopies, CapturePlan, StepInputs, StepPlan
 from millrace.run.device.device import Pending
+from millrace.run.protocol import AnyRunner, StepResult
 from millrace.run.ranks.recorder import DiskWork, LoggedResult, Record, RunnerSetup, SlotFill, SlotPiece, vectors_of
-from millrace.run.runner import AnyRunner, StepResult
 
 TakeWork = Callable[[DiskWork, Sequence[Pending[float]]], None]
 

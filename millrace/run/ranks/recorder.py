@@ -19,7 +19,7 @@ from millrace.plan.codec.layout import StepMessage
 from millrace.plan.shapes.declared import DeclaredShapes
 from millrace.plan.step import BlockCopies, CapturePlan, Int32s, StepInputs, StepPlan, Uint32s
 from millrace.run.device.device import Pending
-from millrace.run.runner import AnyRunner, StepResult
+from millrace.run.protocol import AnyRunner, StepResult
 
 Float32s = npt.NDArray[np.float32]
 
