@@ -9,6 +9,7 @@ from functools import partial
 
 import msgspec
 from aiohttp import web
+from multidict import CIMultiDict
 
 from millrace.errors import EngineUnavailable, MillraceError
 from millrace.gateway.fleet import NoReplica
@@ -26,7 +27,7 @@ from millrace.gateway.upstream import (
     Payload,
     Refusal,
     Sender,
-    passed_headers,
+    answer_headers,
 )
 from millrace.serve.anthropic.write import stream_error
 from millrace.serve.http.app_keys import EXTRA_HEADERS
@@ -85,14 +86,11 @@ def refusal_answer(sender: Sender, refusal: Refusal) -> web.Response:
     return web.Response(status=refusal.status, body=refusal.body, headers=refusal.headers)
 
 
-def _answer_headers(sender: Sender, opened: Opened) -> dict[str, str]:
-    headers = passed_headers(opened.response.headers)
-    return {
-        **headers,
-        REQUEST_ID_HEADER: sender.request_id,
-        REPLICA_HEADER: opened.replica.name,
-        "Server": "millrace",
-    }
+def _answer_headers(sender: Sender, opened: Opened) -> CIMultiDict[str]:
+    headers = answer_headers(opened.response.headers)
+    own = {REQUEST_ID_HEADER: sender.request_id, REPLICA_HEADER: opened.replica.name, "Server": "millrace"}
+    headers.update(own)
+    return headers
 
 
 class StreamRelay:
@@ -216,16 +214,18 @@ class StreamRelay:
         return out
 
     def _begin(self, opened: Opened) -> EventStream:
-        headers = passed_headers(opened.response.headers)
+        headers = answer_headers(opened.response.headers)
         media_type = headers.pop("Content-Type", "text/event-stream")
         for name in ("Cache-Control", "X-Accel-Buffering"):
             headers.pop(name, None)
+        headers.update(self._request.get(EXTRA_HEADERS, {}))
+        headers[REPLICA_HEADER] = opened.replica.name
         return EventStream(
             self._request,
             request_id=self._sender.request_id,
             limit_bytes=self._sender.fleet.settings.stream_buffer_kb * 1024,
             media_type=media_type,
-            headers={**headers, **self._request.get(EXTRA_HEADERS, {}), REPLICA_HEADER: opened.replica.name},
+            headers=headers,
         )
 
     async def _until_read(self, out: EventStream) -> None:
@@ -322,7 +322,10 @@ class StreamRelay:
 
 
 def _is_stream(opened: Opened) -> bool:
-    return opened.response.status == 200 and opened.response.content_type in ("text/event-stream", _LINES)
+    """One that is compressed has no frames that could be read: it goes on as a whole."""
+    answer = opened.response
+    is_plain = answer.headers.get("Content-Encoding", "identity").lower() == "identity"
+    return answer.status == 200 and is_plain and answer.content_type in ("text/event-stream", _LINES)
 
 
 def outcome_of(request_id: str, sender: Sender, ended: str, began: float, first: float, num_resumes: int) -> Outcome:

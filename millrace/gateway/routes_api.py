@@ -29,7 +29,7 @@ from millrace.gateway.upstream import (
     Payload,
     Refusal,
     Sender,
-    passed_headers,
+    answer_headers,
 )
 from millrace.model_router.router import AUTO
 from millrace.serve.http.app_keys import REQUEST_ID
@@ -231,9 +231,11 @@ async def pass_on(request: web.Request) -> web.StreamResponse:
 
 async def _pass_answer(state: GatewayState, sender: Sender, opened: Opened) -> web.StreamResponse:
     response = opened.response
-    headers = passed_headers(response.headers)
+    headers = answer_headers(response.headers)
     headers.update({REQUEST_ID_HEADER: sender.request_id, REPLICA_HEADER: opened.replica.name, "Server": "millrace"})
     length = response.content_length
+    if length is not None and sender.request.method == "HEAD":
+        return web.Response(status=response.status, headers={**headers, "Content-Length": str(length)})
     if length is not None and length <= _MAX_WHOLE_BYTES:
         body = await _read(response, state.settings.answer_s)
         whole = web.Response(status=response.status, body=body, headers=headers)

@@ -63,6 +63,14 @@ def passed_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in _NOT_PASSED)
 
 
+def answer_headers(headers: Mapping[str, str]) -> CIMultiDict[str]:
+    """The headers of a replica's answer that go on to the client; bytes that are no UTF-8 are replaced."""
+    passed = passed_headers(headers).items()
+    return CIMultiDict(
+        (name, value.encode("utf-8", "surrogateescape").decode(errors="replace")) for name, value in passed
+    )
+
+
 def own_headers(settings: GatewaySettings) -> dict[str, str]:
     """What shows a replica that the gateway asks."""
     key = {"Authorization": f"Bearer {settings.replica_key}"} if settings.replica_key else {}
@@ -176,7 +184,7 @@ class Sender:
         try:
             async with asyncio.timeout(self.fleet.settings.head_s):
                 body = await opened.response.read()
-            refusal = Refusal(status, passed_headers(opened.response.headers), body)
+            refusal = Refusal(status, answer_headers(opened.response.headers), body)
         except LOST:
             refusal = None
         finally:

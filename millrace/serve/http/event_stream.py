@@ -261,4 +261,4 @@ def _head(request_id: str, media_type: str, headers: Mapping[str, str], *, chunk
         lines.append("Transfer-Encoding: chunked")
     if not keep_alive:
         lines.append("Connection: close")
-    return "\r\n".join([*lines, "", ""]).encode("ascii")
+    return "\r\n".join([*lines, "", ""]).encode()
