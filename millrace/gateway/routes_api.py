@@ -235,7 +235,8 @@ async def _pass_answer(state: GatewayState, sender: Sender, opened: Opened) -> w
     headers.update({REQUEST_ID_HEADER: sender.request_id, REPLICA_HEADER: opened.replica.name, "Server": "millrace"})
     length = response.content_length
     if length is not None and sender.request.method == "HEAD":
-        return web.Response(status=response.status, headers={**headers, "Content-Length": str(length)})
+        headers["Content-Length"] = str(length)
+        return web.Response(status=response.status, headers=headers)
     if length is not None and length <= _MAX_WHOLE_BYTES:
         body = await _read(response, state.settings.answer_s)
         whole = web.Response(status=response.status, body=body, headers=headers)
