@@ -93,7 +93,7 @@ def test_no_tenant_sees_or_ends_what_another_keeps(server: RealServer) -> None:
 def test_full_is_refused(server: RealServer) -> None:
     refused = ask(server, "acme", "POST", CACHE, {"prompt": prompt_of(4, 2000), "name": "large"})
     assert (refused.status, refused.error["code"]) == (429, "cache_full")
-    assert "2000 tokens do not fit" in refused.error["message"]
+    assert "2000 tokens do not fit: at most " in refused.error["message"]
     assert "large" not in [one["id"] for one in ask(server, "acme", "GET", CACHE).json["data"]]
 
 
@@ -106,6 +106,7 @@ def test_full_is_refused(server: RealServer) -> None:
         ({"prompt": "a", "name": "a b"}, "name"),
         ({"prompt": ["a", "b"]}, "prompt"),
         ({"prompt": "a", "tools": []}, "tools"),
+        ({"prompt": "Short"}, "prompt"),
     ],
 )
 def test_what_cannot_be_kept_is_refused(server: RealServer, body: dict[str, Any], param: str) -> None:

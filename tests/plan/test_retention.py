@@ -137,7 +137,7 @@ def test_full_is_refused_and_hints_take_the_place_of_older_hints() -> None:
     refused = bench.ask(prompt_of(4, 24), Retain(100.0, "more", is_hint=False))
     assert "24 tokens do not fit" in refused.diagnostics.refused
     assert sorted(bench.names()) == ["fixed", "newer"], "a refusal changes nothing"
-    assert "do not fit" in bench.ask(prompt_of(5, 48), Retain(100.0)).diagnostics.refused
+    assert "48 tokens do not fit: at most 32" in bench.ask(prompt_of(5, 48), Retain(100.0)).diagnostics.refused
     assert sorted(bench.names()) == ["fixed", "newer"], "a hint that can never fit drops no other"
     assert not bench.ask(prompt_of(4), Retain(100.0, "asked", is_hint=False)).diagnostics.refused
     assert sorted(bench.names()) == ["asked", "fixed"], "what was asked for goes before hints"

@@ -195,6 +195,11 @@ class Retention:
             self._drop(min(hints, key=lambda one: one.expires))
             own = self._digests.get(owner, Counter())
         size = self._prefix.block_size
+        if len(digests) * self._num_groups > limit:
+            return (
+                f"{len(digests) * size} tokens do not fit: at most {limit // self._num_groups * size} may be kept. Keep"
+                " a shorter beginning of the prompt; the operator can allow more (--kv-retained, cache_mib)."
+            )
         return (
             f"{len(digests) * size} tokens do not fit: {limit // self._num_groups * size} tokens may be kept, and"
             f" this owner's handles have {len(own) * size} already. Delete a handle, or wait until one expires."

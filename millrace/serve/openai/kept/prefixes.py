@@ -163,7 +163,12 @@ class CacheWriter(TextOnly):
         self._job, self._retain = job, retain
 
     def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
-        finish = choices[0].finish
+        finish, block = choices[0].finish, self._job.state.config.plan.block_size
+        if usage.prompt_tokens < block:
+            raise BadRequest(
+                f"Blocks of {block} tokens are kept, and the prompt has only {usage.prompt_tokens}. Send a longer one.",
+                param="prompt",
+            )
         if finish is None or finish.refused or not finish.retained_tokens:
             why = finish.refused if finish is not None and finish.refused else "The model's prompts are not cached."
             if not self._job.state.config.memory.kv_retained:
