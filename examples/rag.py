@@ -179,7 +179,9 @@ def ask(server: Server, question: str, passages: list[Passage], salt: str | None
         cache_salt=salt,
         stream_options={"include_usage": True},
     )
-    began, first_s, words, usage = time.perf_counter(), 0.0, [], {}
+    usage: dict[str, Any] = {}
+    words: list[str] = []
+    began, first_s = time.perf_counter(), 0.0
     for chunk in chunks:
         usage = chunk.get("usage") or usage
         if "error" in chunk:
