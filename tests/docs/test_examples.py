@@ -106,6 +106,8 @@ NEVER_ASKED = {
     **{f"{method} /v1/adapters/{{name}}/canary": ADAPTERS for method in ("POST", "DELETE")},
     "POST /v1/adapters/{name}/canary/promote": ADAPTERS,
     **{f"POST /v1/{what}_lora_adapter": ADAPTERS for what in ("load", "unload")},
+    **{f"{method} /v1/created": "tests/gateway/test_kept_things.py has two replicas" for method in ("GET", "POST")},
+    "GET /v1/created/files/{digest}": "tests/gateway/test_kept_things.py has two replicas",
     "GET /v1/stored": "tests/gateway/test_moved_past.py has two replicas",
     "POST /v1/stored": "tests/gateway/test_moved_past.py has two replicas",
     "POST /v1/kv/blocks": "tests/gateway/test_kv_between_replicas.py has two replicas",

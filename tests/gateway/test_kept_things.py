@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from helpers.adapter_files import ATTENTION, write_adapter
 from helpers.gateways import GatewayUnderTest, gateway_over
 from helpers.served import Served, serving
 from helpers.tiny_server import CONFIG, NAME, tiny_options
+from helpers.waiting import until
 
 from millrace.gateway.settings import ReplicaSettings
 from millrace.serve.generate.fields.session import SESSION_HEADER
@@ -206,6 +208,48 @@ def test_a_replica_that_joins_gets_the_adapters_of_clients(pair: tuple[Served, S
                     used.add((answer.status, answer.headers["X-Millrace-Replica"]))
             assert used == {(200, "r0"), (200, "r1")}
             assert await delete(gateway, "/v1/adapters/late") == 200
+
+    asyncio.run(check())
+
+
+def test_a_replica_that_joins_gets_the_models_that_clients_made(pair: tuple[Served, Served], tmp_path: Path) -> None:
+    values = {name: value for name, value in CONFIG.items() if name != "architectures"}
+    base = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values))
+    folder = write_adapter(tmp_path / "files", base, rank=4, targets=ATTENTION, seed=3, size=8.0)
+
+    async def check() -> None:
+        async with over(pair[:1]) as gateway:
+            digests = {}
+            for file in folder.iterdir():
+                digests[file.name] = f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}"
+                url = f"{gateway.url}/api/blobs/{digests[file.name]}"
+                async with gateway.session.post(url, data=file.read_bytes()) as answer:
+                    assert answer.status == 201
+            made = {"model": "sailor", "from": NAME, "system": "Ahoy.", "parameters": {"top_k": 7}, "stream": False}
+            assert (await gateway.post("/api/create", {**made, "adapters": digests}))[0] == 200
+            plain = {"model": "plain", "from": NAME, "system": "Be plain.", "stream": False}
+            assert (await gateway.post("/api/create", plain))[0] == 200
+            fleet, replica = gateway.state.fleet, ReplicaSettings(f"http://127.0.0.1:{pair[1].port}", name="r1")
+            gateway.state.watch.follow(fleet.add(replica))
+            joined = fleet.replicas["r1"]
+            await until(lambda: not joined.lacks_adapters and joined.models.find("sailor") is not None)
+            said = set()
+            for one in pair:
+                asked = {"model": "sailor", **TURN}
+                status, answer = await asyncio.to_thread(one.request, "POST", "/v1/chat/completions", asked)
+                assert status == 200
+                said.add(answer["choices"][0]["message"]["content"])
+                shown = (await asyncio.to_thread(one.request, "POST", "/api/show", {"model": "sailor"}))[1]
+                assert 'SYSTEM """Ahoy."""' in shown["modelfile"]
+                assert "PARAMETER top_k 7" in shown["modelfile"]
+                assert (await asyncio.to_thread(one.request, "POST", "/api/show", {"model": "plain"}))[0] == 200
+            assert len(said) == 1
+            status, refused = await asyncio.to_thread(
+                pair[1].request, "POST", "/v1/created", {"name": "plain", "model": NAME}
+            )
+            assert (status, "already" in refused["error"]["message"]) == (409, True)
+            for name in ("sailor", "plain"):
+                assert await delete(gateway, "/api/delete", json={"model": name}) == 200
 
     asyncio.run(check())
 

@@ -7,7 +7,7 @@ import hashlib
 import os
 import time
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
@@ -18,8 +18,10 @@ from millrace.errors import AdapterError, BadRequest, BodyTooLarge, Conflict, No
 from millrace.link.adapter_messages import AddAdapter
 from millrace.serve.created_models import MAX_NAME_CHARS, CreatedModel, own_name
 from millrace.serve.generate.checks import refuse_unsupported
+from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.http.body import BODY_TIMEOUT_S, BodyDecoder, read_body
 from millrace.serve.http.event_stream import JSON_LINES
+from millrace.serve.http.ids import REQUEST_ID_HEADER
 from millrace.serve.http.json_answer import encode, json_answer
 from millrace.serve.ollama.library import RANDOM, check_may_manage, forget_adapter
 from millrace.serve.ollama.schemas import (
@@ -37,6 +39,7 @@ BLOBS_PATH = "/api/blobs/"
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _create_body = BodyDecoder(OllamaCreateRequest)
 _copy_body = BodyDecoder(OllamaCopyRequest)
+_created = BodyDecoder(CreatedModel)
 
 
 async def create(request: web.Request) -> web.Response:
@@ -69,6 +72,41 @@ async def copy(request: web.Request) -> web.Response:
         copied = CreatedModel(name=name, model=model.name, adapter=adapter, created=int(time.time()))
     await _keep(state, copied)
     return web.Response()
+
+
+# ── for gateways ──────────────────────────────────────────────────────────────────────────────────────────────────────
+class CreatedList(msgspec.Struct):
+    data: list[CreatedModel]
+    object: Literal["list"] = "list"
+
+
+async def list_created(request: web.Request) -> web.Response:
+    """What clients made, with all that another replica needs to have the same."""
+    state = request.app[STATE]
+    check_may_manage(request, state)
+    return json_answer(request, CreatedList(await asyncio.to_thread(state.models.created.all)))
+
+
+async def take_created(request: web.Request) -> web.Response:
+    """Keep a model that another replica has. Its files were sent before, as for /api/create."""
+    state = request.app[STATE]
+    made = _created.decode(await read_body(request, state.body_limit_bytes))
+    check_may_manage(request, state)
+    if state.models.made(_checked_name(state, made.name)) is not None:
+        raise Conflict(f"There is a model {made.name!r} already.", param="name")
+    own = own_name(made.name) if made.digests else made.adapter
+    _served(state, made.model if made.digests or not own else f"{made.model}:{own}", "model")
+    await _keep(state, msgspec.structs.replace(made, adapter=own))
+    return json_answer(request, {"object": "model", "id": made.name})
+
+
+async def read_blob(request: web.Request) -> web.StreamResponse:
+    state = request.app[STATE]
+    check_may_manage(request, state)
+    path = state.models.created.blob(request.match_info["digest"])
+    if not await asyncio.to_thread(path.is_file):
+        raise NotFound(f"There is no file {request.match_info['digest']}.", param="digest")
+    return web.FileResponse(path, headers={REQUEST_ID_HEADER: request[REQUEST_ID], "Server": "millrace"})
 
 
 # ── blobs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -77,6 +77,7 @@ def own_paths() -> dict[str, Any]:
     one_event = {"text/event-stream": {"schema": event_of("KvEvent")}}
     octets = {"description": "The sealed part.", "content": {"application/octet-stream": {"schema": {}}}}
     kv_events = {"description": "Server-sent events without end; the first is a snapshot.", "content": one_event}
+    created = {"description": "With all that makes them.", "content": as_json({"type": "object"})}
     stored = {"description": "What it keeps now.", "content": as_json({"type": "object"})}
     encode = operation("text", "tokenize", "Text or messages to token ids", "TokenizeAnswer", BODY_ERRORS)
     decode = operation("text", "detokenize", "Token ids to text", "DetokenizeAnswer", BODY_ERRORS)
@@ -147,6 +148,25 @@ def own_paths() -> dict[str, Any]:
                 ),
                 "requestBody": {"required": True, "content": {"application/vnd.msgpack": {"schema": {}}}},
             },
+        },
+        "/v1/created": {
+            "get": operation(
+                *("operate", "listCreated", "Models that clients made, for gateways", created), ("400", "403")
+            ),
+            "post": {
+                **operation(
+                    *("operate", "takeCreated", "Keep a model that another replica has, for gateways", stored),
+                    (*BODY_ERRORS, "403", "404", "409"),
+                ),
+                "requestBody": {"required": True, "content": as_json({"type": "object"})},
+            },
+        },
+        "/v1/created/files/{digest}": {
+            "get": operation(
+                *("operate", "readCreatedFile", "A file of an adapter that was uploaded", octets),
+                ("400", "403", "404"),
+                parameters=[in_path("digest")],
+            )
         },
         "/v1/requests": {
             "get": operation(
