@@ -9,6 +9,7 @@ from helpers.toy_device import ToyDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millrace.plan.kv import prefix as prefix_module
 from millrace.plan.queue.policy import MAX_HEAD_START_S
 from millrace.plan.queue.predict import OutputLengthPredictor
 from millrace.plan.request import Request
@@ -204,6 +205,22 @@ def test_diagnostics_say_why_a_request_waited_and_where_its_prompt_diverged() ->
     assert second.diagnostics.diverged_at == 10
     assert list(second.diagnostics.waited_for) == ["rows"]
     assert 2.0 <= second.diagnostics.waited_for["rows"] <= 4.0
+
+
+def test_only_cached_prompts_that_can_agree_longer_are_compared_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where prompts begin in many ways, an admission reads no more than the beginning of each."""
+    compared: list[bytes] = []
+    count = prefix_module._num_common
+    monkeypatch.setattr(prefix_module, "_num_common", lambda own, cached: compared.append(cached) or count(own, cached))
+    scheduler = make()
+    for request_id in range(1, 9):
+        run = Run(scheduler)
+        scheduler.submit(make_request(request_id, prompt=9, max_tokens=1))
+        run.to_end()
+    compared.clear()
+    scheduler.submit(make_request(20, prompt=9, max_tokens=1))
+    Run(scheduler).to_end()
+    assert len(compared) == 1
 
 
 def test_the_longest_cached_prefix_goes_first_with_a_bounded_head_start() -> None:

@@ -301,10 +301,11 @@ class PrefixIndex:
         num_matched, blocks = match.num_columns, match.blocks[0]
         children = self._pool.children_tokens(blocks[-1] if blocks else 0, self.parent_of(request, num_matched))
         own, length, best = self.tokens_of(request, num_matched), -1, b""
+        better = b""
         for cached in itertools.islice(children, CHILDREN_COMPARED):
-            common = _num_common(own, cached)
-            if common > length:
-                length, best = common, cached
+            if cached.startswith(better):
+                length, best = _num_common(own, cached), cached
+                better = own[: 4 * (length + 1)]
         if length < 0 or 4 * length == len(own):
             return
         at, noted = num_matched * self.block_size + length, request.diagnostics
