@@ -29,7 +29,18 @@ from millrace.run.ranks.shared_mesh import SharedMesh
 
 CPU = torch.device("cpu")
 FAMILIES = (
-    *("llama_tied", "llama_bias", "qwen3", "gemma2", "mixtral_window", "qwen3_moe_sparse", "gpt_oss", "glm4", "olmo2"),
+    *(
+        "llama_tied",
+        "glm4_moe",
+        "llama_bias",
+        "qwen3",
+        "gemma2",
+        "mixtral_window",
+        "qwen3_moe_sparse",
+        "gpt_oss",
+        "glm4",
+        "olmo2",
+    ),
     *("deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"),
     *("qwen3_next", "qwen3_next_dense", "granite_hybrid", "granite_hybrid_rope"),
 )
