@@ -226,7 +226,7 @@ struct NarrowCache {
     }
 };
 
-// The same for a four-bit cache, whose vectors are rotated.
+// The same for a four-bit cache, whose keys are rotated.
 template <typename T>
 struct FourBitCache {
     uint32_t* kv;
@@ -243,7 +243,7 @@ struct FourBitCache {
         const T* both[] = {prepared, value};
         for (const T* x : both) {
             for (int64_t i = 0; i < s.head_dim; i += LANES) store(numbers + i, load(x + i));
-            rotate_numbers(numbers, s.head_dim);
+            if (x == prepared) rotate_numbers(numbers, s.head_dim);
             quantise_head(numbers, (nibbles*)(start + offset * words), start + s.block_size * words + offset, s.head_dim);
             start += s.num_blocks * s.kv_heads * head_words;
         }

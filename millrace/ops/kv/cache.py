@@ -54,7 +54,9 @@ def write_kv(keys_values: Tensor, kv: Tensor, block_ids: Tensor, offsets: Tensor
         return
     if is_four_bit(kv):
         packed, scales = four_bit_parts(kv)
-        packed[:, block_ids, :, offsets], scales[:, block_ids, :, offsets] = to_four_bits(rotate(keys_values.float()))
+        keys, values = keys_values.float().unbind(1)
+        numbers, factors = to_four_bits(torch.stack((rotate(keys), values), dim=1))
+        packed[:, block_ids, :, offsets], scales[:, block_ids, :, offsets] = numbers, factors
         return
     if not is_eight_bit(kv):
         if kv.dtype == torch.float16:
@@ -83,8 +85,8 @@ def read_kv(kv: Tensor, block_ids: Tensor) -> Tensor:
         return unpack(items[:, block_ids].flatten(-2), scales[:, block_ids].float())
     if is_four_bit(kv):
         packed, factors = four_bit_parts(kv)
-        rotated = from_four_bits(packed[:, block_ids], factors[:, block_ids])
-        return rotate(rotated) / rotation_size(rotated.shape[-1])
+        keys, values = from_four_bits(packed[:, block_ids], factors[:, block_ids])
+        return torch.stack((rotate(keys) / rotation_size(keys.shape[-1]), values))
     if not is_eight_bit(kv):
         return kv[:, block_ids].float()
     if is_fp8(kv):

@@ -4,10 +4,10 @@ A key or value of D numbers takes D/2 bytes and one 32-bit word with both bfloat
 lowest number in its upper half. Byte i of each eight bytes holds number i of sixteen in its lower half and number i + 8
 in its upper half.
 
-A vector, a key above all, has a few large channels, which would take the range of all others. So it is rotated before
-it is rounded, by Walsh-Hadamard transforms of as many numbers as the largest power of two that divides D; each of its
-numbers then depends on all channels. A query rotated in the same way has the same products with keys, times the
-transform's size. A sum of rotated values is rotated back once, at its end.
+Keys have a few large channels, which would take the range of all others. So a key is rotated before it is rounded, by
+Walsh-Hadamard transforms of as many numbers as the largest power of two that divides D; each of its numbers then
+depends on all channels. A query rotated in the same way has the same products with it, times the transform's size.
+Values have no such channels and are kept as they are.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ constexpr int64_t MIN_PARALLEL = 1 << 15;  // minimum number of multiplications 
 template <typename T, typename C>
 struct Attention : UnitRows<T, C> {
     using Rows = UnitRows<T, C>;
-    static constexpr bool is_rotated = NUMBERS<C> == 2;  // keys and values, and with them queries and sums
+    static constexpr bool is_rotated = NUMBERS<C> == 2;  // keys, and with them queries
     Scratch& m;
     int count = 0;  // number of query vectors
     TileRows<C> tiles[2];
@@ -154,10 +154,6 @@ struct Attention : UnitRows<T, C> {
             float total = sum_lanes(m.weights[i]);
             if (s.sinks) total += exp(splat(s.sinks[unit.head_of(s, i)] - m.largest[i]))[0];
             float scale = 1.0f / total;
-            if constexpr (is_rotated) {
-                rotate_numbers(m.sums_at(i), s.head_dim);
-                scale /= s.head_dim & -s.head_dim;
-            }
             for (int64_t d = 0; d < s.head_dim; d += LANES)
                 store_upto(target + d, load(m.sums_at(i) + d) * scale, s.head_dim - d);
         }

@@ -216,7 +216,7 @@ def _decode_kernel(
         sums = tl.trans(acc[0])
         z = tl.sum(z, 0)
     else:
-        sums = _whole(acc, GP, D, DP)
+        sums = _whole(acc, GP, DP)
     if QUERIES > 1:
         z = tl.where(z > 0.0, z, 1.0)  # a query may see no key of this split
     d = tl.arange(0, DP)

@@ -74,10 +74,13 @@ def _scale_and_offset(word):
 
 
 @triton.jit
-def _rotated_back(low, high, added, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """float32 [ROWS, DP]: vectors as they were before they were rotated. Numbers from D on may be anything."""
+def _wide_vectors(halves, scale, added, is_rotated, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """float32 [ROWS, DP]: vectors as they were before rounding; keys are rotated back."""
     SIZE: tl.constexpr = D & -D
-    return _rotate(_from_halves(low, high, ROWS, DP) + added[:, None], ROWS, DP, SIZE) * (1.0 / SIZE)
+    x = _from_halves(halves[0], halves[1], ROWS, DP) * scale[:, None] + added[:, None]
+    d = tl.arange(0, DP)
+    back = _rotate(tl.where((d < D)[None, :], x, 0.0), ROWS, DP, SIZE) * (1.0 / SIZE)
+    return tl.where(is_rotated, back, x)
 
 
 @triton.jit
@@ -89,11 +92,12 @@ def _bfloat16(x):
 
 
 @triton.jit
-def _store_four_bits(x, places, words_ptr, cached, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """Rotate and round vectors [HEADS, DP], and store their bytes at `places` and their words."""
+def _store_four_bits(x, is_key, places, words_ptr, cached, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """Round vectors [HEADS, DP], keys rotated first, and store their bytes at `places` and their words."""
     SIZE: tl.constexpr = D & -D
     inside = (tl.arange(0, DP) < D)[None, :]
-    x = _rotate(x.to(tl.float32), HEADS, DP, SIZE)
+    x = x.to(tl.float32)
+    x = tl.where(is_key[:, None], _rotate(x, HEADS, DP, SIZE), x)
     least, most = tl.min(tl.where(inside, x, float("inf")), 1), tl.max(tl.where(inside, x, float("-inf")), 1)
     lowest, lowest_bits = _bfloat16(least)
     scale, scale_bits = _bfloat16(tl.div_rn(most - least, tl.full([HEADS], 15.0, tl.float32)))

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.ops.triton.attention.four_bits import _load_numbers, _rotated_back
+from millrace.ops.triton.attention.four_bits import _load_numbers, _wide_vectors
 from millrace.ops.triton.attention.paged_kv import (
     AttentionShape,
     PagedRows,
@@ -57,8 +57,7 @@ def _contiguous_kernel(
     elif FORMAT == "int4":
         halves = _load_numbers(kv_ptr, where, d, D, DP, tl.float32)
         scale = tl.where(kind == 0, k_scales[0], v_scales[0])
-        added = tl.where(kind == 0, k_scales[1], v_scales[1])
-        wide = _rotated_back(halves[0] * scale[:, None], halves[1] * scale[:, None], added, BLOCK, D, DP)
+        wide = _wide_vectors(halves, scale, tl.where(kind == 0, k_scales[1], v_scales[1]), kind == 0, BLOCK, D, DP)
         whole = tl.arange(0, DP)[None, :]
         to = out_ptr + ((kind * KV_HEADS + head) * num_keys + keys).to(tl.int64)[:, None] * D + whole
         tl.store(to, wide.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (whole < D))

@@ -18,8 +18,8 @@ from torch import Tensor
 from millrace.ops.base.quantised import FP8
 from millrace.ops.kv.cache import SCALE_WORDS, format_of, is_four_bit, is_fp8, is_packed
 from millrace.ops.triton.attention.four_bits import (
+    _from_halves,
     _load_numbers,
-    _rotated_back,
     _rotated_queries,
     _scale_and_offset,
 )
@@ -165,13 +165,13 @@ def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _whole(parts, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
-    """[ROWS, DP]: the parts of each row's vector joined; with four bits, rotated back."""
+def _whole(parts, ROWS: tl.constexpr, DP: tl.constexpr):
+    """[ROWS, DP]: the parts of each row's vector joined."""
     if len(parts) == 4:
         halves = tl.join(tl.join(parts[0], parts[1]), tl.join(parts[2], parts[3]))
         return tl.reshape(tl.permute(halves, (0, 3, 2, 1)), [ROWS, DP])
     elif len(parts) == 3:
-        return _rotated_back(parts[0], parts[1], parts[2], ROWS, D, DP)
+        return _from_halves(parts[0], parts[1], ROWS, DP) + parts[2][:, None]
     else:
         return parts[0]
 
@@ -269,7 +269,7 @@ def _load_unpacked(ptr, where, scales, D: tl.constexpr, BS: tl.constexpr, DTYPE:
     shared memory again anyway."""
     a, b, c, e = _load_packed(ptr, where, D, BS, DTYPE, HOPPER)
     scales = scales.to(DTYPE)[:, None]
-    return (_whole((a * scales, b * scales, c * scales, e * scales), where.shape[0], D, D),)
+    return (_whole((a * scales, b * scales, c * scales, e * scales), where.shape[0], D),)
 
 
 @triton.jit

@@ -116,7 +116,7 @@ def _shared_kernel(
 
     cell = (row * KV_HEADS + head) * PARTS + part
     to = cell.to(tl.int64)[:, None] * (GROUP * DP) + g[:, None] * DP + d[None, :]
-    sums = _whole(acc, BLOCK_M, D, DP)
+    sums = _whole(acc, BLOCK_M, DP)
     tl.store(partial_ptr + to, sums / tl.where(z == 0.0, 1.0, z)[:, None], mask=real[:, None])
     tl.store(lse_ptr + cell * GROUP + g, m + tl.math.log2(z), mask=real)
 
@@ -330,7 +330,7 @@ def _prefill_kernel(
             D, DP, BS, ITEMS, TILE, WINDOW, CAP, WIDE, PRECISION, DTYPE, STAGES, FORMAT, SPLIT, EARLY,
         )  # fmt: skip
 
-    sums = _whole(acc, BLOCK_M, D, DP)
+    sums = _whole(acc, BLOCK_M, DP)
     if sinks_ptr is not None:
         # One of the programs that share the keys has the sinks.
         sinks = tl.load(sinks_ptr + heads, mask=real, other=float("-inf"))

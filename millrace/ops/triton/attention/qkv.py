@@ -218,7 +218,7 @@ def _qkv_kernel(
             d = tl.arange(0, DP)
             whole = tl.load(base + d[None, :], mask=cached[:, None] & (d < D)[None, :], other=0.0)
             to = scales_ptr + (first_scale + to_values) // 4 + offset
-            _store_four_bits(whole, places, to, cached, BLOCK_H, D, DP)
+            _store_four_bits(whole, ~is_value, places, to, cached, BLOCK_H, D, DP)
         else:
             _store_items(left, right, rest, places, cached, HALF, HP, REST, RP)
 
