@@ -211,7 +211,12 @@ def test_only_cached_prompts_that_can_agree_longer_are_compared_token_by_token(m
     """Where prompts begin in many ways, an admission reads no more than the beginning of each."""
     compared: list[bytes] = []
     count = prefix_module._num_common
-    monkeypatch.setattr(prefix_module, "_num_common", lambda own, cached: compared.append(cached) or count(own, cached))
+
+    def noted(own: bytes, cached: bytes) -> int:
+        compared.append(cached)
+        return count(own, cached)
+
+    monkeypatch.setattr(prefix_module, "_num_common", noted)
     scheduler = make()
     for request_id in range(1, 9):
         run = Run(scheduler)
