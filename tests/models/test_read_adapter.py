@@ -20,7 +20,8 @@ from millrace.models.adapters.targets import targets_of
 from millrace.models.spec.families import spec_from_config
 
 Change = Callable[[Path], object]
-Q = "base_model.model.model.layers.0.self_attn.q_proj"
+INNER = "layers.0.self_attn.q_proj"
+Q = f"base_model.model.model.{INNER}"
 
 
 @cache
@@ -59,6 +60,12 @@ def with_tensor(name: str, *shape: int) -> Change:
     return tensors(lambda found: found.update({name: torch.ones(shape)}))
 
 
+def twice(module: str) -> Change:
+    """The matrices of Q again, under this name."""
+    names = [(f"{Q}.lora_{one}.weight", f"{module}.lora_{one}.weight") for one in "AB"]
+    return tensors(lambda found: found.update({new: found[old].clone() for old, new in names}))
+
+
 def pickled(folder: Path) -> None:
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
 
@@ -69,8 +76,11 @@ def cut(folder: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Change, str]] = {
-    "DoRA": (config(use_dora=True), "DoRA"),
-    "biases": (config(bias="lora_only"), "its own biases"),
+    "DoRA": (config(use_dora=True), r"DoRA, which scales .* Train it without use_dora, or merge it"),
+    "PiSSA": (config(init_lora_weights="pissa_niter_4"), "changes the base's weights too.*weight_conversion"),
+    "OLoRA": (config(init_lora_weights="olora"), "changes the base's weights too"),
+    "LoftQ": (config(init_lora_weights="loftq"), "changes the base's weights too"),
+    "biases": (config(bias="lora_only"), "its own biases.*bias='none', or merge it"),
     "whole modules": (config(modules_to_save=["lm_head"]), "modules_to_save has lm_head"),
     "another method": (config(peft_type="IA3"), "peft_type is 'IA3'; only LORA"),
     "rank 0": (config(r=0), "ranks are integers from 1 to 256"),
@@ -78,6 +88,17 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "a pattern": (config(rank_pattern={"(": 2}), "no regular expression"),
     "no JSON": (lambda folder: (folder / "adapter_config.json").write_text("["), "cannot be read as JSON"),
     "a pickle": (pickled, "is a pickle, which can run any code when it is read; it was not opened"),
+    "several files": (
+        lambda folder: (folder / "adapter_model.safetensors").rename(folder / "adapter_model-00001-of-2.safetensors"),
+        "in several files .*Load the adapter with PEFT and save it again",
+    ),
+    "another directory": (
+        lambda folder: (
+            (folder / "checkpoint-5").mkdir()
+            or (folder / "adapter_config.json").rename(folder / "checkpoint-5" / "adapter_config.json")
+        ),
+        r"no adapter_config.json\..* Name one of the adapters in it: checkpoint-5",
+    ),
     "cut short": (cut, "cannot be read as safetensors"),
     "noise": (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"\xff" * 999), "cannot be read as"),
     "NaN": (tensors(lambda found: found[f"{Q}.lora_A.weight"].fill_(float("nan"))), "NaN or infinite"),
@@ -87,7 +108,17 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "no B": (tensors(lambda found: found.pop(f"{Q}.lora_B.weight")), "q_proj has no lora_B.weight"),
     "another model": (with_tensor("base_model.model.encoder.layer.0.query.lora_A.weight", 4, 4), "no lora_B"),
     "an embedding": (with_tensor("base_model.model.model.embed_tokens.lora_embedding_A", 4, 4), "of an embedding"),
-    "a head": (with_tensor("base_model.model.lm_head.lora_A.weight", 4, 4), "the adapter has an LM head"),
+    "a head": (with_tensor("base_model.model.lm_head.lora_A.weight", 4, 4), "LoRA matrices of an LM head"),
+    "a resized head": (with_tensor("base_model.model.lm_head.weight", 4, 4), "an LM head.*save_embedding_layers=False"),
+    "a resized vocabulary": (
+        with_tensor("base_model.model.model.embed_tokens.weight", 4, 4),
+        "an embedding. If it was not trained .*save_embedding_layers=False; else merge it",
+    ),
+    "two names": (twice(f"base_model.model.{INNER}"), "two pairs of matrices for layers.0.self_attn.q_proj"),
+    "a vision tower": (
+        twice(f"base_model.model.vision_tower.model.{INNER}"),
+        "a module that this model does not have .*vision_tower.model.layers.0",
+    ),
     "magnitudes": (with_tensor(f"{Q}.lora_magnitude_vector", 4), "DoRA's magnitudes"),
     "experts": (with_tensor("base_model.model.model.layers.0.mlp.experts.0.up_proj.lora_A.weight", 4, 4), "of experts"),
     "nothing": (tensors(dict.clear), "no LoRA matrices"),
@@ -114,3 +145,31 @@ def test_the_digest_names_the_content(folder: Path) -> None:
     assert read(folder).digest == first
     config(lora_alpha=3)(folder)
     assert read(folder).digest != first
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        pytest.param("", id="none"),
+        pytest.param("base_model.model.", id="the model without a head, as embedders are trained"),
+        pytest.param("base_model.model.model.language_model.", id="beside a vision tower"),
+        pytest.param("base_model.model.language_model.model.", id="beside a vision tower, of older versions"),
+        pytest.param("base_model.model._orig_mod.model.", id="compiled"),
+        pytest.param("module.base_model.model.model.", id="distributed"),
+    ],
+)
+def test_names_around_the_layers_depend_on_the_class_that_was_trained(folder: Path, prefix: str) -> None:
+    right = read(folder)
+
+    def renamed(found: dict[str, torch.Tensor]) -> None:
+        for key in list(found):
+            found[prefix + key.removeprefix("base_model.model.model.")] = found.pop(key)
+
+    tensors(renamed)(folder)
+    assert torch.equal(read(folder).data, right.data)
+
+
+def test_a_config_with_a_byte_order_mark_is_read(folder: Path) -> None:
+    path = folder / "adapter_config.json"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read(folder).max_rank == 4

@@ -18,7 +18,7 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_RANK = 256
 """The kernels' limit."""
 _REFUSED_VALUES: tuple[tuple[str, Any, str], ...] = (
-    ("use_dora", False, "DoRA (use_dora) scales whole weight matrices"),
+    ("use_dora", False, "DoRA, which scales whole weight matrices (use_dora)"),
     ("lora_bias", False, "a bias beside the low-rank matrices (lora_bias)"),
     ("use_qalora", False, "QALoRA (use_qalora)"),
     ("use_bdlora", None, "block-diagonal matrices (use_bdlora)"),
@@ -31,6 +31,9 @@ _REFUSED_VALUES: tuple[tuple[str, Any, str], ...] = (
     ("lora_ga_config", None, "LoRA-GA (lora_ga_config)"),
 )
 """(field, the value that means it is off, what it is)."""
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of the values of `init_lora_weights` that change the base's weights too, when it is trained and loaded."""
+MERGE = "merge it into its model with PEFT's merge_and_unload"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +63,13 @@ def read_config(folder: Path) -> AdapterConfig:
     if not folder.is_dir():
         raise AdapterError(f"{folder}: there is no such directory. An adapter is a directory that PEFT has saved.")
     if not path.is_file():
-        raise AdapterError(f"{folder}: no {CONFIG_FILE}. An adapter is a directory that PEFT has saved.")
+        inner = sorted(one.parent.name for one in folder.glob(f"*/{CONFIG_FILE}"))
+        found = f" Name one of the adapters in it: {', '.join(inner[:5])}." if inner else ""
+        raise AdapterError(f"{folder}: no {CONFIG_FILE}. An adapter is a directory that PEFT has saved.{found}")
     if path.stat().st_size > MAX_CONFIG_BYTES:
         raise AdapterError(f"{path} has {path.stat().st_size} bytes; at most {MAX_CONFIG_BYTES} are read.")
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise AdapterError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
@@ -95,19 +100,25 @@ def _check_supported(path: Path, values: dict[str, Any]) -> None:
         value = values.get(field, off)
         if value != off and value not in (None, False, [], {}):
             raise AdapterError(
-                f"{path}: the adapter has {what}, which is not supported. Train it without {field}, or merge it into"
-                " its model with PEFT's merge_and_unload."
+                f"{path}: the adapter has {what}, which is not supported. Train it without {field}, or {MERGE}."
             )
+    init = values.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):
+        raise AdapterError(
+            f"{path}: init_lora_weights is {init!r}, which changes the base's weights too, so that the adapter does not"
+            " fit the base as it is. Save it again with PEFT's path_initial_model_for_weight_conversion (PiSSA, OLoRA"
+            f" and CorDA), or {MERGE}."
+        )
     if values.get("bias", "none") != "none":
         raise AdapterError(
             f"{path}: bias is {values['bias']!r}: the adapter has its own biases, which are not supported. Train it"
-            " with bias='none'."
+            f" with bias='none', or {MERGE}."
         )
     if values.get("modules_to_save"):
         names = ", ".join(map(str, values["modules_to_save"]))
         raise AdapterError(
             f"{path}: modules_to_save has {names}: whole modules, which are not supported. Train it without them, or"
-            " merge it into its model with PEFT's merge_and_unload."
+            f" {MERGE}."
         )
 
 
@@ -120,7 +131,13 @@ def _check_weights_file(folder: Path) -> None:
             f"{folder / found} is a pickle, which can run any code when it is read; it was not opened. Save the adapter"
             " again with safe_serialization=True."
         )
-    raise AdapterError(f"{folder}: no {WEIGHTS_FILE}.")
+    parts = sorted(path.name for path in folder.glob("adapter_model*.safetensors*"))
+    if parts:
+        raise AdapterError(
+            f"{folder}: the weights are in several files ({', '.join(parts[:3])}); one is read. Load the adapter with"
+            f" PEFT and save it again, which writes {WEIGHTS_FILE}."
+        )
+    raise AdapterError(f"{folder}: no {WEIGHTS_FILE}, which PEFT's save_pretrained writes. Copy it there.")
 
 
 def _pattern(path: Path, values: dict[str, Any], field: str) -> dict[str, Any]:

@@ -14,20 +14,26 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 
 from millrace.errors import AdapterError
-from millrace.models.adapters.config import CONFIG_FILE, WEIGHTS_FILE, AdapterConfig, read_config
+from millrace.models.adapters.config import CONFIG_FILE, MERGE, WEIGHTS_FILE, AdapterConfig, read_config
 from millrace.models.adapters.targets import AdapterTargets
 
-_KEY = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
+_KEY = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
+_WRAPPERS = frozenset({"base_model", "model", "language_model", "module", "_orig_mod"})
+"""Names of modules around a model's layers, which depend on the class that was trained and on the version of the
+library: with a head or without, beside a vision tower or alone, compiled or distributed."""
+_TARGETS = "Train it with the linears of attention and MLP as target_modules"
+_WHOLE = "If it was not trained (PEFT saves a resized one too), save the adapter with save_embedding_layers=False; else"
 _OTHERS = (
-    ("lora_magnitude_vector", "DoRA's magnitudes"),
-    ("lora_embedding", "LoRA matrices of an embedding"),
-    ("modules_to_save", "whole modules (modules_to_save)"),
-    ("embed_tokens", "an embedding"),
-    ("lm_head", "an LM head"),
-    (".experts", "LoRA matrices of experts"),
-    ("bias", "biases"),
+    ("lora_magnitude_vector", "DoRA's magnitudes", "Train it without use_dora, or"),
+    ("lora_embedding", "LoRA matrices of an embedding", f"{_TARGETS}, or"),
+    ("modules_to_save", "whole modules (modules_to_save)", "Train it without them, or"),
+    ("embed_tokens", "an embedding", _WHOLE),
+    ("lm_head.lora_", "LoRA matrices of an LM head", f"{_TARGETS}, or"),
+    ("lm_head", "an LM head", _WHOLE),
+    (".experts", "LoRA matrices of experts", f"{_TARGETS}, without experts, or"),
+    ("bias", "biases", "Train it with bias='none', or"),
 )
-"""What a tensor that is no LoRA matrix of a linear may be: (part of its name, what it is)."""
+"""What a tensor that is no LoRA matrix of a linear may be: (part of its name, what it is, a remedy beside merging)."""
 ALIGN = 16
 """Matrices begin at multiples of so many numbers."""
 BFLOAT16 = "bfloat16"
@@ -154,18 +160,20 @@ class _Reading:
     def parts(self) -> dict[int, list[_Part | None]]:
         """By index of the linear, in order."""
         found: dict[int, list[_Part | None]] = {}
-        places = self._targets.places()
+        places = {_inner(module): place for module, place in self._targets.places().items()}
         for module, keys in self._modules().items():
-            if module not in places:
+            if (inner := _inner(module)) not in places:
                 raise AdapterError(
                     f"{self._path}: {next(iter(keys.values()))} is for a module that this model does not have or whose"
                     f" adapters are not supported: {module}. The adapter belongs to another model"
                     + (f" ({self._config.base_model})." if self._config.base_model else ".")
                 )
-            index, part = places[module]
+            index, part = places[inner]
             linear = self._targets.linears[index]
             assert linear is not None
             parts = found.setdefault(index, [None] * len(linear.modules))
+            if parts[part] is not None:
+                raise AdapterError(f"{self._path} has two pairs of matrices for {inner}, under names of two models.")
             parts[part] = self._part(module, keys, linear.in_features, linear.out_sizes[part])
         if not found:
             raise AdapterError(f"{self._path} has no LoRA matrices.")
@@ -176,13 +184,15 @@ class _Reading:
         modules: dict[str, dict[str, str]] = {}
         for key in self._tensors:
             match = _KEY.fullmatch(key)
-            what = next((what for part, what in _OTHERS if part in key), None)
-            if match is None or what is not None:
+            other = next((one for one in _OTHERS if one[0] in key), None)
+            if match is None or other is not None:
+                _, what, remedy = other or ("", "", "Remove it from the file, or")
                 raise AdapterError(
                     f"{self._path}: tensor {key} is not supported: "
                     + (f"the adapter has {what}." if what else "it is no LoRA matrix of a linear layer.")
+                    + f" {remedy} {MERGE}."
                 )
-            keys = modules.setdefault(match["module"], {})
+            keys = modules.setdefault(match["module"].removeprefix("base_model.model."), {})
             if match["which"] in keys:
                 raise AdapterError(f"{self._path}: {match['module']} has two matrices lora_{match['which']}.")
             keys[match["which"]] = key
@@ -226,6 +236,14 @@ class _Reading:
         """Names the first tensor that is not."""
         wrong = (name for name in self._tensors if not _is_finite(self.values(name, dtype), dtype))
         return AdapterError(f"{self._path}: {next(wrong)} has values that are NaN or infinite. The file is damaged.")
+
+
+def _inner(module: str) -> str:
+    """The name inside of the model's layers."""
+    parts = module.split(".")
+    while len(parts) > 1 and parts[0] in _WRAPPERS:
+        del parts[0]
+    return ".".join(parts)
 
 
 def _converted(values: np.ndarray, dtype: str, *, is_bfloat16: bool) -> np.ndarray:
