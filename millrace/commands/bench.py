@@ -51,7 +51,8 @@ examples:
   millrace bench adapters                                steps with 1, 4 and 16 adapters beside steps without
   millrace bench adapters --models llama-3.1-8b          the same on a GPU, with random weights of that shape
   millrace bench step                                    time of a CPU step by kind of work
-  millrace bench adapter-load                            1,000 adapters with room for 64; a stream beside loading
+  millrace bench adapter-load                            1,000 adapters with room for 64; a stream beside loading;
+                                                         on a GPU with --models llama-3.1-8b
   millrace bench encode --model DIR --reference PYTHON   an encoder beside sentence-transformers and ONNX Runtime
   millrace bench encode --models minilm,bge-large --reference PYTHON
                                                          the same with random weights in these shapes, without a hub
@@ -74,6 +75,7 @@ examples:
 _ALLOWED = {
     "adapters": ("models", "shapes"),
     "encode": ("models",),
+    "adapter-load": ("models", "shapes"),
     "peers": ("quick",),
     "formats": ("models", "batches"),
     "speculate": ("models", "shapes", "batches"),
@@ -250,8 +252,8 @@ def _bench_adapter_load(args: argparse.Namespace) -> int:
     from millrace.bench.micro.adapter_load import adapter_figures
     from millrace.terminal.local_backend import llm_settings
 
-    config = load_settings(args).config
-    figures = adapter_figures(config.model.source, llm_settings(config))
+    configs = [model.config for model in bench_gpu.chosen_models(args)] if args.models else [load_settings(args).config]
+    figures = (figure for config in configs for figure in adapter_figures(config.model.source, llm_settings(config)))
     return _print_figures(figures, "Many adapters, room for few", "adapter-load", as_json=args.json)
 
 
