@@ -148,7 +148,9 @@ def has_quantised_weights(files: ModelFiles) -> bool:
 
 def is_quantised(files: ModelFiles) -> bool:
     """Whether the files may have quantised weights."""
-    return files.kind == "gguf" or bool(files.config.get("quantization_config"))
+    from millrace.sources.resolve import RANDOM_FORMAT  # local: imports the reader of GGUF
+
+    return files.kind == "gguf" or any(files.config.get(key) for key in ("quantization_config", RANDOM_FORMAT))
 
 
 def weight_bytes(

@@ -22,6 +22,8 @@ from millrace.sources.names import HubName, expand_alias, has_gpu, parse_name
 __all__ = ["ModelFiles", "Progress", "resolve_model"]
 
 RANDOM_PREFIX = "random:"
+RANDOM_FORMAT = "weight_format"
+"""Key of a config for random weights: the quantised format that they have."""
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 from pathlib import Path
@@ -23,6 +24,7 @@ from millrace.models.spec.layout import layout_of
 from millrace.models.stored import StoredMatrices
 from millrace.models.weight_sizes import spec_weight_bytes
 from millrace.ops.cpp import native as native_module
+from millrace.ops.linear.stored import FORMATS
 from millrace.sources.resolve import resolve_model
 
 CPU = torch.device("cpu")
@@ -123,6 +125,37 @@ def test_int8_products_are_close_to_exact_ones_and_need_no_float32_copy(
         assert not torch.equal(found, expected)
     assert (decoder.native_stack is None) == (config is MIXTURE)
     assert decoder.choices["expert_linear" if config is MIXTURE else "down_linear"].version.name == "int8"
+
+
+LARGER = {
+    "Q2_K": 164 / 84,
+    "TQ2_0": 164 / 66,
+    "TQ1_0": 164 / 54,
+    "Q3_K": 146 / 110,
+    "IQ1_S": 274 / 50,
+    "IQ1_M": 274 / 56,
+    "IQ2_XXS": 274 / 66,
+    "IQ2_XS": 274 / 74,
+    "IQ2_S": 274 / 82,
+    "IQ3_XXS": 274 / 98,
+    "IQ3_S": 274 / 110,
+    "Q4_K": 148 / 144,
+    "Q5_K": 180 / 176,
+    "IQ4_XS": 138 / 136,
+    "MXFP4": 18 / 17,
+}
+"""Bytes in memory per byte of the file, where they differ (docs/formats.md)."""
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_the_memory_that_every_format_takes(kind: str, tmp_path: Path, folder: Path) -> None:
+    spec, source = source_of({**LLAMA, "vocab_size": 128}, {"_proj.weight": kind, "lm_head.weight": kind}, tmp_path)
+    matrices = [name for name in source.names() if source.stored_format(name)]
+    in_file = sum(source.stored_rows(name).nbytes for name in matrices)
+    plain = sum(math.prod(shape) for name, shape in source.shapes.items() if name not in matrices)
+    for dtype, options in ((torch.bfloat16, {}), (torch.float32, {"quantization": "int8"})):
+        held = build(spec, source, dtype, **options).num_bytes - plain * dtype.itemsize
+        assert held == pytest.approx(in_file * LARGER.get(kind, 1), rel=0.02)  # panels end at 64 bytes
 
 
 def test_choices_name_the_stored_weights(tmp_path: Path, folder: Path) -> None:

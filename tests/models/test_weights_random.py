@@ -10,9 +10,14 @@ import pytest
 import torch
 
 from millrace.errors import ModelError
+from millrace.models import kept_weights
+from millrace.models.grouped import GroupedSource
+from millrace.models.load import load_decoder, weight_bytes
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.layout import all_tensors, layout_of
+from millrace.models.weight_sizes import spec_weight_bytes
 from millrace.models.weights import WeightSource, open_weights, random_weights
+from millrace.models.weights.random_formats import FORMATS
 from millrace.sources.resolve import resolve_model
 
 SIZES = {
@@ -104,3 +109,24 @@ def test_weights_do_not_depend_on_the_chunks_they_are_made_in(tmp_path: Path, mo
     monkeypatch.setattr(random_weights, "_CHUNK_ITEMS", 1000)  # Otherwise only tensors of many MB have several.
     assert torch.equal(weights.get(UP, dtype=torch.bfloat16), whole)
     assert len(whole.unique()) > 100
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_every_quantised_format(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names, shapes and finite values as with plain weights, and a decoder of the size that was predicted."""
+    monkeypatch.setattr(kept_weights, "cache_dir", lambda: tmp_path / "cache")
+    weights, plain = make(tmp_path, weight_format=kind), make(tmp_path)
+    assert set(weights.names()) == set(plain.names())
+    if isinstance(weights, GroupedSource):
+        assert torch.isfinite(weights.get(UP)).all()
+        assert weights.get(UP).shape == plain.shape(UP)
+    make(tmp_path, weight_format=kind)
+    files, cpu = resolve_model(f"random:{tmp_path / 'shape.json'}"), torch.device("cpu")
+    decoder = load_decoder(files, device=cpu, dtype=torch.bfloat16)
+    assert decoder.num_bytes == weight_bytes(files, torch.bfloat16, device=cpu)
+    assert decoder.num_bytes < 0.9 * spec_weight_bytes(decoder.spec, torch.bfloat16)
+
+
+def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="weight_format is 'q9'.*Q4_K"):
+        make(tmp_path, weight_format="q9")

@@ -51,7 +51,7 @@ def known_shapes(directory: Path | None = None) -> dict[str, Path]:
 def make_model(text: str, loaded: LoadedConfig, shapes: Mapping[str, Path]) -> GpuModel:
     """`text` is a shape's name or path with suffixes. The user's settings apply to every model."""
     name, *suffixes = text.split("+")
-    path = _shape_path(name, shapes)
+    path = shape_path(name, shapes)
     label = path.resolve().parent.name if path.name == "config.json" else path.stem
     chosen = _given(loaded)
     chosen.update(_suffix_settings(text, suffixes))
@@ -65,7 +65,7 @@ def make_model(text: str, loaded: LoadedConfig, shapes: Mapping[str, Path]) -> G
     return GpuModel(label, load_config(None, chosen).config)
 
 
-def _shape_path(name: str, shapes: Mapping[str, Path]) -> Path:
+def shape_path(name: str, shapes: Mapping[str, Path]) -> Path:
     if name in shapes:
         return shapes[name]
     path = Path(name).expanduser()

@@ -1,56 +1,86 @@
 """Formats of weights beside each other: time of a decode step by batch, memory, and perplexity of a text.
 
-Each model runs in this process, one after the other. A step's time is the difference between a long and a short answer
+Models are checkpoints, or with `formats` shapes with random weights, which have no perplexity. Each runs in this
+process, one after the other. A step's time is the difference between a long and a short answer
 of the same requests, so that prompts and warm-up do not count.
 """
 
 from __future__ import annotations
 
 import gzip
+import json
 import math
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from millrace.bench.figures import Figure
+from millrace.bench.gpu.models import known_shapes, shape_path
 from millrace.bench.http.perplexity import TEXT_FILE, cut
 from millrace.errors import ConfigError
 from millrace.llm import LLM
 from millrace.models.weight_formats import DescribedSource
 from millrace.models.weights import open_weights
-from millrace.sources.resolve import resolve_model
+from millrace.sources.resolve import RANDOM_FORMAT, resolve_model
 
+PLAIN = "plain"
 PROMPT, SHORT, LONG, ROUNDS = 16, 8, 40, 3
 """Tokens of a prompt and of both answers; measurements of which the median counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class FormatRun:
-    """What to measure. `windows`: at most so many windows of `window` tokens of the text; 0 for all."""
+    """What to measure. `windows`: at most so many windows of `window` tokens of the text; 0 for all. `formats`: the
+    models are shapes (`bench/gpu/models.py`), each with random weights in each of these; `plain` for weights in the
+    model's dtype."""
 
     models: Sequence[str]
     batches: Sequence[int]
     text: Path | None = None
     window: int = 512
     windows: int = 0
+    formats: Sequence[str] = ()
 
 
 def format_figures(run: FormatRun, **settings: Any) -> Iterator[Figure]:
+    if run.formats:
+        yield from _shape_figures(run, settings)
+        return
     text = read_text(run.text)
     for model in run.models:
-        largest = max(run.batches)
-        with LLM(model, progress=False, max_running=largest, **settings) as llm:
-            weights = llm.ready.memory_plan.get("weights", 0)
-            yield Figure(model, "weights", weights / 2**30, "GiB", note=_label(llm))
-            for batch in run.batches:
-                yield Figure(model, f"decode step, batch {batch}", step_ms(llm, batch), "ms", requests=batch)
+        with _opened(model, run, settings) as llm:
+            yield from _step_figures(llm, model, run)
             value, scored = perplexity(llm, text, run.window, run.windows)
             yield Figure(model, "perplexity", value, "", requests=scored, note=f"{scored} tokens")
+
+
+def _shape_figures(run: FormatRun, settings: Mapping[str, Any]) -> Iterator[Figure]:
+    shapes = known_shapes()
+    for name in run.models:
+        config = json.loads(shape_path(name, shapes).read_text(encoding="utf-8"))
+        for kind in run.formats:
+            with TemporaryDirectory() as folder:
+                file = Path(folder, "config.json")
+                file.write_text(json.dumps(config if kind == PLAIN else {**config, RANDOM_FORMAT: kind}))
+                with _opened(f"random:{file}", run, settings) as llm:
+                    yield from _step_figures(llm, f"{name} {kind}", run)
+
+
+def _opened(model: str, run: FormatRun, settings: Mapping[str, Any]) -> LLM:
+    return LLM(model, progress=False, max_running=max(run.batches), **settings)
+
+
+def _step_figures(llm: LLM, label: str, run: FormatRun) -> Iterator[Figure]:
+    weights = llm.ready.memory_plan.get("weights", 0)
+    yield Figure(label, "weights", weights / 2**30, "GiB", note=_label(llm))
+    for batch in run.batches:
+        yield Figure(label, f"decode step, batch {batch}", step_ms(llm, batch), "ms", requests=batch)
 
 
 def read_text(file: Path | None) -> str:

@@ -141,7 +141,7 @@ class CompressedTensorsFormat:
             tensors=used,
             num_bytes=items(shape) // 2 + items(shape) // group + (0 if is_mx else 4 * outputs),
             read=read,
-            gguf="Q5_0" if is_mx and group == 32 else None,
+            gguf="MXFP4" if is_mx and group == 32 else None,
         )
 
     # --- integers ---

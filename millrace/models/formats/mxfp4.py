@@ -44,7 +44,7 @@ class Mxfp4Format:
             tensors=(blocks, scales),
             num_bytes=items(shape) // 2 + items(shape) // GROUP,
             read=partial(self._read, blocks, scales, shape),
-            gguf="Q5_0",
+            gguf="MXFP4",
             group=GROUP,
         )
 

@@ -7,7 +7,7 @@ from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.layout import layout_of
 from millrace.models.weights.gguf_weights import GgufWeights
 from millrace.models.weights.quantised_weights import QuantisedWeights
-from millrace.models.weights.random_weights import RandomWeights
+from millrace.models.weights.random_formats import RandomTensors, open_random
 from millrace.models.weights.safetensors_weights import SafetensorsWeights
 from millrace.models.weights.source import WeightSource
 from millrace.sources.gguf.model import open_gguf_model
@@ -24,4 +24,9 @@ def open_weights(files: ModelFiles, *, seed: int = 0) -> WeightSource:
         if quantised is None:
             return stored
         return QuantisedWeights(stored, layout_of(spec_from_config(files.config)), quantised)
-    return RandomWeights(files.path, files.config, seed)
+    random = open_random(files.path, files.config, seed)
+    if isinstance(random, RandomTensors):
+        quantised = format_of({"quantization_config": random.settings}, random)
+        assert quantised is not None
+        return QuantisedWeights(random, layout_of(spec_from_config(files.config)), quantised)
+    return random

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,9 +14,8 @@ import torch
 from torch import Tensor
 
 from millrace.errors import ModelError
-from millrace.models.formats.base import CheckpointFormat, QuantisedMatrix
+from millrace.models.formats.base import CheckpointFormat, QuantisedMatrix, StoredTensors
 from millrace.models.spec.layout import ModelLayout, TensorSpec, all_tensors
-from millrace.models.weights.safetensors_weights import SafetensorsWeights
 from millrace.ops.linear.blocks import gguf_blocks
 from millrace.ops.linear.grouped_weight import GroupedWeight
 
@@ -23,10 +23,20 @@ _CACHE_SCALE = re.compile(r".*\.self_attn\.(k_scale|v_scale|q_scale|kv_cache\..*
 """Scales of keys and values for another engine's FP8 cache, which has none here."""
 
 
+class CheckpointTensors(StoredTensors, Protocol):
+    """Stored tensors, of which those that are not quantised can be read as weights."""
+
+    def get(self, name: str, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor: ...
+
+    def stored_label(self, name: str) -> str: ...
+
+    def stored_bytes(self, name: str) -> int: ...
+
+
 class QuantisedWeights:
     """A WeightSource, a QuantisedSource and a GroupedSource. `get` dequantises."""
 
-    def __init__(self, stored: SafetensorsWeights, layout: ModelLayout, kind: CheckpointFormat) -> None:
+    def __init__(self, stored: CheckpointTensors, layout: ModelLayout, kind: CheckpointFormat) -> None:
         self._stored = stored
         self._matrices: dict[str, QuantisedMatrix] = {}
         needed = {part.name: part for part in all_tensors(layout)}

@@ -19,20 +19,21 @@ def gguf_blocks(weight: GroupedWeight, kind: str) -> npt.NDArray[np.uint8]:
     codes. Scales and offsets are rounded to float16."""
     outputs = weight.shape[0]
     codes = (_nibbles(weight.codes) if weight.bits == 4 else weight.codes).view(outputs, -1, BLOCK)
+    if kind == "MXFP4":
+        exponents = weight.scales.view(torch.uint8).unsqueeze(2)
+        return torch.cat((exponents, _halves(codes)), dim=2).view(outputs, -1).numpy()
     scales = _by_block(weight.scale_rows(), weight)
     halves = [_half(scales)]
     if kind == "Q4_1":
         zeros = weight.zero if weight.zeros is None else _by_block(weight.zeros.float(), weight)
         offsets = 0 if weight.offsets is None else _by_block(weight.offsets.float(), weight)
         halves.append(_half(offsets - scales * zeros))
-    elif kind == "Q5_0":
-        return _five_bits(weight, codes, scales)
     if kind == "Q8_0":
         if weight.zero:
             codes = codes ^ 128
         integers = codes.view(torch.uint8)
     else:
-        integers = codes[..., :16] | (codes[..., 16:] << 4)
+        integers = _halves(codes)
     return torch.cat((*halves, integers), dim=2).view(outputs, -1).numpy()
 
 
@@ -40,13 +41,9 @@ def _nibbles(packed: Tensor) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)
 
 
-def _five_bits(weight: GroupedWeight, codes: Tensor, scales: Tensor) -> npt.NDArray[np.uint8]:
-    """Levels that are multiples of a half, from -8 to 7.5, as integers from 0 to 31."""
-    assert weight.levels is not None
-    integers = (2 * weight.levels + 16).to(torch.uint8)[codes.int()]
-    low = (integers[..., :16] & 15) | ((integers[..., 16:] & 15) << 4)
-    upper = torch.from_numpy(np.packbits((integers >> 4).numpy(), axis=2, bitorder="little"))
-    return torch.cat((_half(scales / 2), upper, low), dim=2).view(weight.shape[0], -1).numpy()
+def _halves(codes: Tensor) -> Tensor:
+    """[..., 32] to [..., 16]: the second half of a block in the upper bits."""
+    return codes[..., :16] | (codes[..., 16:] << 4)
 
 
 def _by_block(by_group: Tensor, weight: GroupedWeight) -> Tensor:
