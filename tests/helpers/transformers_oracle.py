@@ -23,10 +23,11 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 def load_model(path: Path) -> Any:
     """Load the file with transformers' own GGUF reader, one copy in memory."""
     names = functools.cache(gguf.get_tensor_name_map)
-    # The reader makes an array of every string: ten times faster from a plain array than from a memory map. And the
-    # table of names is made again for each module.
+    # The reader makes an array of every string: ten times faster from a plain array than from a memory map. The file is
+    # read twice, and the table of names is made again for each module.
     with (
         patch.object(gguf.gguf_reader.np, "memmap", lambda file, dtype=np.uint8, mode="r": np.fromfile(file, dtype)),
+        patch.object(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
         patch.object(gguf, "get_tensor_name_map", names),
     ):
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
