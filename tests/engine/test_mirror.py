@@ -32,7 +32,6 @@ from millrace.run.runner import Runner
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
 POISON, VOCAB_SIZE = 3137, CONFIG["vocab_size"]
-assert isinstance(VOCAB_SIZE, int)
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [[index + 50, index + 60, index + 70] for index in range(6)]
 
