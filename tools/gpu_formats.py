@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from millrace.models.formats.gguf import weight_of_blocks
 from millrace.ops.base.quantised import quantise_weight
+from millrace.ops.linear.block_planes import PlanesLinear
 from millrace.ops.linear.block_weight import BlocksTriton
 from millrace.ops.linear.fp8 import StoredFp8
 from millrace.ops.linear.grouped import GroupedTriton
@@ -83,6 +84,9 @@ def linear_of(weight: Any) -> Any:
 def candidates(linear: Any, rows: int) -> Iterator[tuple[str, Run]]:
     """How the product runs, and other ways to launch it."""
     yield "now", linear
+    if isinstance(linear, PlanesLinear):
+        yield from _planes_candidates(linear, rows)
+        return
     if isinstance(linear, PackedCodesLinear):
         yield from _packed_candidates(linear, rows)
         return
@@ -132,6 +136,18 @@ def _grouped_candidates(linear: GroupedTriton, rows: int, outputs: int, inputs: 
         ]
     for tiles in tries:
         yield str(tiles), functools.partial(kernel.grouped_product, weight=linear._operand, tiles=tiles)
+
+
+def _planes_candidates(linear: PlanesLinear, rows: int) -> Iterator[tuple[str, Run]]:
+    from millrace.ops.triton.blocks import few_rows as kernel
+    from millrace.ops.triton.blocks.planes import KINDS, SIX
+
+    if rows > kernel.MAX_ROWS:
+        return
+    for warps, ahead in ((2, 4), (4, 4), (8, 4), (4, 2), (8, 2), (16, 2)):
+        if ahead == 4 or KINDS[linear.weight.kind].scales != SIX:
+            tiles = kernel.PlaneTiles(warps, ahead)
+            yield str(tiles), functools.partial(kernel.multiply, weight=linear.weight, tiles=tiles)
 
 
 def _packed_candidates(linear: PackedCodesLinear, rows: int) -> Iterator[tuple[str, Run]]:

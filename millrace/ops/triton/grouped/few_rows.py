@@ -66,7 +66,7 @@ def _load_weight(
 
 
 @gluon.jit
-def _load_x(x_ptr, block, blocks, row, x_stride, M, at_x, AHEAD: gl.constexpr, COLUMNS: gl.constexpr):
+def load_x(x_ptr, block, blocks, row, x_stride, M, at_x, AHEAD: gl.constexpr, COLUMNS: gl.constexpr):
     xs = ()
     for c in gl.static_range(COLUMNS):
         for u in gl.static_range(AHEAD):
@@ -174,14 +174,14 @@ def few_rows_kernel(
         AHEAD, TILES, SHARED,
     )  # fmt: skip
     wait_for_previous_kernel(EARLY)
-    xs = _load_x(x_ptr, block, blocks, row, x_stride, M, at_x, AHEAD, COLUMNS)
+    xs = load_x(x_ptr, block, blocks, row, x_stride, M, at_x, AHEAD, COLUMNS)
     for _ in range((blocks + WARPS * AHEAD - 1) // (WARPS * AHEAD)):
         block += WARPS * AHEAD
         next_words, next_records = _load_weight(
             words_ptr, records_ptr, block, blocks, per_tile, records_per_tile, at_word, at_record, group_shift,
             AHEAD, TILES, SHARED,
         )  # fmt: skip
-        next_xs = _load_x(x_ptr, block, blocks, row, x_stride, M, at_x, AHEAD, COLUMNS)
+        next_xs = load_x(x_ptr, block, blocks, row, x_stride, M, at_x, AHEAD, COLUMNS)
         added = ()
         for i in gl.static_range(TILES):
             mine = ()

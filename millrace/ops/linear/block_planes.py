@@ -1,0 +1,66 @@
+"""grouped_linear on a GPU over GGUF weights in planes of codes: as many bytes as in the file, read by the matrix
+instruction. Formats and sizes that do not fit go to the version `triton`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from millrace.ops.linear.block_weight import BlockWeight
+from millrace.ops.linear.dense import Head
+from millrace.ops.linear.grouped_weight import GroupedWeight
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def fits_planes(weight: GroupedWeight | BlockWeight) -> bool:
+    from millrace.ops.triton.blocks.planes import fits  # slow to import
+
+    if isinstance(weight, BlockWeight):
+        return weight.dtype in DTYPES and fits(weight.kind, *weight.shape)
+    return is_q8(weight) and weight.dtype in DTYPES and fits("Q8_0", *weight.shape)
+
+
+def is_q8(weight: GroupedWeight) -> bool:
+    """True for signed bytes with a scale of float16 for each 32, as Q8_0 has them."""
+    parts = (weight.zeros, weight.levels, weight.offsets, weight.output_scales, weight.order)
+    is_plain = all(part is None for part in parts) and weight.zero == 0 and not weight.int8_inputs
+    has_scales = weight.group == 32 and weight.rows_per_scale == 1 and weight.scales.dtype == torch.float16
+    return is_plain and has_scales and weight.codes.dtype == torch.int8
+
+
+class PlanesLinear(Head):
+    """Few rows: a kernel that makes numbers of codes in registers. More: the weight dequantised in every call."""
+
+    def __init__(self, weight: GroupedWeight | BlockWeight, bias: Tensor | None = None) -> None:
+        from millrace.ops.triton.blocks import few_rows, planes
+
+        if isinstance(weight, BlockWeight):
+            kind, blocks = weight.kind, weight.blocks
+        else:
+            kind, blocks = "Q8_0", _q8_blocks(weight)
+        self.weight, self.bias = planes.pack(kind, blocks, weight.in_features, weight.dtype), bias
+        self.num_bytes = self.weight.num_bytes + (0 if bias is None else bias.nbytes)
+        self._few, self._dequantise = few_rows.multiply, few_rows.dequantise
+        self._choose, self._max_rows = few_rows.choose_tiles, few_rows.MAX_ROWS
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._multiply(x, x.dtype)
+
+    def wide(self, x: Tensor, out: Tensor | None = None, decode: bool = False) -> Tensor:
+        return self._multiply(x, torch.float32)
+
+    def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        rows = x.shape[0]
+        if rows <= self._max_rows:
+            return self._few(x, self.weight, self._choose(rows, self.weight), self.bias, dtype)
+        return F.linear(x, self._dequantise(self.weight), self.bias).to(dtype)
+
+
+def _q8_blocks(weight: GroupedWeight) -> Tensor:
+    """The blocks of the file."""
+    outputs, inputs = weight.shape
+    scales = weight.scales.contiguous().view(torch.uint8).view(outputs, inputs // 32, 2)
+    codes = weight.codes.view(torch.uint8).view(outputs, inputs // 32, 32)
+    return torch.cat((scales, codes), dim=2).view(outputs, -1)
