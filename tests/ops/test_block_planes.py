@@ -16,6 +16,7 @@ from millrace.models.formats.gguf import weight_of_blocks
 from millrace.ops.linear.block_planes import PlanesLinear, fits_planes
 from millrace.ops.linear.block_weight import BlocksTriton, BlockWeight
 from millrace.ops.linear.packed_codes import make_packed
+from millrace.ops.triton.blocks.plane_rows import rows_of_planes
 from millrace.ops.triton.blocks.planes import BYTES, HALF, KINDS, PAIR, PlanesWeight, pack
 
 COMPILE = """
@@ -24,6 +25,7 @@ from triton.compiler import compile
 from triton.experimental.gluon._runtime import GluonASTSource
 from millrace.ops.triton.blocks import few_rows
 from millrace.ops.triton.blocks.instructions import REGISTERS, numbers_code
+from millrace.ops.triton.blocks.plane_rows import rows_of_planes
 from millrace.ops.triton.blocks.planes import KINDS
 
 
@@ -94,6 +96,16 @@ def test_a_number_lies_where_the_layout_says(kind: str) -> None:
     assert planes.num_bytes == weight.num_bytes
     for n, k in zip(torch.randint(0, 48, (200,)).tolist(), torch.randint(0, 512, (200,)).tolist(), strict=True):
         assert value_at(planes, n, k) == pytest.approx(float(values[n, k]), rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_looked_up_in_planes(kind: str) -> None:
+    weight, values = weight_of(kind, 48, 512, torch.float32)
+    planes = pack(kind, weight.blocks.to(device), 512, weight.dtype)
+    ids = torch.tensor([47, 0, 9, 9, 31, 16])
+    found = rows_of_planes(planes, ids.to(device)).cpu()
+    torch.testing.assert_close(found, values[ids], rtol=1e-5, atol=1e-7)
+    assert rows_of_planes(planes, ids[:0].to(device)).shape == (0, 512)
 
 
 def test_what_the_planes_do_not_take_goes_to_another_version() -> None:

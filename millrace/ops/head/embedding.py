@@ -19,9 +19,11 @@ from torch.nn import functional as F
 
 from millrace.ops.base.version import Shape, Version
 from millrace.ops.cpp.native import DTYPES, native_missing
+from millrace.ops.linear.block_planes import PlanesLinear, fits_planes
 from millrace.ops.linear.dense import Head, InvariantLinear, NativeParts, PlainLinear, TiledLinear, TunedLinear
 from millrace.ops.linear.grouped import make_triton
 from millrace.ops.linear.kept_rows import KeptWeight, rows_of
+from millrace.ops.linear.packed_codes import packed_missing
 from millrace.ops.linear.stored import StoredLinear, StoredWeight, native_linear
 from millrace.ops.triton import hopper_missing, triton_missing
 
@@ -93,9 +95,39 @@ class KeptEmbedding:
 class KeptTiedEmbedding:
     """One quantised matrix; the LM head dequantises tiles in registers."""
 
+    rows: Embedding
+    head: Head
+
     def __init__(self, weight: KeptWeight, is_fixed: bool = False) -> None:
         self.rows = KeptEmbedding(weight)
         self.head = make_triton(weight, is_fixed=is_fixed)
+
+
+class PlanesEmbedding:
+    """Rows of the matrix of a linear in planes of codes."""
+
+    matrix = None
+
+    def __init__(self, linear: PlanesLinear) -> None:
+        self._linear = linear
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return self._linear.take_rows(token_ids)
+
+
+class PlanesTiedEmbedding:
+    """One matrix in planes of codes, read by rows and as a linear layer."""
+
+    rows: Embedding
+    head: Head
+
+    def __init__(self, weight: KeptWeight) -> None:
+        self.head = linear = PlanesLinear(weight)
+        self.rows = PlanesEmbedding(linear)
+
+
+def make_packed_tied(weight: KeptWeight) -> TiedEmbedding:
+    return PlanesTiedEmbedding(weight) if fits_planes(weight) else KeptTiedEmbedding(weight)
 
 
 def _kept(shape: Shape) -> bool:
@@ -140,6 +172,16 @@ VERSIONS = (
 )
 
 TIED_VERSIONS = (
+    Version(
+        op="tied_embedding",
+        name="planes",
+        make=make_packed_tied,
+        when="as kept; GGUF matrices in planes of codes, which the LM head multiplies by the matrix instruction",
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16),
+        fits=_kept,
+        missing=packed_missing,
+    ),
     Version(
         op="tied_embedding",
         name="kept",

@@ -34,7 +34,7 @@ class PlanesLinear(Head):
     """Few rows: a kernel that makes numbers of codes in registers. More: the weight dequantised in every call."""
 
     def __init__(self, weight: GroupedWeight | BlockWeight, bias: Tensor | None = None) -> None:
-        from millrace.ops.triton.blocks import few_rows, planes
+        from millrace.ops.triton.blocks import few_rows, plane_rows, planes
 
         if isinstance(weight, BlockWeight):
             kind, blocks = weight.kind, weight.blocks
@@ -43,6 +43,7 @@ class PlanesLinear(Head):
         self.weight, self.bias = planes.pack(kind, blocks, weight.in_features, weight.dtype), bias
         self.num_bytes = self.weight.num_bytes + (0 if bias is None else bias.nbytes)
         self._few, self._dequantise = few_rows.multiply, few_rows.dequantise
+        self._take_rows = plane_rows.rows_of_planes
         self._choose, self._max_rows = few_rows.choose_tiles, few_rows.MAX_ROWS
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -56,6 +57,10 @@ class PlanesLinear(Head):
         if rows <= self._max_rows:
             return self._few(x, self.weight, self._choose(rows, self.weight), self.bias, dtype)
         return F.linear(x, self._dequantise(self.weight), self.bias).to(dtype)
+
+    def take_rows(self, ids: Tensor) -> Tensor:
+        """int64 [T] -> [T, K]"""
+        return self._take_rows(self.weight, ids)
 
 
 def _q8_blocks(weight: GroupedWeight) -> Tensor:

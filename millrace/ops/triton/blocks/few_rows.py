@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from millrace.ops.triton.blocks.instructions import REGISTERS, numbers_code
-from millrace.ops.triton.blocks.planes import KINDS, PlanesWeight
+from millrace.ops.triton.blocks.planes import KINDS, SIX, PlanesWeight
 from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
 from millrace.ops.triton.grouped.few_rows import load_x
 from millrace.ops.triton.grouped.instructions import MULTIPLY_BF16, MULTIPLY_F16, MULTIPLY_REGISTERS
@@ -249,11 +249,6 @@ def dequantise_kernel(
         gl.store(out_ptr + places, values, mask=(first + u < blocks) & (n < 16))
 
 
-def _operands(weight: PlanesWeight) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    upper = weight.lower if weight.upper is None else weight.upper
-    return weight.lower, upper, weight.scales, weight.scales if weight.factors is None else weight.factors
-
-
 def _constants(weight: PlanesWeight) -> dict[str, object]:
     made, is_half = KINDS[weight.kind], weight.dtype == torch.float16
     return {
@@ -266,8 +261,13 @@ def _constants(weight: PlanesWeight) -> dict[str, object]:
 
 
 def choose_tiles(rows: int, weight: PlanesWeight) -> PlaneTiles:
-    """Measured with the sizes of an 8B model on an H200."""
-    return PlaneTiles(warps=8 if weight.inputs >= _DEEP else 4, ahead=4)
+    """Measured with the sizes of an 8B model on an H200 (2026-11)."""
+    is_deep, by_six = weight.inputs >= _DEEP, KINDS[weight.kind].scales == SIX
+    if rows > 16:
+        return PlaneTiles(warps=4 if is_deep and rows <= ROWS_AT_ONCE else 2, ahead=4)
+    if is_deep:
+        return PlaneTiles(warps=4 if by_six and rows > 4 else 8, ahead=4 if by_six else 2)
+    return PlaneTiles(warps=4, ahead=4 if by_six else 2)
 
 
 def multiply(
@@ -282,7 +282,7 @@ def multiply(
         x = x.clone(memory_format=torch.contiguous_format)
     row_blocks = triton.cdiv(rows, ROWS_AT_ONCE)
     few_planes_kernel[(weight.outputs // OUTPUTS * row_blocks,)](
-        x.view(torch.int32), *_operands(weight), out if bias is None else bias, out,
+        x.view(torch.int32), *weight.operands, out if bias is None else bias, out,
         rows, weight.outputs, weight.inputs, (x.stride(0) if rows > 1 else weight.inputs) // 2, row_blocks,
         weight.scales[0].numel(), WARPS=tiles.warps, AHEAD=tiles.ahead,
         COLUMNS=triton.cdiv(triton.cdiv(rows, row_blocks), _COLUMNS), **_constants(weight), HAS_BIAS=bias is not None,
@@ -297,7 +297,7 @@ def dequantise(weight: PlanesWeight) -> Tensor:
     warps = 4
     grid = (weight.outputs // OUTPUTS, triton.cdiv(weight.inputs, 4 * INPUTS * warps))
     dequantise_kernel[grid](
-        *_operands(weight), out.view(torch.int32), weight.inputs, weight.scales[0].numel(), WARPS=warps,
+        *weight.operands, out.view(torch.int32), weight.inputs, weight.scales[0].numel(), WARPS=warps,
         **_constants(weight), num_warps=warps,
     )  # fmt: skip
     return out

@@ -1,8 +1,8 @@
 """GGUF weights in planes for the matrix instruction: as many bytes as in the file, in another order.
 
 The lower four bits of all codes are words as in `ops/triton/grouped/layout.py`: thread (g, t) of a warp has, of 16
-outputs by 64 inputs, four words j = 2 a + b, and the code of input 32 a + 8 t + 4 b + 2 h + e and output g + 8 r is pair
-i = 2 h + r of word j. Codes of more bits have a second plane in the same order:
+outputs by 64 inputs, four words j = 2 a + b, and the code of input 32 a + 8 t + 4 b + 2 h + e and output g + 8 r is
+pair i = 2 h + r of word j. Codes of more bits have a second plane in the same order:
 
     1 bit    uint8  [N / 16, K / 64 * 128]    bit 4 e + i
     2 bits   int16  [N / 16, K / 64 * 128]    bits from 8 e + 2 i
@@ -80,6 +80,12 @@ class PlanesWeight:
     def num_bytes(self) -> int:
         parts = (self.lower, self.upper, self.scales, self.factors)
         return sum(part.nbytes for part in parts if part is not None)
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What the kernels read; any tensor in place of one that the format does not have."""
+        upper = self.lower if self.upper is None else self.upper
+        return self.lower, upper, self.scales, self.scales if self.factors is None else self.factors
 
 
 def fits(kind: str, outputs: int, inputs: int) -> bool:
