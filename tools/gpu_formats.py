@@ -28,9 +28,10 @@ from millrace.ops.base.quantised import quantise_weight
 from millrace.ops.linear.block_planes import PlanesLinear
 from millrace.ops.linear.block_weight import BlocksTriton
 from millrace.ops.linear.fp8 import StoredFp8
+from millrace.ops.linear.fp8_groups import Fp8Groups
 from millrace.ops.linear.grouped import GroupedTriton
 from millrace.ops.linear.grouped_weight import GroupedWeight
-from millrace.ops.linear.int8_products import MIN_ROWS, Int8Products
+from millrace.ops.linear.int8_products import Int8Products
 from millrace.ops.linear.packed_codes import PackedCodesLinear
 from millrace.ops.registry import choose
 
@@ -62,7 +63,8 @@ def weight_of(name: str, outputs: int, inputs: int) -> Any:
         blocks = scales(outputs // 128, inputs // 128, torch.float32)
         return GroupedWeight(values, blocks, inputs, 128, BF16, rows_per_scale=128)
     items, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
-    return weight_of_blocks(name, codes(inputs // items * size), inputs, BF16)
+    weight = weight_of_blocks(name, codes(inputs // items * size), inputs, BF16)
+    return weight.to(device)
 
 
 def bytes_of(name: str, outputs: int, inputs: int) -> float:
@@ -95,8 +97,10 @@ def candidates(linear: Any, rows: int) -> Iterator[tuple[str, Run]]:
         yield from _block_candidates(linear, rows, outputs, inputs)
     elif isinstance(linear, GroupedTriton):
         yield from _grouped_candidates(linear, rows, outputs, inputs)
-    elif isinstance(linear, Int8Products) and rows >= MIN_ROWS:
-        yield from _int8_candidates(linear)
+    elif isinstance(linear, Int8Products):
+        yield from _int8_candidates(linear, rows)
+    elif isinstance(linear, Fp8Groups) and rows <= 64:
+        yield from _fp8_candidates(linear, rows)
 
 
 def _block_candidates(linear: BlocksTriton, rows: int, outputs: int, inputs: int) -> Iterator[tuple[str, Run]]:
@@ -164,10 +168,35 @@ def _packed_candidates(linear: PackedCodesLinear, rows: int) -> Iterator[tuple[s
             yield str(many), functools.partial(multiply, weight=weight, tiles=many, counters=linear._counters)
 
 
-def _int8_candidates(linear: Int8Products) -> Iterator[tuple[str, Run]]:
+def _fp8_candidates(linear: Fp8Groups, rows: int) -> Iterator[tuple[str, Run]]:
+    from millrace.ops.triton.gemm.fp8_groups import Fp8Tiles, multiply
+
+    weight, m = linear.weight, 16 if rows <= 16 else 32 if rows <= 32 else 64
+    for n, split, warps, stages in ((64, 1, 4, 8), (64, 2, 4, 6), (64, 4, 4, 6), (128, 1, 4, 6), (128, 4, 4, 6)):
+        tiles = Fp8Tiles(m, n, split, warps, stages)
+        yield (
+            str(tiles),
+            functools.partial(
+                multiply,
+                codes=weight.codes,
+                scales=weight.scales,
+                rows_per_scale=weight.rows_per_scale,
+                tiles=tiles,
+            ),
+        )
+
+
+def _int8_candidates(linear: Int8Products, rows: int) -> Iterator[tuple[str, Run]]:
     from millrace.ops.triton.gemm.int8_rows import Int8Tiles, multiply, round_rows
 
     codes, scales = linear.weight.codes, linear._scales
+    if rows <= 64:
+        m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+        shapes = ((128, 128, 4, 6, 4), (64, 128, 4, 8, 1), (64, 256, 4, 6, 2), (128, 256, 8, 4, 2), (64, 512, 4, 3, 1))
+        for n, k, warps, stages, split in shapes:
+            tiles = Int8Tiles(m, n, k, warps, stages, is_few=True, split=split)
+            yield str(tiles), functools.partial(multiply, codes=codes, scales=scales, tiles=tiles)
+        return
     shapes = ((128, 128, 128, 8, 4), (128, 256, 128, 8, 3), (128, 256, 64, 8, 4), (128, 128, 128, 4, 4))
     for tiles in (Int8Tiles(*shape) for shape in shapes):
         yield str(tiles), functools.partial(multiply, codes=codes, scales=scales, tiles=tiles)

@@ -45,11 +45,12 @@ for capability in map(int, sys.argv[1:]):
         report(name, capability, made(
             product._product_kernel, pointers, {**block_constants(name), **sizes}, capability, tiles
         ))
-    for rows in (100, 1000):
-        tiles = int8_rows.choose_tiles(rows, capability >= 90)
+    for rows in (1, 100, 1000):
+        tiles = int8_rows.choose_tiles(rows, 4096, 4096, capability >= 90)
         pointers = {"x_ptr": "*i8", "w_ptr": "*i8", "out_ptr": "*bf16"}
         pointers |= {"x_scales_ptr": "*fp32", "w_scales_ptr": "*bf16"}
         sizes = {"BM": tiles.m, "BN": tiles.n, "BK": tiles.k, "TOGETHER": tiles.together, "WHOLE": True}
+        sizes["FEW"] = tiles.is_few
         report(f"int8-{rows}", capability, made(
             int8_rows._int8_kernel, pointers, {**sizes, "EARLY": False, "bias_ptr": None}, capability, tiles
         ))
@@ -82,6 +83,6 @@ for capability in map(int, sys.argv[1:]):
 def test_kernels_compile_within_shared_memory() -> None:
     output = output_of(COMPILE, *LIMITS)
     found = [line.split()[1:] for line in output.splitlines() if line.startswith("shared")]
-    assert len(found) == 12 * len(LIMITS), output
+    assert len(found) == 13 * len(LIMITS), output
     for case, capability, shared in found:
         assert int(shared) <= LIMITS[int(capability)] * 1024, (case, capability, shared)

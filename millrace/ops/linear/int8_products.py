@@ -9,11 +9,7 @@ from torch import Tensor
 
 from millrace.ops.base.capability import capability
 from millrace.ops.linear.dense import Head
-from millrace.ops.linear.grouped import GroupedTriton
 from millrace.ops.linear.grouped_weight import GroupedWeight
-
-MIN_ROWS = 65
-"""Fewer rows are not rounded: their time goes into reading the weight."""
 
 
 def multiplies_int8(weight: GroupedWeight) -> bool:
@@ -24,17 +20,16 @@ def multiplies_int8(weight: GroupedWeight) -> bool:
 
 
 class Int8Products(Head):
-    """Few rows: as GroupedTriton. Many rows: each is rounded to INT8 with a scale, and integers are multiplied."""
+    """Each row is rounded to INT8 with a scale, however many there are, and integers are multiplied."""
 
     def __init__(self, weight: GroupedWeight, bias: Tensor | None = None) -> None:
         from millrace.ops.triton.gemm import int8_rows
 
         signed = (weight.codes ^ 128).view(torch.int8)
         self.weight, self.bias = replace(weight, codes=signed, zero=0), bias
-        self._few, self._product = GroupedTriton(self.weight, bias), int8_rows
-        self._scales = weight.scales.view(-1)
+        self._product, self._scales = int8_rows, weight.scales.view(-1)
         self._is_large = weight.codes.is_cuda and capability(weight.codes.device) >= (9, 0)
-        self.num_bytes = self._few.num_bytes
+        self.num_bytes = weight.num_bytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._multiplied(x, x.dtype)
@@ -43,7 +38,5 @@ class Int8Products(Head):
         return self._multiplied(x, torch.float32)
 
     def _multiplied(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        if x.shape[0] < MIN_ROWS:
-            return self._few(x) if dtype == x.dtype else self._few.wide(x)
-        tiles = self._product.choose_tiles(x.shape[0], self._is_large)
+        tiles = self._product.choose_tiles(x.shape[0], *self.weight.shape, self._is_large)
         return self._product.multiply(x, self.weight.codes, self._scales, tiles, self.bias, dtype)

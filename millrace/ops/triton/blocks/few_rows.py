@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from millrace.ops.triton.blocks.instructions import REGISTERS, numbers_code
-from millrace.ops.triton.blocks.planes import KINDS, SIX, PlanesWeight
+from millrace.ops.triton.blocks.planes import KINDS, PlanesWeight
 from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
 from millrace.ops.triton.grouped.few_rows import load_x
 from millrace.ops.triton.grouped.instructions import MULTIPLY_BF16, MULTIPLY_F16, MULTIPLY_REGISTERS
@@ -27,7 +27,7 @@ MAX_ROWS = 64
 ROWS_AT_ONCE = 32
 _COLUMNS = 8
 """Rows of x that one matrix instruction takes."""
-_DEEP = 8192
+_DEEP, _WIDE = 8192, 16384
 _HALF, _PAIR, _SIX = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 
 
@@ -262,12 +262,14 @@ def _constants(weight: PlanesWeight) -> dict[str, object]:
 
 def choose_tiles(rows: int, weight: PlanesWeight) -> PlaneTiles:
     """Measured with the sizes of an 8B model on an H200 (2026-11)."""
-    is_deep, by_six = weight.inputs >= _DEEP, KINDS[weight.kind].scales == SIX
+    is_deep, is_wide, kind = weight.inputs >= _DEEP, weight.outputs >= _WIDE, KINDS[weight.kind]
     if rows > 16:
         return PlaneTiles(warps=4 if is_deep and rows <= ROWS_AT_ONCE else 2, ahead=4)
     if is_deep:
-        return PlaneTiles(warps=4 if by_six and rows > 4 else 8, ahead=4 if by_six else 2)
-    return PlaneTiles(warps=4, ahead=4 if by_six else 2)
+        return PlaneTiles(warps=4 if kind.upper == 0 and rows > 4 else 8, ahead=2 if kind.upper == 2 else 4)
+    if rows > 8:
+        return PlaneTiles(warps=4 if kind.upper == 4 else 2, ahead=4)
+    return PlaneTiles(warps=4, ahead=2 if kind.upper == 4 and is_wide else 4)
 
 
 def multiply(

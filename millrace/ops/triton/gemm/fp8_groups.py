@@ -16,6 +16,7 @@ from torch import Tensor
 
 from millrace.ops.base.quantised import FP8, FP8_MAX
 from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
+from millrace.ops.triton.gemm.tile_order import operand_rows, operand_tile, tile_places
 from millrace.ops.triton.kernel_keys import settle_keys
 
 GROUP = 128
@@ -87,28 +88,15 @@ def _product_kernel(
     FEW: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous_kernel(EARLY)
-    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    pid = tl.program_id(0)
-    first = pid // (TOGETHER * tiles_n) * TOGETHER
-    size = tl.minimum(tiles_m - first, TOGETHER)
-    within = pid % (TOGETHER * tiles_n)
-    rows = (first + within % size) * BM + tl.arange(0, BM)
-    outputs = within // size * BN + tl.arange(0, BN)
-    # Past the end: any row, whose products are not stored.
-    x_rows = x_ptr + tl.minimum(rows, M - 1).to(tl.int64)[:, None] * K
-    w_rows = w_ptr + tl.minimum(outputs, N - 1).to(tl.int64)[:, None] * K
+    rows, outputs = tile_places(M, N, BM, BN, TOGETHER)
+    x_rows, w_rows = operand_rows(x_ptr, rows, M, K), operand_rows(w_ptr, outputs, N, K)
     x_scales = x_scales_ptr + tl.minimum(rows, M - 1) * groups
     w_scales = w_scales_ptr + tl.minimum(outputs, N - 1) // ROWS_PER_SCALE * w_scales_stride
     acc = tl.zeros([BN, BM] if FEW else [BM, BN], tl.float32)
     begin = tl.program_id(1) * steps
     for step in range(begin, tl.minimum(begin + steps, groups)):
         inputs = step * BK + tl.arange(0, BK)
-        if WHOLE:
-            x = tl.load(x_rows + inputs[None, :])
-            w = tl.load(w_rows + inputs[None, :])
-        else:
-            x = tl.load(x_rows + inputs[None, :], mask=(inputs < K)[None, :], other=0.0)
-            w = tl.load(w_rows + inputs[None, :], mask=(inputs < K)[None, :], other=0.0)
+        x, w = operand_tile(x_rows, inputs, K, WHOLE), operand_tile(w_rows, inputs, K, WHOLE)
         x_scale = tl.load(x_scales + step)
         w_scale = tl.load(w_scales + step).to(tl.float32)
         if FEW:
@@ -170,5 +158,7 @@ def choose_tiles(rows: int, outputs: int, inputs: int, programs: int, is_large: 
         split = int(max(1, min(8, programs // made, longest)))
         return Fp8Tiles(16 if rows <= 16 else 32, 128, split, 4, stages)
     if rows <= 64 and outputs <= 8192:
-        return Fp8Tiles(64, 64, 2 if inputs >= 8 * GROUP else 1, 4, stages)
+        if inputs >= 64 * GROUP:
+            return Fp8Tiles(64, 128, 4, 4, stages)
+        return Fp8Tiles(64, 64, 1, 4, 2 * stages)
     return Fp8Tiles(64, 128, 1, 4, stages)

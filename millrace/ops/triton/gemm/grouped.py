@@ -49,6 +49,22 @@ class GroupedOperand:
 
 
 @triton.jit
+def _level_of(levels_ptr, codes):
+    """levels[codes] of 16 levels, by comparisons: loads from computed places took 20 times as long on an H200."""
+    one, two, four, eight = (codes & 1) != 0, (codes & 2) != 0, (codes & 4) != 0, (codes & 8) != 0
+    first = tl.where(two, _either(levels_ptr + 2, one), _either(levels_ptr, one))
+    second = tl.where(two, _either(levels_ptr + 6, one), _either(levels_ptr + 4, one))
+    third = tl.where(two, _either(levels_ptr + 10, one), _either(levels_ptr + 8, one))
+    fourth = tl.where(two, _either(levels_ptr + 14, one), _either(levels_ptr + 12, one))
+    return tl.where(eight, tl.where(four, fourth, third), tl.where(four, second, first))
+
+
+@triton.jit
+def _either(pair_ptr, is_second):
+    return tl.where(is_second, tl.load(pair_ptr + 1), tl.load(pair_ptr))
+
+
+@triton.jit
 def grouped_tile(
     codes_ptr, scales_ptr, zeros_ptr, levels_ptr, offsets_ptr, outputs, in_outputs, first, K, num_groups,
     rows_per_scale, group, zero,
@@ -67,7 +83,10 @@ def grouped_tile(
         inputs = first + tl.arange(0, BK)
         codes = tl.load(code_rows + inputs[None, :], mask=in_outputs[:, None] & (inputs < K)[None, :], other=0.0)
     if levels_ptr is not None:
-        weights = tl.load(levels_ptr + codes.to(tl.int32))
+        if FOUR_BITS:
+            weights = _level_of(levels_ptr, codes)
+        else:
+            weights = tl.load(levels_ptr + codes.to(tl.int32))
     else:
         weights = codes.to(tl.float32)
     weights = tl.reshape(weights, [BN, GROUPS, BK // GROUPS])

@@ -1,4 +1,4 @@
-"""y = x W^T for many rows and an INT8 weight with a scale per output; rows of x are rounded to INT8."""
+"""y = x W^T for an INT8 weight with a scale per output; rows of x are rounded to INT8."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
+from millrace.ops.triton.gemm.tile_order import operand_rows, operand_tile, tile_places
 
 INT8_MAX = 127.0
 _BLOCK = 4096
@@ -18,7 +19,7 @@ _BLOCK = 4096
 @dataclass(frozen=True, slots=True)
 class Int8Tiles:
     """`m` rows by `n` outputs by `k` inputs; `together`: tiles of rows that follow each other, so that weights stay in
-    the L2 cache."""
+    the L2 cache; `is_few`: outputs are the instruction's longer side; `split`: parts of a sum."""
 
     m: int
     n: int
@@ -26,6 +27,8 @@ class Int8Tiles:
     warps: int = 8
     stages: int = 3
     together: int = 8
+    is_few: bool = False
+    split: int = 1
 
 
 @triton.jit
@@ -64,37 +67,28 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _int8_kernel(
-    x_ptr, w_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, out_ptr, M, N, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TOGETHER: tl.constexpr, WHOLE: tl.constexpr,
-    EARLY: tl.constexpr,
+    x_ptr, w_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, out_ptr, M, N, K, steps,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TOGETHER: tl.constexpr, FEW: tl.constexpr,
+    WHOLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     wait_for_previous_kernel(EARLY)
-    tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    pid = tl.program_id(0)
-    first = pid // (TOGETHER * tiles_n) * TOGETHER
-    size = tl.minimum(tiles_m - first, TOGETHER)
-    within = pid % (TOGETHER * tiles_n)
-    rows = (first + within % size) * BM + tl.arange(0, BM)
-    outputs = within // size * BN + tl.arange(0, BN)
-    # Past the end: any row, whose products are not stored.
-    x_rows = x_ptr + tl.minimum(rows, M - 1).to(tl.int64)[:, None] * K
-    w_rows = w_ptr + tl.minimum(outputs, N - 1).to(tl.int64)[:, None] * K
-    acc = tl.zeros([BM, BN], tl.int32)
-    for start in range(0, K, BK):
-        inputs = start + tl.arange(0, BK)
-        if WHOLE:
-            x = tl.load(x_rows + inputs[None, :])
-            w = tl.load(w_rows + inputs[None, :])
+    rows, outputs = tile_places(M, N, BM, BN, TOGETHER)
+    x_rows, w_rows = operand_rows(x_ptr, rows, M, K), operand_rows(w_ptr, outputs, N, K)
+    part = tl.program_id(1)
+    acc = tl.zeros([BN, BM] if FEW else [BM, BN], tl.int32)
+    for step in range(part * steps, tl.minimum((part + 1) * steps, tl.cdiv(K, BK))):
+        inputs = step * BK + tl.arange(0, BK)
+        x, w = operand_tile(x_rows, inputs, K, WHOLE), operand_tile(w_rows, inputs, K, WHOLE)
+        if FEW:
+            acc = tl.dot(w, tl.trans(x), acc, out_dtype=tl.int32)
         else:
-            x = tl.load(x_rows + inputs[None, :], mask=(inputs < K)[None, :], other=0)
-            w = tl.load(w_rows + inputs[None, :], mask=(inputs < K)[None, :], other=0)
-        acc = tl.dot(x, tl.trans(w), acc, out_dtype=tl.int32)
+            acc = tl.dot(x, tl.trans(w), acc, out_dtype=tl.int32)
     x_scales = tl.load(x_scales_ptr + rows, mask=rows < M, other=0.0)
     w_scales = tl.load(w_scales_ptr + outputs, mask=outputs < N, other=0.0).to(tl.float32)
-    total = acc.to(tl.float32) * x_scales[:, None] * w_scales[None, :]
+    total = (tl.trans(acc) if FEW else acc).to(tl.float32) * x_scales[:, None] * w_scales[None, :]
     if bias_ptr is not None:
         total += tl.load(bias_ptr + outputs, mask=outputs < N, other=0.0).to(tl.float32)[None, :]
-    places = out_ptr + rows.to(tl.int64)[:, None] * N + outputs[None, :]
+    places = out_ptr + (part * M + rows).to(tl.int64)[:, None] * N + outputs[None, :]
     tl.store(places, total.to(out_ptr.dtype.element_ty), mask=(rows < M)[:, None] & (outputs < N)[None, :])
 
 
@@ -107,23 +101,34 @@ def multiply(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """x [M, K], codes int8 [N, K], scales [N]: [M, N] in `out_dtype`, by default that of x."""
-    (rows, inputs), outputs = x.shape, codes.shape[0]
-    out = torch.empty((rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
+    (rows, inputs), outputs, dtype = x.shape, codes.shape[0], out_dtype or x.dtype
+    is_split = tiles.split > 1
+    parts = torch.empty((tiles.split, rows, outputs), dtype=torch.float32 if is_split else dtype, device=x.device)
     if rows == 0:
-        return out
+        return parts[0].to(dtype)
     values, x_scales = round_rows(x)
-    _int8_kernel[(triton.cdiv(rows, tiles.m) * triton.cdiv(outputs, tiles.n),)](
-        values, codes, x_scales, scales, bias, out, rows, outputs, inputs,
-        BM=tiles.m, BN=tiles.n, BK=tiles.k, TOGETHER=tiles.together, WHOLE=inputs % tiles.k == 0,
+    _int8_kernel[(triton.cdiv(rows, tiles.m) * triton.cdiv(outputs, tiles.n), tiles.split)](
+        values, codes, x_scales, scales, None if is_split else bias, parts, rows, outputs, inputs,
+        triton.cdiv(triton.cdiv(inputs, tiles.k), tiles.split),
+        BM=tiles.m, BN=tiles.n, BK=tiles.k, TOGETHER=tiles.together, FEW=tiles.is_few, WHOLE=inputs % tiles.k == 0,
         num_warps=tiles.warps, num_stages=tiles.stages, **pdl_options(x.device),
     )  # fmt: skip
-    return out
+    if not is_split:
+        return parts[0]
+    total = parts.sum(dim=0)
+    return (total if bias is None else total + bias.float()).to(dtype)
 
 
-def choose_tiles(rows: int, is_large: bool = True) -> Int8Tiles:
+def choose_tiles(rows: int, outputs: int, inputs: int, is_large: bool = True) -> Int8Tiles:
     """`is_large`: for the shared memory of Hopper."""
+    if rows <= 32:
+        split = 2 if inputs >= 8192 and outputs <= 8192 else 1
+        k = 256 if is_large else 128
+        return Int8Tiles(16 if rows <= 16 else 32, 64, k=k, warps=4, stages=4, is_few=True, split=split)
     if not is_large:
         return Int8Tiles(64 if rows <= 128 else 128, 128, k=64)
+    if rows <= 64:
+        return Int8Tiles(64, 64, k=256, warps=4, stages=4)
     if rows <= 128:
         return Int8Tiles(64, 128, warps=4, stages=4)
     return Int8Tiles(128, 128, stages=4) if rows <= 512 else Int8Tiles(128, 256)
