@@ -144,12 +144,12 @@ def _grouped_candidates(linear: GroupedTriton, rows: int, outputs: int, inputs: 
 
 def _planes_candidates(linear: PlanesLinear, rows: int) -> Iterator[tuple[str, Run]]:
     from millrace.ops.triton.blocks import few_rows as kernel
-    from millrace.ops.triton.blocks.planes import KINDS, SIX
+    from millrace.ops.triton.blocks.planes import SIGNED, SIX
 
     if rows > kernel.MAX_ROWS:
         return
     for warps, ahead in ((2, 4), (4, 4), (8, 4), (4, 2), (8, 2), (16, 2)):
-        if ahead == 4 or KINDS[linear.weight.kind].scales != SIX:
+        if ahead == 4 or linear.weight.kind.scales not in (SIX, SIGNED):
             tiles = kernel.PlaneTiles(warps, ahead)
             yield str(tiles), functools.partial(kernel.multiply, weight=linear.weight, tiles=tiles)
 

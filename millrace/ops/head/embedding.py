@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from millrace.ops.base.version import Shape, Version
 from millrace.ops.cpp.native import DTYPES, native_missing
-from millrace.ops.linear.block_planes import PlanesLinear, fits_planes
+from millrace.ops.linear.block_planes import PlanesLinear, kind_of
 from millrace.ops.linear.dense import Head, InvariantLinear, NativeParts, PlainLinear, TiledLinear, TunedLinear
 from millrace.ops.linear.grouped import make_triton
 from millrace.ops.linear.kept_rows import KeptWeight, rows_of
@@ -127,7 +127,8 @@ class PlanesTiedEmbedding:
 
 
 def make_packed_tied(weight: KeptWeight) -> TiedEmbedding:
-    return PlanesTiedEmbedding(weight) if fits_planes(weight) else KeptTiedEmbedding(weight)
+    kind = kind_of(weight)
+    return KeptTiedEmbedding(weight) if kind is None or kind.levels else PlanesTiedEmbedding(weight)
 
 
 def _kept(shape: Shape) -> bool:

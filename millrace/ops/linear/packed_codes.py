@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from millrace.ops.base.capability import capability
 from millrace.ops.base.version import Version
-from millrace.ops.linear.block_planes import PlanesLinear, fits_planes
+from millrace.ops.linear.block_planes import PlanesLinear, kind_of
 from millrace.ops.linear.block_weight import BlockWeight
 from millrace.ops.linear.dense import Head
 from millrace.ops.linear.fp8_groups import Fp8Groups, multiplies_fp8
@@ -89,7 +89,7 @@ def make_packed(weight: GroupedWeight | BlockWeight, bias: Tensor | None = None)
         return Int8Products(weight, bias)
     if isinstance(weight, GroupedWeight) and multiplies_fp8(weight):
         return Fp8Groups(weight, bias)
-    if fits_planes(weight):
+    if kind_of(weight) is not None:
         return PlanesLinear(weight, bias)
     return make_triton(weight, bias)
 
@@ -107,7 +107,7 @@ VERSIONS = (
         op="grouped_linear",
         name="packed",
         make=by_parts(make_packed),
-        when="Gluon kernels over packed 4-bit codes and planes of GGUF codes, by number of rows; many"
+        when="Gluon kernels over packed 4-bit codes and planes of codes, by number of rows; many"
         " rows of W8A8 checkpoints as integers, of blocks of FP8 as FP8; other codes as in `triton`",
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16),

@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from millrace.ops.triton.blocks.instructions import REGISTERS, numbers_code
-from millrace.ops.triton.blocks.planes import KINDS, PlanesWeight
+from millrace.ops.triton.blocks.planes import BYTES, FLOAT, FP8, HALF, PAIR, POWER, SIGNED, SIX, PlanesWeight
 from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
 from millrace.ops.triton.grouped.few_rows import load_x
 from millrace.ops.triton.grouped.instructions import MULTIPLY_BF16, MULTIPLY_F16, MULTIPLY_REGISTERS
@@ -28,7 +28,8 @@ ROWS_AT_ONCE = 32
 _COLUMNS = 8
 """Rows of x that one matrix instruction takes."""
 _DEEP, _WIDE = 8192, 16384
-_HALF, _PAIR, _SIX = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+_HALF, _PAIR, _SIX, _BYTES = gl.constexpr(HALF), gl.constexpr(PAIR), gl.constexpr(SIX), gl.constexpr(BYTES)
+_SIGNED, _POWER, _FLOAT, _FP8 = gl.constexpr(SIGNED), gl.constexpr(POWER), gl.constexpr(FLOAT), gl.constexpr(FP8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +50,30 @@ def _load_codes(ptr, block, blocks, at, AHEAD: gl.constexpr):
 
 @gluon.jit
 def _load_scales(ptr, factors_ptr, block, blocks, at, AHEAD: gl.constexpr, SCALES: gl.constexpr):
-    """HALF and PAIR: one per block of 64 inputs. SIX: the four words of 256 inputs. BYTES: factors of each block, then
-    what multiplies them."""
+    """SIX and SIGNED: the words of 256 inputs. Others: one per block of 64 inputs, then what multiplies them."""
     item = at % 4
     g = at // 16
     inside = block < blocks
     pair = g * 2 + item % 2
     found = ()
-    if SCALES == _SIX:
+    if SCALES == _SIX or SCALES == _SIGNED:  # noqa: SIM109 (no `in` in kernels)
         gl.static_assert(AHEAD == 4)
-        for w in gl.static_range(4):
-            found = found + (gl.load(ptr + (block + w) * 16 + pair, mask=inside, other=0),)
+        WORDS: gl.constexpr = 4 if SCALES == _SIX else 2
+        for w in gl.static_range(WORDS):
+            found = found + (gl.load(ptr + (block // 4 * WORDS + w) * 16 + pair, mask=inside, other=0),)
     else:
         for u in gl.static_range(AHEAD):
-            if SCALES <= _PAIR:
-                place = ((block + u) * 2 + item // 2) * 16 + pair
-            else:
+            if SCALES == _BYTES or SCALES == _FP8:  # noqa: SIM109
                 place = (block + u) * 64 + (at // 8) % 2 * 32 + g * 4 + item
+            elif SCALES == _FLOAT:
+                place = (block + u) * 16 + pair
+            else:
+                place = ((block + u) * 2 + item // 2) * 16 + pair
             found = found + (gl.load(ptr + place, mask=block + u < blocks, other=0),)
-        if SCALES > _SIX:
+        if SCALES == _BYTES:
             found = found + (gl.load(factors_ptr + (block // 4) * 16 + pair, mask=inside, other=0),)
+        elif SCALES == _FP8:
+            found = found + (gl.load(factors_ptr + pair, mask=inside, other=0),)
     return found
 
 
@@ -88,7 +93,6 @@ def _record(scales, item, u: gl.constexpr, AHEAD: gl.constexpr, SCALES: gl.const
     """The scale in the lower 16 bits and the minimum in the upper ones."""
     if SCALES == _HALF:
         scale = _half(scales[u])
-        least = scale * 0.0
     elif SCALES == _PAIR:
         scale = _half(scales[u] & 0xFFFF)
         least = _half(scales[u] >> 16)
@@ -100,8 +104,22 @@ def _record(scales, item, u: gl.constexpr, AHEAD: gl.constexpr, SCALES: gl.const
         fields = (fields >> (item // 2 * 12)) & 0xFFF
         scale = _half(scales[0] & 0xFFFF) * _whole(fields & 63)
         least = -(_half(scales[0] >> 16) * _whole(fields >> 6))
-    else:
+    elif SCALES == _BYTES:
         scale = _half(scales[AHEAD]) * (_whole(scales[u].to(gl.int32)) - 128.0)
+    elif SCALES == _SIGNED:
+        group = 2 * u + item // 2
+        six = ((scales[1] >> (4 * group)) & 15) | (((scales[0] >> (16 + 2 * group)) & 3) << 4)
+        scale = _half(scales[0] & 0xFFFF) * (_whole(six) - 32.0)
+    elif SCALES == _POWER:
+        # 2^-127 is not a normal float32; tiny weights become zero.
+        scale = (scales[u].to(gl.int32) << 23).to(gl.float32, bitcast=True)
+    elif SCALES == _FLOAT:
+        scale = scales[u].to(gl.float32)
+    else:
+        bits = scales[u].to(gl.int32)
+        bits = ((bits & 0x7F) << 20) | ((bits & 0x80) << 24)
+        scale = bits.to(gl.float32, bitcast=True) * 1.329227995784916e36 * scales[AHEAD]  # times 2^120
+    if SCALES != _PAIR and SCALES != _SIX:
         least = scale * 0.0
     return gl.inline_asm_elementwise(
         "cvt.rn.f16x2.f32 $0, $1, $2;" if HALF else "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f", [least, scale],
@@ -158,12 +176,13 @@ def _add_products(
 
 @gluon.jit
 def few_planes_kernel(
-    x_ptr, lower_ptr, upper_ptr, scales_ptr, factors_ptr, bias_ptr, out_ptr, M, N, K, x_stride, row_blocks, per_tile,
+    x_ptr, lower_ptr, upper_ptr, scales_ptr, factors_ptr, bias_ptr, out_ptr, M, N, K, x_stride, row_blocks,
+    per_tile, per_factor,
     WARPS: gl.constexpr, AHEAD: gl.constexpr, COLUMNS: gl.constexpr, SCALES: gl.constexpr, UPPER: gl.constexpr,
     NUMBERS: gl.constexpr, REGISTERS: gl.constexpr, HAS_BIAS: gl.constexpr, HALF: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """out [M, N] = x W^T + bias. x is read as pairs of numbers, `x_stride` of them per row; a tile of outputs has
-    `per_tile` places in `scales`. HALF: float16."""
+    `per_tile` places in `scales` and `per_factor` in `factors`. HALF: float16."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, layout))[:, None]
     at = gl.arange(0, 128, gl.SliceLayout(0, layout))[None, :]
@@ -176,7 +195,7 @@ def few_planes_kernel(
     lower_ptr += tile.to(gl.int64) * blocks * 128
     upper_ptr += tile.to(gl.int64) * blocks * 128
     scales_ptr += tile.to(gl.int64) * per_tile
-    factors_ptr += tile.to(gl.int64) * (K // 256 * 16)
+    factors_ptr += tile.to(gl.int64) * per_factor
     own = at + warp * 0
     at_x = t * 4 + item + warp * 0
     row = first + g + warp * 0
@@ -216,7 +235,7 @@ def few_planes_kernel(
 
 @gluon.jit
 def dequantise_kernel(
-    lower_ptr, upper_ptr, scales_ptr, factors_ptr, out_ptr, K, per_tile,
+    lower_ptr, upper_ptr, scales_ptr, factors_ptr, out_ptr, K, per_tile, per_factor,
     WARPS: gl.constexpr, SCALES: gl.constexpr, UPPER: gl.constexpr, NUMBERS: gl.constexpr, REGISTERS: gl.constexpr,
     HALF: gl.constexpr,
 ):  # fmt: skip
@@ -230,7 +249,7 @@ def dequantise_kernel(
     lower_ptr += tile * blocks * 128
     upper_ptr += tile * blocks * 128
     scales_ptr += tile * per_tile
-    factors_ptr += tile * (K // 256 * 16)
+    factors_ptr += tile * per_factor
     block = (gl.program_id(1) * WARPS + warp) * 4 + own * 0
     lower = _load_codes(lower_ptr, block, blocks, own, 4)
     upper = _load_codes(upper_ptr, block, blocks, own, 4) if UPPER else lower
@@ -250,7 +269,7 @@ def dequantise_kernel(
 
 
 def _constants(weight: PlanesWeight) -> dict[str, object]:
-    made, is_half = KINDS[weight.kind], weight.dtype == torch.float16
+    made, is_half = weight.kind, weight.dtype == torch.float16
     return {
         "SCALES": made.scales,
         "UPPER": made.upper,
@@ -262,7 +281,7 @@ def _constants(weight: PlanesWeight) -> dict[str, object]:
 
 def choose_tiles(rows: int, weight: PlanesWeight) -> PlaneTiles:
     """Measured with the sizes of an 8B model on an H200 (2026-11)."""
-    is_deep, is_wide, kind = weight.inputs >= _DEEP, weight.outputs >= _WIDE, KINDS[weight.kind]
+    is_deep, is_wide, kind = weight.inputs >= _DEEP, weight.outputs >= _WIDE, weight.kind
     if rows > 16:
         return PlaneTiles(warps=4 if is_deep and rows <= ROWS_AT_ONCE else 2, ahead=4)
     if is_deep:
@@ -286,7 +305,7 @@ def multiply(
     few_planes_kernel[(weight.outputs // OUTPUTS * row_blocks,)](
         x.view(torch.int32), *weight.operands, out if bias is None else bias, out,
         rows, weight.outputs, weight.inputs, (x.stride(0) if rows > 1 else weight.inputs) // 2, row_blocks,
-        weight.scales[0].numel(), WARPS=tiles.warps, AHEAD=tiles.ahead,
+        *weight.places_per_tile, WARPS=tiles.warps, AHEAD=tiles.ahead,
         COLUMNS=triton.cdiv(triton.cdiv(rows, row_blocks), _COLUMNS), **_constants(weight), HAS_BIAS=bias is not None,
         num_warps=tiles.warps, **pdl_options(x.device),
     )  # fmt: skip
@@ -299,7 +318,7 @@ def dequantise(weight: PlanesWeight) -> Tensor:
     warps = 4
     grid = (weight.outputs // OUTPUTS, triton.cdiv(weight.inputs, 4 * INPUTS * warps))
     dequantise_kernel[grid](
-        *weight.operands, out.view(torch.int32), weight.inputs, weight.scales[0].numel(), WARPS=warps,
+        *weight.operands, out.view(torch.int32), weight.inputs, *weight.places_per_tile, WARPS=warps,
         **_constants(weight), num_warps=warps,
     )  # fmt: skip
     return out

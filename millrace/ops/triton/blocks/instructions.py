@@ -4,7 +4,8 @@ four bits alone."""
 from __future__ import annotations
 
 import functools
-import struct
+
+import torch
 
 from millrace.ops.triton.blocks.planes import PlaneKind
 
@@ -14,15 +15,15 @@ REGISTERS = {0: ",".join(["=&r"] * 16 + ["r"] * 8), 1: ",".join(["=&r"] * 16 + [
 """Constraints of `numbers_code`, without and with an upper plane."""
 
 
+def _bits(number: float, kind: str) -> int:
+    """Of the nearest number of 16 bits."""
+    dtype = torch.float16 if kind == "f16" else torch.bfloat16
+    return int(torch.tensor(number).to(dtype).view(torch.int16)) & 0xFFFF
+
+
 def _twice(number: float, kind: str) -> str:
     """A number twice in a register."""
-    if kind == "f16":
-        bits = struct.unpack("<H", struct.pack("<e", number))[0]
-    else:
-        whole = struct.unpack("<I", struct.pack("<f", number))[0]
-        assert whole & 0xFFFF == 0, "no number of bfloat16"
-        bits = whole >> 16
-    return f"0x{bits * 0x10001:08X}"
+    return f"0x{_bits(number, kind) * 0x10001:08X}"
 
 
 @functools.cache
@@ -30,15 +31,13 @@ def numbers_code(made: PlaneKind, kind: str) -> str:
     """Outputs: 16 registers of two numbers each, register i of word j at 4 i + j. Inputs: four lower words, four upper
     ones if there is an upper plane (bits of e = 0 in the lower half, of e = 1 in the upper), then four records of
     (scale, minimum): of (lower 32 inputs, g), (lower, g + 8), (upper, g), (upper, g + 8)."""
+    if made.levels is not None:
+        return _levels_code(made.levels, kind)
     magic = _MAGIC[kind]
     places = {"one": 1.0, "sixteen": 16.0, "zero": -magic - made.offset, "low_zero": -magic, "high_zero": -magic - 8}
     lines = ["{", ".reg .b32 bits, high;"]
     lines += [f".reg .b32 {name}; mov.b32 {name}, {_twice(value, kind)};" for name, value in places.items()]
-    first = 24 if made.upper else 20
-    for record in range(4):
-        lines.append(f".reg .b32 scale{record}, least{record};")
-        lines.append(f"prmt.b32 scale{record}, ${first + record}, 0, 0x1010;")
-        lines.append(f"prmt.b32 least{record}, ${first + record}, 0, 0x3232;")
+    lines += _records(24 if made.upper else 20)
     for j in range(4):
         for i in range(4):
             out = f"${4 * i + j}"
@@ -50,6 +49,43 @@ def numbers_code(made: PlaneKind, kind: str) -> str:
             else:
                 lines.append(f"fma.rn.{kind}x2 {out}, {out}, one, zero;")
             record = 2 * (j // 2) + i % 2
+            lines.append(f"fma.rn.{kind}x2 {out}, {out}, scale{record}, least{record};")
+    return "\n".join([*lines, "}"])
+
+
+def _records(first: int) -> list[str]:
+    lines = []
+    for record in range(4):
+        lines.append(f".reg .b32 scale{record}, least{record};")
+        lines.append(f"prmt.b32 scale{record}, ${first + record}, 0, 0x1010;")
+        lines.append(f"prmt.b32 least{record}, ${first + record}, 0, 0x3232;")
+    return lines
+
+
+def _levels_code(levels: tuple[float, ...], kind: str) -> str:
+    """As `numbers_code`, for codes that are places among 16 levels. The levels' lower and upper bytes are eight
+    registers; an instruction picks four bytes of two registers by three bits each."""
+    halves = [_bits(level, kind) for level in levels]
+    lines = ["{", ".reg .b32 code, pick, mask, one, other, p0, p1, q0, q1;"]
+    for name, shift in (("low", 0), ("high", 8)):
+        lines.append(f".reg .b32 {name}_0, {name}_1;")
+        for part in range(4):
+            word = sum(((halves[4 * part + at] >> shift) & 255) << (8 * at) for at in range(4))
+            lines.append(f".reg .b32 {name}{part}; mov.b32 {name}{part}, 0x{word:08X};")
+    lines += _records(20)
+    for j in range(4):
+        for e in range(2):
+            lines.append(f"shr.b32 code, ${16 + j}, {16 * e};")
+            lines.append("and.b32 pick, code, 0x7777; shr.b32 mask, code, 3; and.b32 mask, mask, 0x1111;")
+            lines.append("prmt.b32 mask, 0xFF00, 0, mask;")  # 0xFF for the upper eight levels
+            for name in ("low", "high"):
+                lines.append(f"prmt.b32 one, {name}0, {name}1, pick; prmt.b32 other, {name}2, {name}3, pick;")
+                lines.append(f"lop3.b32 {name}_{e}, mask, other, one, 0xCA;")  # mask ? other : one
+        for name, e in (("p", 0), ("q", 1)):
+            lines.append(f"prmt.b32 {name}0, low_{e}, high_{e}, 0x5140; prmt.b32 {name}1, low_{e}, high_{e}, 0x7362;")
+        for i in range(4):
+            out, record = f"${4 * i + j}", 2 * (j // 2) + i % 2
+            lines.append(f"prmt.b32 {out}, p{i // 2}, q{i // 2}, {'0x7632' if i % 2 else '0x5410'};")
             lines.append(f"fma.rn.{kind}x2 {out}, {out}, scale{record}, least{record};")
     return "\n".join([*lines, "}"])
 

@@ -1,4 +1,4 @@
-"""Rows of a weight in planes of codes (`planes.py`), dequantised as they are looked up."""
+"""Rows of a weight in planes of codes (`planes.py`) without levels, dequantised as they are looked up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from millrace.ops.triton.blocks.planes import KINDS, PlanesWeight
+from millrace.ops.triton.blocks.planes import PlanesWeight
 from millrace.ops.triton.kernel_keys import settle_keys
 
 _BLOCK_K = 1024
@@ -64,7 +64,8 @@ def _rows_kernel(
 
 def rows_of_planes(weight: PlanesWeight, ids: Tensor) -> Tensor:
     """int64 [T] -> [T, K] in the weight's dtype. Nothing waits for the device."""
-    made = KINDS[weight.kind]
+    made = weight.kind
+    assert made.levels is None
     out = torch.empty((ids.shape[0], weight.inputs), dtype=weight.dtype, device=weight.lower.device)
     if ids.shape[0]:
         _rows_kernel[(ids.shape[0], triton.cdiv(weight.inputs, _BLOCK_K))](

@@ -8,8 +8,8 @@ pair i = 2 h + r of word j. Codes of more bits have a second plane in the same o
     2 bits   int16  [N / 16, K / 64 * 128]    bits from 8 e + 2 i
     4 bits   int32  [N / 16, K / 64 * 128]    bits from 16 e + 4 i, like the lower ones
 
-A value is scale * (code - offset) + minimum. Scales lie by output g + 8 r, so that neighbouring places hold both of a
-thread's outputs:
+A value is scale * (code - offset) + minimum, or scale * levels[code]. Scales lie by output g + 8 r, so that
+neighbouring places hold both of a thread's outputs:
 
     HALF     int16 [N / 16, K / 32, 16]       a scale in float16
     PAIR     int32 [N / 16, K / 32, 16]       a scale and a minimum, both in float16
@@ -18,6 +18,12 @@ thread's outputs:
                                               pairs in their upper 8 bits
     BYTES    uint8 [N / 16, K / 64, 2, 8, 4]  a factor plus 128 of each 16 inputs (t / 2, g, a, r);
              int16 [N / 16, K / 256, 16]      the float16 that multiplies them
+    SIGNED   int32 [N / 16, K / 256, 2, 16]   a float16, which multiplies eight signed numbers of six bits: their upper
+                                              two bits above the float16, their lower four in the second word
+    POWER    uint8 [N / 16, K / 32, 16]       a power of two: its exponent plus 127
+    FLOAT    float32 [N / 16, K / 64, 16]     a scale of 64 inputs
+    FP8      uint8 [N / 16, K / 64, 2, 8, 4]  a factor in FP8 (e4m3) of each 16 inputs, in the order of BYTES;
+             float32 [N / 16, 16]             what multiplies them
 """
 
 from __future__ import annotations
@@ -25,12 +31,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+import gguf
 import torch
 from torch import Tensor
 
 from millrace.ops.triton.grouped.layout import INPUTS, OUTPUTS, WORDS
 
-HALF, PAIR, SIX, BYTES = range(4)
+HALF, PAIR, SIX, BYTES, SIGNED, POWER, FLOAT, FP8 = range(8)
 """Kinds of scales."""
 _SLICE = 1024
 """Outputs packed at a time, which bounds the memory that packing takes."""
@@ -38,18 +45,21 @@ _SLICE = 1024
 
 @dataclass(frozen=True, slots=True)
 class PlaneKind:
-    """`upper`: bits of a code above its lower four; `multiple`: inputs that share a header."""
+    """`upper`: bits of a code above its lower four; `multiple`: inputs that share a header; `levels`: the numbers that
+    codes of four bits stand for."""
 
     items: int
     upper: int
     offset: int
     scales: int
+    levels: tuple[float, ...] | None = None
 
     @property
     def multiple(self) -> int:
-        return 256 if self.scales in (SIX, BYTES) else INPUTS
+        return 256 if self.scales in (SIX, BYTES, SIGNED) else INPUTS
 
 
+_IQ4 = tuple(float(level) for level in gguf.quants.IQ4_NL.kvalues)
 KINDS: Final = {
     "Q4_0": PlaneKind(32, 0, 8, HALF),
     "Q4_1": PlaneKind(32, 0, 0, PAIR),
@@ -59,6 +69,8 @@ KINDS: Final = {
     "Q4_K": PlaneKind(256, 0, 0, SIX),
     "Q5_K": PlaneKind(256, 1, 0, SIX),
     "Q6_K": PlaneKind(256, 2, 32, BYTES),
+    "IQ4_NL": PlaneKind(32, 0, 0, HALF, _IQ4),
+    "IQ4_XS": PlaneKind(256, 0, 0, SIGNED, _IQ4),
 }
 
 
@@ -66,12 +78,12 @@ KINDS: Final = {
 class PlanesWeight:
     """A weight [N, K] in the layout of this module."""
 
-    kind: str
+    kind: PlaneKind
     lower: Tensor
     upper: Tensor | None
     scales: Tensor
     factors: Tensor | None
-    """The second tensor of BYTES."""
+    """The second tensor of BYTES and FP8."""
     outputs: int
     inputs: int
     dtype: torch.dtype
@@ -82,14 +94,19 @@ class PlanesWeight:
         return sum(part.nbytes for part in parts if part is not None)
 
     @property
+    def places_per_tile(self) -> tuple[int, int]:
+        """Of `scales` and `factors`, for 16 outputs."""
+        return self.scales[0].numel(), 0 if self.factors is None else self.factors[0].numel()
+
+    @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What the kernels read; any tensor in place of one that the format does not have."""
         upper = self.lower if self.upper is None else self.upper
         return self.lower, upper, self.scales, self.scales if self.factors is None else self.factors
 
 
-def fits(kind: str, outputs: int, inputs: int) -> bool:
-    return kind in KINDS and outputs % OUTPUTS == 0 and inputs % KINDS[kind].multiple == 0
+def fits(kind: PlaneKind | None, outputs: int, inputs: int) -> bool:
+    return kind is not None and outputs % OUTPUTS == 0 and inputs % kind.multiple == 0
 
 
 def pack(kind: str, blocks: Tensor, inputs: int, dtype: torch.dtype) -> PlanesWeight:
@@ -120,7 +137,7 @@ def _packed(kind: str, blocks: Tensor, inputs: int, dtype: torch.dtype) -> Plane
         sizes = {1: (4, 1, torch.uint8), 2: (8, 2, torch.int16), 4: (16, 4, torch.int32)}
         upper = _fields(pairs >> 4, *sizes[made.upper])
     scales, factors = _scales(kind, by_block)
-    return PlanesWeight(kind, lower, upper, scales, factors, outputs, inputs, dtype)
+    return PlanesWeight(made, lower, upper, scales, factors, outputs, inputs, dtype)
 
 
 def _in_order(codes: Tensor) -> Tensor:
@@ -146,13 +163,16 @@ def _codes(kind: str, blocks: Tensor) -> Tensor:
     if kind == "Q8_0":
         return blocks[..., 2:] ^ 128
     if KINDS[kind].items == 32:
-        head = {"Q4_0": 2, "Q4_1": 4, "Q5_0": 2, "Q5_1": 4}[kind]
+        head = 4 if KINDS[kind].scales == PAIR else 2
         fifth = KINDS[kind].upper
         nibbles = blocks[..., head + 4 * fifth :]
         codes = torch.cat((nibbles & 15, nibbles >> 4), dim=-1)
         if fifth:
             codes = codes | (_bits(blocks[..., head : head + 4]) << 4)
         return codes
+    if kind == "IQ4_XS":
+        nibbles = blocks[..., 8:].unflatten(-1, (8, 1, 16))
+        return torch.cat((nibbles & 15, nibbles >> 4), dim=-2).flatten(-3)
     if kind == "Q6_K":
         low = blocks[..., :128].unflatten(-1, (2, 1, 64))
         low = torch.cat((low & 15, low >> 4), dim=-2).flatten(-2)  # [..., half, 128]
@@ -180,12 +200,34 @@ def _scales(kind: str, blocks: Tensor) -> tuple[Tensor, Tensor | None]:
         return _by_tile(_numbers(blocks[..., :4], torch.int32)), None
     if made == SIX:
         return _six(blocks), None
+    if made == SIGNED:  # the file has the float16, the upper bits and the lower bits in this order
+        return _by_tile(blocks[..., :8].contiguous().view(torch.int32)), None
     whole = _by_tile(_numbers(blocks[..., 208:210], torch.int16))
-    factors = blocks[..., 192:208] ^ 128  # int8 plus 128
+    return _by_sixteen(blocks[..., 192:208] ^ 128), whole  # int8 plus 128
+
+
+def pack_levels(
+    codes: Tensor, scales: Tensor, factors: Tensor | None, kind: PlaneKind, dtype: torch.dtype
+) -> PlanesWeight:
+    """Codes of four bits [N, K / 2] with even inputs in the low halves; scales as they are stored, and `factors`
+    [N]."""
+    outputs, inputs = codes.shape[0], 2 * codes.shape[1]
+    parts = [_in_order(torch.stack((part & 15, part >> 4), dim=2).flatten(1)) for part in codes.split(_SLICE)]
+    lower = torch.cat([_fields(part, 16, 4, torch.int32) for part in parts])
+    if kind.scales == FP8:
+        assert factors is not None
+        scales, factors = _by_sixteen(scales.view(torch.uint8)), _by_tile(factors.float())
+    else:
+        scales = _by_tile(scales.view({HALF: torch.int16, POWER: torch.uint8, FLOAT: torch.float32}[kind.scales]))
+    return PlanesWeight(kind, lower, None, scales, factors, outputs, inputs, dtype)
+
+
+def _by_sixteen(factors: Tensor) -> Tensor:
+    """A byte of each 16 inputs, [N, ...] -> [N / 16, K / 64, 2, 8, 4]."""
     outputs = factors.shape[0]
     # [tile, r, g, block of 64, a, t / 2] -> [tile, block of 64, t / 2, g, a, r]
     factors = factors.reshape(outputs // OUTPUTS, 2, 8, -1, 2, 2).permute(0, 3, 5, 2, 4, 1)
-    return factors.reshape(outputs // OUTPUTS, -1, 2, 8, 4).contiguous(), whole
+    return factors.reshape(outputs // OUTPUTS, -1, 2, 8, 4).contiguous()
 
 
 def _numbers(pieces: Tensor, dtype: torch.dtype) -> Tensor:
