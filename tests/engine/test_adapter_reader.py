@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from millrace.engine.adapters.reader import AdapterReader
 from millrace.errors import AdapterError
 from millrace.models.adapters.files import Limits
+from millrace.models.adapters.read import read_adapter
 from millrace.models.adapters.targets import AdapterTargets, targets_of
 from millrace.models.spec.families import spec_from_config
 
@@ -73,6 +75,23 @@ def test_every_matrix_arrives_in_the_models_type(targets: AdapterTargets, folder
             count += 2
     assert count == len(tensors)
     assert (adapter.max_rank, adapter.base_model, adapter.folder) == (5, "tiny", folder)
+
+
+def test_files_in_bfloat16_stay_so_beside_a_model_in_float32(
+    model: Any, targets: AdapterTargets, folder: Path, tmp_path: Path
+) -> None:
+    path = write_adapter(tmp_path / "adapter", model, rank=5)
+    tensors = load_file(path / "adapter_model.safetensors")
+    save_file({name: one.bfloat16() for name, one in tensors.items()}, path / "adapter_model.safetensors")
+    reader = AdapterReader(targets, torch.float32, replace(LIMITS, keeps_bfloat16=True))
+    try:
+        kept, mixed = reader(path), reader(folder)
+    finally:
+        reader.close()
+    widened = read_adapter(path, targets, torch.float32, max_rank=64, max_bytes=1 << 24)
+    assert torch.equal(kept.data.float(), widened.data)
+    assert (kept.data.dtype, mixed.data.dtype) == (torch.bfloat16, torch.float32), "only if all of it is"
+    assert 2 * kept.num_bytes == widened.num_bytes
 
 
 def test_a_refusal_is_a_sentence_and_the_next_one_is_read(reader: AdapterReader, folder: Path, tmp_path: Path) -> None:

@@ -60,6 +60,28 @@ def test_adds_each_tokens_own_product(version: str, dtype: torch.dtype) -> None:
     assert torch.equal(out[untouched], base[untouched])
 
 
+@pytest.mark.parametrize("tokens", [1, 16, 100])
+def test_matrices_in_bfloat16_beside_inputs_in_float32(tokens: int) -> None:
+    """Bit for bit what the same numbers give in float32: files may be read either way, and results are compared. One
+    slot of three has float32."""
+    torch.manual_seed(0)
+    inputs, sizes = 208, (80, 32, 19)
+    kept, widened = (LoraColumns(2, 4, torch.device("cpu")) for _ in range(2))
+    for slot, ranks in enumerate(((16, 16, 16), (0, 50, 7), (3, 0, 9)), start=1):
+        lora = random_lora(ranks, torch.bfloat16 if slot != 2 else torch.float32, inputs, sizes)
+        kept.put(slot, {1: lora})
+        widened.put(slot, {1: LinearLora(lora.a.float(), lora.b.float(), lora.ranks, lora.scales)})
+    x, slots = torch.randn(tokens, inputs), torch.arange(tokens, dtype=torch.int32).div(7, rounding_mode="floor") % 4
+    slots[0] = 1
+    found, right = torch.zeros(2, tokens, sum(sizes))
+    for columns, out in ((kept, found), (widened, right)):
+        NativeAddLora()(x, slots, LoraTable(columns, 1, sizes, inputs), out)
+    assert right.any()
+    assert torch.equal(found, right)
+    by_formula = expected(x, slots, LoraTable(kept, 1, sizes, inputs), torch.zeros_like(found))
+    torch.testing.assert_close(found.double(), by_formula, rtol=1e-4, atol=1e-3)
+
+
 # The interpreter's dot does not know bfloat16.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16 if interpreted else torch.bfloat16])
 @pytest.mark.parametrize("most_rows", [pytest.param(MOST_ROWS, id="by row"), pytest.param(0, id="in tiles")])

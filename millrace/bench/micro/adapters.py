@@ -96,11 +96,12 @@ def _with_room(config: Config, cases: Sequence[Case]) -> Config:
 
 
 def random_adapter(slots: AdapterSlots, targets: str, seed: int) -> Adapter:
-    """In host memory, pinned for a GPU."""
+    """In host memory, pinned for a GPU. In bfloat16 on a CPU, as most are saved."""
+    dtype = torch.bfloat16 if slots.device.type == "cpu" else slots.dtype
     generator, linears = torch.Generator().manual_seed(seed), dict[int, LinearLora]()
 
     def part(inputs: int, outputs: int) -> LoraPart:
-        a, b = (torch.randn(RANK, size, generator=generator).to(slots.dtype) for size in (inputs, outputs))
+        a, b = (torch.randn(RANK, size, generator=generator).to(dtype) for size in (inputs, outputs))
         return LoraPart(a * 0.01, b * 0.01, 1.0)
 
     for index, linear in enumerate(slots.targets.linears):

@@ -70,7 +70,7 @@ def make_adapters(
     if not config.num_slots:
         return None
     found = _find(config, offline=True)
-    limits = Limits(config.max_lora_rank, config.max_bytes)
+    limits = Limits(config.max_lora_rank, config.max_bytes, keeps_bfloat16=not device_bytes)
     reader = AdapterReader(targets_of(spec), dtype, limits, is_pinned=device_bytes > 0)
     store = AdapterStore(reader, config.max_bytes)
     for name, path in found.items():

@@ -20,7 +20,7 @@ from millrace.errors import AdapterError
 from millrace.host.children import end_of
 from millrace.host.time_slice import request_default_slices
 from millrace.models.adapters.files import Limits, Packed, PackedLinear
-from millrace.models.adapters.read import Adapter, name_of, unpacked
+from millrace.models.adapters.read import Adapter, dtype_of, name_of, unpacked
 from millrace.models.adapters.targets import AdapterTargets
 
 CHILD = "millrace.engine.adapters.reader_child"
@@ -46,7 +46,7 @@ class AdapterReader:
         """`is_pinned`: into memory that a GPU copies from beside its steps."""
         linears = [None if linear is None else asdict(linear) for linear in targets.linears]
         self._settings = {"linears": linears, "dtype": name_of(dtype), **asdict(limits)}
-        self._dtype, self._is_pinned, self._limit_s = dtype, is_pinned, limit_s
+        self._is_pinned, self._limit_s = is_pinned, limit_s
         self._is_closed = False
         self._process = self._start()
 
@@ -82,7 +82,7 @@ class AdapterReader:
             for one in header.pop("linears")
         )
         packed = Packed(linears=linears, **header)
-        data = torch.empty(packed.num_numbers, dtype=self._dtype, pin_memory=self._is_pinned)
+        data = torch.empty(packed.num_numbers, dtype=dtype_of(packed), pin_memory=self._is_pinned)
         self._receive(data.view(torch.uint8).numpy().data)
         return unpacked(packed, data, folder)
 

@@ -31,7 +31,7 @@ def main() -> None:
         os.nice(NICE)
     settings = json.loads(sys.stdin.buffer.readline())
     targets = AdapterTargets(tuple(None if one is None else _linear(one) for one in settings["linears"]))
-    limits = Limits(settings["max_rank"], settings["max_bytes"])
+    limits = Limits(settings["max_rank"], settings["max_bytes"], settings["keeps_bfloat16"])
     with contextlib.suppress(BrokenPipeError):  # The engine has ended.
         while line := sys.stdin.buffer.readline():
             _reply(Path(json.loads(line)["folder"]), targets, settings["dtype"], limits)

@@ -74,12 +74,16 @@ class Packed:
     digest: str
     """Of the files: names the adapter's content."""
     base_model: str
+    dtype: str
+    """Of the array."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     max_rank: int
     max_bytes: int
+    keeps_bfloat16: bool = False
+    """Files in bfloat16 stay so where the model is in float32, which halves what a step reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,8 @@ def read_files(folder: Path, targets: AdapterTargets, dtype: str, limits: Limits
     reading = _Reading(path, tensors, config, targets, limits.max_rank)
     found = reading.parts()
     linears, num_numbers = _placed(found)
+    if limits.keeps_bfloat16 and all(one["dtype"] == "BF16" for one in tensors.values()):
+        dtype = BFLOAT16
     numbers = np.zeros(num_numbers, STORED[dtype])
     for linear in linears:
         at_a, at_b = linear.first_a, linear.first_b
@@ -130,7 +136,7 @@ def read_files(folder: Path, targets: AdapterTargets, dtype: str, limits: Limits
     if not _is_finite(numbers, dtype):
         raise reading.not_finite(dtype)
     rank = max(max(linear.ranks) for linear in linears)
-    return Packed(linears, num_numbers, rank, digest.hexdigest(), config.base_model), numbers
+    return Packed(linears, num_numbers, rank, digest.hexdigest(), config.base_model, dtype), numbers
 
 
 def _placed(found: Mapping[int, list[_Part | None]]) -> tuple[tuple[PackedLinear, ...], int]:

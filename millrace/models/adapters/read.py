@@ -15,7 +15,7 @@ from millrace.ops.lora.weights import MAX_PARTS, LinearLora
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """Validated matrices in host memory, in the model's dtype."""
+    """Validated matrices in host memory, in the model's dtype, or in bfloat16, see `Limits.keeps_bfloat16`."""
 
     data: Tensor
     """All matrices, one after the other."""
@@ -51,6 +51,12 @@ def read_adapter(
     packed, numbers = read_files(folder, targets, name_of(dtype), Limits(max_rank, max_bytes))
     data = torch.from_numpy(numbers)
     return unpacked(packed, data if data.dtype == dtype else data.view(dtype), folder)
+
+
+def dtype_of(packed: Packed) -> torch.dtype:
+    found = getattr(torch, packed.dtype)
+    assert isinstance(found, torch.dtype)
+    return found
 
 
 def unpacked(packed: Packed, data: Tensor, folder: Path) -> Adapter:

@@ -86,7 +86,7 @@ class LoraColumns:
     def __init__(self, num_linears: int, num_slots: int, device: torch.device) -> None:
         shape = (num_linears, num_slots)
         self.a = torch.zeros(shape, dtype=torch.int64, device=device)
-        """Address of `LinearLora.a`."""
+        """Address of `LinearLora.a`. On a CPU the lowest bit is set if it is bfloat16; else it is float32 there."""
         self.b = torch.zeros(shape, dtype=torch.int64, device=device)
         self.ranks = torch.zeros((*shape, MAX_PARTS), dtype=torch.int32, device=device)
         self.scales = torch.zeros((*shape, MAX_PARTS), dtype=torch.float32, device=device)
@@ -100,7 +100,7 @@ class LoraColumns:
         found = [linears.get(index) for index in range(count)]
         ranks = [none if one is None else one.ranks for one in found]
         scales = [none if one is None else one.scales for one in found]
-        addresses = [(0, 0) if one is None else (one.a.data_ptr(), one.b.data_ptr()) for one in found]
+        addresses = [(0, 0) if one is None else (_address(one.a), _address(one.b)) for one in found]
         columns = _sent(torch.tensor(addresses, dtype=torch.int64), device)
         self.a[:, slot], self.b[:, slot] = columns[:, 0], columns[:, 1]
         self.ranks[:, slot] = _sent(torch.tensor(ranks, dtype=torch.int32), device)
@@ -124,6 +124,11 @@ class LoraTable:
         """(first output, end, A, B, scale) of each part that the slot's adapter changes."""
         lora = self._columns.held[slot].get(self._index)
         return [] if lora is None else lora.parts(self.in_features, self.out_sizes)
+
+
+def _address(matrix: Tensor) -> int:
+    """As tables have it."""
+    return matrix.data_ptr() | (matrix.device.type == "cpu" and matrix.dtype == torch.bfloat16)
 
 
 def _sent(values: Tensor, device: torch.device) -> Tensor:

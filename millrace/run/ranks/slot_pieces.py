@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from millrace.models.adapters.files import Packed, PackedLinear
-from millrace.models.adapters.read import Adapter, unpacked
+from millrace.models.adapters.read import Adapter, dtype_of, name_of, unpacked
 from millrace.models.adapters.shard import AdapterShard
 from millrace.run.adapter_slots import IsReady
 from millrace.run.ranks.recorder import SlotPiece, StepRecorder
@@ -75,7 +75,7 @@ class SlotReceiver:
         assert slots is not None
         if self._shard is None:
             self._shard = self._make_shard()
-        return self._shard.part_of(unpacked(packed, torch.frombuffer(data, dtype=slots.dtype), Path()))
+        return self._shard.part_of(unpacked(packed, torch.frombuffer(data, dtype=dtype_of(packed)), Path()))
 
 
 def _packed(adapter: Adapter) -> Packed:
@@ -92,4 +92,5 @@ def _packed(adapter: Adapter) -> Packed:
         max_rank=adapter.max_rank,
         digest=adapter.digest,
         base_model=adapter.base_model,
+        dtype=name_of(adapter.data.dtype),
     )

@@ -1,7 +1,8 @@
 // Adds the low-rank products of LoRA adapters to the output of a linear, each token with the adapter in its slot.
 //
 // A slot holds, for each part of the outputs that its adapter changes, A [rank, k] and B [rank, outputs]; the parts
-// follow one another. Neighbouring tokens with one adapter are a run, which reads the matrices once for several tokens.
+// follow one another. Matrices are float32, or bfloat16 where the lowest bit of their address is set, whatever the type of
+// the inputs: in a model in float32, adapters that were saved in bfloat16 are read in half the bytes. Neighbouring tokens with one adapter are a run, which reads the matrices once for several tokens.
 // Sums are in float32 over the inputs in a fixed order, so a token's result depends on no other.
 #include "kernels.h"
 #include "pool.h"
@@ -64,8 +65,8 @@ struct Call {
 };
 
 // low[i][j] = scale * A[j] · x[i], for COUNT tokens and ROWS rows of A.
-template <typename T, int COUNT, int ROWS>
-void shrink_rows(const T* x, int64_t x_stride, const T* a, int64_t k, float scale, float* low, int64_t low_stride) {
+template <typename T, typename W, int COUNT, int ROWS>
+void shrink_rows(const T* x, int64_t x_stride, const W* a, int64_t k, float scale, float* low, int64_t low_stride) {
     int64_t whole = k / LANES * LANES;
     vf sums[ROWS][COUNT] = {};
     for (int64_t at = 0; at < whole; at += LANES) {
@@ -90,13 +91,13 @@ void shrink_rows(const T* x, int64_t x_stride, const T* a, int64_t k, float scal
     }
 }
 
-template <typename T, int COUNT>
-void shrink(const T* x, int64_t x_stride, const T* a, int64_t rank, int64_t k, float scale, float* low,
+template <typename T, typename W, int COUNT>
+void shrink(const T* x, int64_t x_stride, const W* a, int64_t rank, int64_t k, float scale, float* low,
             int64_t low_stride) {
     int64_t r = 0;
     for (; r + JOINT <= rank; r += JOINT)
-        shrink_rows<T, COUNT, JOINT>(x, x_stride, a + r * k, k, scale, low + r, low_stride);
-    for (; r < rank; r++) shrink_rows<T, COUNT, 1>(x, x_stride, a + r * k, k, scale, low + r, low_stride);
+        shrink_rows<T, W, COUNT, JOINT>(x, x_stride, a + r * k, k, scale, low + r, low_stride);
+    for (; r < rank; r++) shrink_rows<T, W, COUNT, 1>(x, x_stride, a + r * k, k, scale, low + r, low_stride);
 }
 
 // out[i] += low[i] B, for COUNT tokens and VECTORS vectors of outputs.
@@ -143,6 +144,15 @@ struct Run {
     int64_t first, count;
 };
 
+// Calls f with the matrices at an address as a table has it.
+template <typename F>
+void typed(int64_t address, F f) {
+    if (address & 1)
+        f((const bf16*)(address - 1));
+    else
+        f((const float*)address);
+}
+
 template <typename T>
 struct Product {
     const Call& call;
@@ -155,6 +165,17 @@ struct Product {
 
     // Piece `piece` of `pieces` of the rows of A.
     void shrink_run(const Run& run, int64_t piece, int64_t pieces) const {
+        typed(call.a[call.slots[run.first]], [&](const auto* a) { shrink_with(a, run, piece, pieces); });
+    }
+
+    // Piece `piece` of `pieces` of the outputs.
+    void expand_run(const Run& run, int64_t piece, int64_t pieces) const {
+        typed(call.b[call.slots[run.first]], [&](const auto* b) { expand_with(b, run, piece, pieces); });
+    }
+
+  private:
+    template <typename W>
+    void shrink_with(const W* all, const Run& run, int64_t piece, int64_t pieces) const {
         int64_t slot = call.slots[run.first], total = 0;
         for (int64_t part = 0; part < call.parts; part++) total += ranks(run)[part];
         int64_t units = (total + JOINT - 1) / JOINT;
@@ -166,10 +187,10 @@ struct Product {
             // A few rows of A at a time, for all tokens.
             for (; begin < end; begin += JOINT) {
                 int64_t rows = std::min<int64_t>(JOINT, end - begin);
-                const T* a = (const T*)call.a[slot] + begin * call.k;
+                const W* a = all + begin * call.k;
                 in_groups(run.count, [&]<int COUNT>(int64_t token) {
                     token += run.first;
-                    shrink<T, COUNT>(x + token * call.x_stride, call.x_stride, a, rows, call.k, scale,
+                    shrink<T, W, COUNT>(x + token * call.x_stride, call.x_stride, a, rows, call.k, scale,
                                      low + token * low_stride + begin, low_stride);
                 });
             }
@@ -177,13 +198,12 @@ struct Product {
         }
     }
 
-    // Piece `piece` of `pieces` of the outputs.
-    void expand_run(const Run& run, int64_t piece, int64_t pieces) const {
-        int64_t slot = call.slots[run.first], total = 0;
+    template <typename W>
+    void expand_with(const W* b, const Run& run, int64_t piece, int64_t pieces) const {
+        int64_t total = 0;
         for (int64_t part = 0; part < call.parts; part++)
             if (ranks(run)[part]) total += (call.sizes[part] + PANEL - 1) / PANEL;
         int64_t from = total * piece / pieces, to = total * (piece + 1) / pieces;
-        const T* b = (const T*)call.b[slot];
         int64_t output = 0, panel = 0, rank_at = 0;
         for (int64_t part = 0; part < call.parts; part++) {
             int64_t rank = ranks(run)[part], size = call.sizes[part];
@@ -194,9 +214,9 @@ struct Product {
         }
     }
 
-  private:
     // `count` outputs from `output` on, at most PANEL.
-    void expand_panel(const Run& run, const T* b, int64_t size, int64_t rank, int64_t rank_at, int64_t output,
+    template <typename W>
+    void expand_panel(const Run& run, const W* b, int64_t size, int64_t rank, int64_t rank_at, int64_t output,
                       int64_t count) const {
         if (run.count < MIN_TO_COPY || count < PANEL || rank > MAX_RANK)
             return expand_from(run, b, size, rank, rank_at, output, count);
