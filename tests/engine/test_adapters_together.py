@@ -45,7 +45,7 @@ CONFIG = {
 }
 SHAPES: tuple[dict[str, Any], ...] = (
     {"rank": 4, "targets": ("q_proj", "v_proj")},
-    {"rank": 16, "targets": (*ATTENTION, *MLP)},
+    {"rank": 16, "targets": (*ATTENTION, *MLP), "dtype": torch.bfloat16},
     {"rank": 1, "targets": MLP},
     {"rank": 33, "targets": ("k_proj", "o_proj", "up_proj"), "alpha": 40.0},
     {"rank": 64, "targets": ATTENTION, "rslora": True},

@@ -28,6 +28,7 @@ def write_adapter(
     seed: int = 0,
     size: float = 0.3,
     layers: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
     **further: Any,
 ) -> Path:
     """Of a `transformers` model. `size`: standard deviation of B."""
@@ -57,6 +58,7 @@ def write_adapter(
         tensors[f"{prefix}.lora_B.weight"] = size * torch.randn(outputs, own, generator=random) / math.sqrt(own)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "adapter_config.json").write_text(json.dumps(config))
+    tensors = {name: one.to(dtype) for name, one in tensors.items()}
     save_file(tensors, folder / "adapter_model.safetensors")
     return folder
 
