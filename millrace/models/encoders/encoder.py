@@ -11,6 +11,7 @@ from functools import partial
 from itertools import groupby
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -121,7 +122,7 @@ class PackedTexts:
 
 
 def pack(
-    texts: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int] | npt.NDArray[np.int32]],
     second_from: Sequence[int],
     pooled_from: Sequence[int],
     device: torch.device,
