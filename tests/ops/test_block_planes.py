@@ -18,7 +18,19 @@ from millrace.ops.linear.block_weight import BlocksTriton, BlockWeight
 from millrace.ops.linear.grouped_weight import GroupedWeight
 from millrace.ops.linear.packed_codes import make_packed
 from millrace.ops.triton.blocks.plane_rows import rows_of_planes
-from millrace.ops.triton.blocks.planes import BYTES, FLOAT, FP8, HALF, KINDS, PAIR, POWER, SIGNED, PlanesWeight, pack
+from millrace.ops.triton.blocks.planes import (
+    BYTES,
+    FLOAT,
+    FP8,
+    HALF,
+    KINDS,
+    PAIR,
+    POWER,
+    SIGNED,
+    SIX,
+    PlanesWeight,
+    pack,
+)
 
 COMPILE = """
 from triton.backends.compiler import GPUTarget
@@ -40,7 +52,7 @@ def built(kernel, constants, given, capability):
 for capability, name in ((80, "Q4_K"), (86, "Q6_K"), (89, "IQ4_XS"), (90, "Q8_0")):
     made, kind = KINDS[name], "f16" if capability == 86 else "bf16"
     shared = {"SCALES": made.scales, "UPPER": made.upper, "NUMBERS": numbers_code(made, kind), "WARPS": 4,
-              "REGISTERS": REGISTERS[min(1, made.upper)], "HALF": kind == "f16"}
+              "OFFSET": made.offset, "REGISTERS": REGISTERS[min(1, made.upper)], "HALF": kind == "f16"}
     upper = {0: "*i32", 1: "*u8", 2: "*i16", 4: "*i32"}[made.upper]
     given = {"x_ptr": "*i32", "lower_ptr": "*i32", "upper_ptr": upper, "factors_ptr": "*i16",
              "scales_ptr": ("*i16", "*i32", "*i32", "*u8", "*i32")[made.scales]}
@@ -100,7 +112,9 @@ def value_at(weight: PlanesWeight, n: int, k: int) -> float:
         fields = (fields >> (12 * a)) & 0xFFF
         header = weight.scales[tile, k // 256, 0, pair : pair + 1].contiguous().view(torch.float16).tolist()
         scale, least = header[0] * (fields & 63), -header[1] * (fields >> 6)
-    return scale * (code - made.offset if made.levels is None else made.levels[code]) + least
+    if made.levels is not None:
+        return scale * made.levels[code]
+    return scale * code + least if made.scales in (PAIR, SIX) else scale * (code - made.offset)
 
 
 @pytest.mark.parametrize("kind", KINDS)

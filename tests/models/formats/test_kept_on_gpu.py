@@ -109,7 +109,8 @@ def test_gguf_blocks(kind: str, config: dict[str, Any], tied: bool, tmp_path: Pa
     decoder, held = held_by(lambda: build_decoder(spec, source, device=CUDA, dtype=torch.bfloat16))
     assert decoder.choices["qkv_linear"].version.op == "grouped_linear"
     for chunk in (24, 1):
-        assert error(logits(decoder, chunk), wanted) < 0.1
+        # Planes round scales to bfloat16 as well: 0.24% per weight instead of 0.17%, which random weights amplify.
+        assert error(logits(decoder, chunk), wanted) < 0.2
     assert held < decoder.num_bytes + (1 << 20)
     kinds = {name: kind for name in source.names() if (kind := source.stored_format(name))}
     kept = sum(source.stored_rows(name).nbytes * AS_Q2_K.get(kind, 1.0) for name, kind in kinds.items())

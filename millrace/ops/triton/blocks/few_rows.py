@@ -89,13 +89,15 @@ def _whole(number):
 
 
 @gluon.jit
-def _record(scales, item, u: gl.constexpr, AHEAD: gl.constexpr, SCALES: gl.constexpr, HALF: gl.constexpr):
-    """The scale in the lower 16 bits and the minimum in the upper ones."""
+def _record(
+    scales, item, u: gl.constexpr, AHEAD: gl.constexpr, SCALES: gl.constexpr, OFFSET: gl.constexpr, HALF: gl.constexpr
+):
+    """The scale in the lower 16 bits; in the upper ones the value of the code OFFSET."""
     if SCALES == _HALF:
         scale = _half(scales[u])
     elif SCALES == _PAIR:
         scale = _half(scales[u] & 0xFFFF)
-        least = _half(scales[u] >> 16)
+        least = _half(scales[u] >> 16) + scale * OFFSET
     elif SCALES == _SIX:
         if u < 3:
             fields = scales[1 + u]
@@ -103,7 +105,7 @@ def _record(scales, item, u: gl.constexpr, AHEAD: gl.constexpr, SCALES: gl.const
             fields = ((scales[1] >> 24) & 0xFF) | (((scales[2] >> 24) & 0xFF) << 8) | (((scales[3] >> 24) & 0xFF) << 16)
         fields = (fields >> (item // 2 * 12)) & 0xFFF
         scale = _half(scales[0] & 0xFFFF) * _whole(fields & 63)
-        least = -(_half(scales[0] >> 16) * _whole(fields >> 6))
+        least = scale * OFFSET - _half(scales[0] >> 16) * _whole(fields >> 6)
     elif SCALES == _BYTES:
         scale = _half(scales[AHEAD]) * (_whole(scales[u].to(gl.int32)) - 128.0)
     elif SCALES == _SIGNED:
@@ -157,10 +159,10 @@ def numbers_of(
 @gluon.jit
 def _add_products(
     lower, upper, scales, xs, sums, item, AHEAD: gl.constexpr, COLUMNS: gl.constexpr, SCALES: gl.constexpr,
-    UPPER: gl.constexpr, NUMBERS: gl.constexpr, REGISTERS: gl.constexpr, HALF: gl.constexpr,
+    UPPER: gl.constexpr, OFFSET: gl.constexpr, NUMBERS: gl.constexpr, REGISTERS: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     for u in gl.static_range(AHEAD):
-        record = _record(scales, item, u, AHEAD, SCALES, HALF)
+        record = _record(scales, item, u, AHEAD, SCALES, OFFSET, HALF)
         a0, a1, a2, a3 = numbers_of(lower[u], upper[u], record, UPPER, NUMBERS, REGISTERS)
         more = ()
         for c in gl.static_range(COLUMNS):
@@ -179,7 +181,8 @@ def few_planes_kernel(
     x_ptr, lower_ptr, upper_ptr, scales_ptr, factors_ptr, bias_ptr, out_ptr, M, N, K, x_stride, row_blocks,
     per_tile, per_factor,
     WARPS: gl.constexpr, AHEAD: gl.constexpr, COLUMNS: gl.constexpr, SCALES: gl.constexpr, UPPER: gl.constexpr,
-    NUMBERS: gl.constexpr, REGISTERS: gl.constexpr, HAS_BIAS: gl.constexpr, HALF: gl.constexpr, EARLY: gl.constexpr,
+    OFFSET: gl.constexpr, NUMBERS: gl.constexpr, REGISTERS: gl.constexpr, HAS_BIAS: gl.constexpr, HALF: gl.constexpr,
+    EARLY: gl.constexpr,
 ):  # fmt: skip
     """out [M, N] = x W^T + bias. x is read as pairs of numbers, `x_stride` of them per row; a tile of outputs has
     `per_tile` places in `scales` and `per_factor` in `factors`. HALF: float16."""
@@ -216,7 +219,7 @@ def few_planes_kernel(
         next_scales = _load_scales(scales_ptr, factors_ptr, block, blocks, own, AHEAD, SCALES)
         next_xs = load_x(x_ptr, block, blocks, row, x_stride, M, at_x, AHEAD, COLUMNS)
         sums = _add_products(
-            lower, upper, scales, xs, sums, item, AHEAD, COLUMNS, SCALES, UPPER, NUMBERS, REGISTERS, HALF
+            lower, upper, scales, xs, sums, item, AHEAD, COLUMNS, SCALES, UPPER, OFFSET, NUMBERS, REGISTERS, HALF
         )
         lower = next_lower
         upper = next_upper
@@ -236,8 +239,8 @@ def few_planes_kernel(
 @gluon.jit
 def dequantise_kernel(
     lower_ptr, upper_ptr, scales_ptr, factors_ptr, out_ptr, K, per_tile, per_factor,
-    WARPS: gl.constexpr, SCALES: gl.constexpr, UPPER: gl.constexpr, NUMBERS: gl.constexpr, REGISTERS: gl.constexpr,
-    HALF: gl.constexpr,
+    WARPS: gl.constexpr, SCALES: gl.constexpr, UPPER: gl.constexpr, OFFSET: gl.constexpr, NUMBERS: gl.constexpr,
+    REGISTERS: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """out [N, K], written as pairs of numbers. Each warp has 256 inputs of a tile of outputs."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0])
@@ -259,7 +262,7 @@ def dequantise_kernel(
     at_warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, rows)))[:, None, None]
     first = (gl.program_id(1) * WARPS + at_warp) * 4
     for u in gl.static_range(4):
-        record = _record(scales, own % 4, u, 4, SCALES, HALF)
+        record = _record(scales, own % 4, u, 4, SCALES, OFFSET, HALF)
         n0, n1, n2, n3 = numbers_of(lower[u], upper[u], record, UPPER, NUMBERS, REGISTERS)
         joined = gl.join(gl.join(n0, n1), gl.join(n2, n3))  # [..., r, h]
         joined = gl.permute(gl.reshape(joined, [WARPS, 8, 4, 2, 2, 2, 2]), (0, 5, 1, 3, 2, 4, 6))  # warp r g a t b h
@@ -273,6 +276,7 @@ def _constants(weight: PlanesWeight) -> dict[str, object]:
     return {
         "SCALES": made.scales,
         "UPPER": made.upper,
+        "OFFSET": made.offset,
         "NUMBERS": numbers_code(made, "f16" if is_half else "bf16"),
         "REGISTERS": REGISTERS[min(1, made.upper)],
         "HALF": is_half,

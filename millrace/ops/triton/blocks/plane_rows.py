@@ -42,7 +42,7 @@ def _rows_kernel(
         found = tl.load(scales_ptr + k // 32 * 16 + pair, mask=inside, other=0)
         scale = _half(found)  # its lower 16 bits
         if SCALES == 1:
-            least = _half(found >> 16)
+            least = _half(found >> 16) + scale * OFFSET
     elif SCALES == 2:
         words = scales_ptr + k // 256 * 64 + pair
         block = k % 256 // 64
@@ -53,7 +53,7 @@ def _rows_kernel(
         fields = (tl.where(block < 3, fields, last) >> (12 * a)) & 0xFFF
         head = tl.load(words, mask=inside, other=0)
         scale = _half(head & 0xFFFF) * (fields & 63).to(tl.float32)
-        least = -(_half(head >> 16) * (fields >> 6).to(tl.float32))
+        least = scale * OFFSET - _half(head >> 16) * (fields >> 6).to(tl.float32)
     else:
         factors = tl.load(scales_ptr + k // 64 * 64 + t // 2 * 32 + g * 4 + 2 * a + r, mask=inside, other=0)
         whole = _half(tl.load(factors_ptr + tile * (K // 16) + k // 256 * 16 + pair, mask=inside, other=0))

@@ -8,8 +8,10 @@ pair i = 2 h + r of word j. Codes of more bits have a second plane in the same o
     2 bits   int16  [N / 16, K / 64 * 128]    bits from 8 e + 2 i
     4 bits   int32  [N / 16, K / 64 * 128]    bits from 16 e + 4 i, like the lower ones
 
-A value is scale * (code - offset) + minimum, or scale * levels[code]. Scales lie by output g + 8 r, so that
-neighbouring places hold both of a thread's outputs:
+A value is scale * (code - offset), or scale * levels[code]. With PAIR and SIX it is scale * code + minimum, computed
+as scale * (code - offset) + (minimum + scale * offset): both numbers are rounded to the model's dtype, and the second
+is small if the offset is in the middle of the codes. Scales lie by output g + 8 r, so that neighbouring places hold
+both of a thread's outputs:
 
     HALF     int16 [N / 16, K / 32, 16]       a scale in float16
     PAIR     int32 [N / 16, K / 32, 16]       a scale and a minimum, both in float16
@@ -62,12 +64,12 @@ class PlaneKind:
 _IQ4 = tuple(float(level) for level in gguf.quants.IQ4_NL.kvalues)
 KINDS: Final = {
     "Q4_0": PlaneKind(32, 0, 8, HALF),
-    "Q4_1": PlaneKind(32, 0, 0, PAIR),
+    "Q4_1": PlaneKind(32, 0, 8, PAIR),
     "Q5_0": PlaneKind(32, 1, 16, HALF),
-    "Q5_1": PlaneKind(32, 1, 0, PAIR),
+    "Q5_1": PlaneKind(32, 1, 16, PAIR),
     "Q8_0": PlaneKind(32, 4, 128, HALF),
-    "Q4_K": PlaneKind(256, 0, 0, SIX),
-    "Q5_K": PlaneKind(256, 1, 0, SIX),
+    "Q4_K": PlaneKind(256, 0, 8, SIX),
+    "Q5_K": PlaneKind(256, 1, 16, SIX),
     "Q6_K": PlaneKind(256, 2, 32, BYTES),
     "IQ4_NL": PlaneKind(32, 0, 0, HALF, _IQ4),
     "IQ4_XS": PlaneKind(256, 0, 0, SIGNED, _IQ4),
