@@ -22,7 +22,7 @@ Prompt = str | Sequence[int]
 _MAX_SHOWN_CHARS = 80
 _PROMPT_FORMS = "give each prompt as a string or a list of token ids"
 _FILLED_IN = {
-    *("pooling", "second_from", "pooled_from", "attended", "dry_breaker_ids", "bad_word_ids", "prediction", "thinking"),
+    *("pooling", "second_from", "pooled_from", "attended", "dry_breaker_ids", "bad_word_ids", "thinking"),
 }
 """Parameters that are computed from other arguments."""
 _SAMPLING_TYPES = {

@@ -103,7 +103,7 @@ class FakeServer:
             os.close(self.replies)
         self.is_running = False
 
-    def wait(self) -> None:
+    def wait(self, timeout: float | None = None) -> None:
         assert not self.is_running
 
 

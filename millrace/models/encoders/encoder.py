@@ -15,7 +15,6 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from millrace.errors import ModelError
 from millrace.models.encoders.spec import EncoderSpec
@@ -152,6 +151,8 @@ class PackedAttention:
 
     def __call__(self, qkv: Tensor, window: int) -> Tensor:
         """`qkv`: [tokens, 3, heads, head]."""
+        from torch.nn.attention.varlen import varlen_attn  # slow to import, and imports Triton
+
         query, key, value = qkv.unbind(1)
         reach = (window, window) if 0 < window < self.longest else (-1, -1)
         given = (self.starts, self.starts, self.longest, self.longest)

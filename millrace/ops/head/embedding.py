@@ -10,6 +10,7 @@ or BlockWeight, whose rows are dequantised as they are looked up.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -20,12 +21,15 @@ from torch.nn import functional as F
 from millrace.ops.base.version import Shape, Version
 from millrace.ops.cpp.native import DTYPES, native_missing
 from millrace.ops.linear.block_planes import PlanesLinear, kind_of
+from millrace.ops.linear.block_weight import BlockWeight
 from millrace.ops.linear.dense import Head, InvariantLinear, NativeParts, PlainLinear, TiledLinear, TunedLinear
 from millrace.ops.linear.grouped import make_triton
-from millrace.ops.linear.kept_rows import KeptWeight, rows_of
+from millrace.ops.linear.grouped_weight import GroupedWeight
 from millrace.ops.linear.packed_codes import packed_missing
 from millrace.ops.linear.stored import StoredLinear, StoredWeight, native_linear
 from millrace.ops.triton import hopper_missing, triton_missing
+
+KeptWeight = GroupedWeight | BlockWeight
 
 
 class Embedding(Protocol):
@@ -78,6 +82,21 @@ class PlainTiedEmbedding:
     def __init__(self, weight: Tensor, head: Callable[[Tensor], Head] = PlainLinear) -> None:
         self.rows = PlainEmbedding(weight)
         self.head = head(weight)
+
+
+def rows_of(weight: KeptWeight, ids: Tensor) -> Tensor:
+    """int64 [T] -> [T, K] in the weight's dtype. Nothing waits for the device."""
+    if isinstance(weight, BlockWeight):
+        from millrace.ops.triton.blocks.product import decode, operand  # slow to import
+
+        return decode(operand(weight.kind, weight.blocks.index_select(0, ids), weight.in_features), weight.dtype)
+    own = {
+        name: part.index_select(0, ids)
+        for name in ("codes", "zeros", "output_scales", "offsets")
+        if (part := getattr(weight, name)) is not None
+    }
+    scales = weight.scales.index_select(0, ids // weight.rows_per_scale)
+    return replace(weight, **own, scales=scales, rows_per_scale=1).dequantised().to(weight.dtype)
 
 
 class KeptEmbedding:
