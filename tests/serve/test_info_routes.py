@@ -155,9 +155,10 @@ def test_openapi_examples_are_accepted(front: Front) -> None:
             if "tokens" in example:
                 example["tokens"] = [65]
             # The file of the batch and ids are only examples; the served model is not deleted or made again, and the
-            # fake engine keeps no prompt and has no adapters.
+            # fake engine keeps no prompt, no adapters and no models of clients.
             refused = {"/v1/batches": 404, "/api/create": 409, "/api/copy": 404, "/api/delete": 409, "/v1/cache": 429}
-            refused |= dict.fromkeys(("/v1/adapters", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"), 400)
+            added = ("/v1/adapters", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/created")
+            refused |= dict.fromkeys(added, 400)
             wanted = refused.get(path, 404 if "{" in path else 200)
             if path.endswith(
                 ("/rerank", "/score", "/classify", "/sparse-vector", "/multi-vector")

@@ -17,7 +17,7 @@ from millrace.gateway.upstream import LOST
 ROOMS = ("sessions", "responses", "conversations")
 MAX_BYTES = 64 << 20
 """What is larger stays where it is."""
-_MSGPACK = "application/vnd.msgpack"
+_OCTETS = "application/octet-stream"
 
 
 class _Named(msgspec.Struct):
@@ -57,7 +57,7 @@ class Past:
         return ""
 
     async def _put_in(self, replica: Replica) -> str:
-        url, headers = replica.settings.url + "/v1/stored", {**self._headers(), "Content-Type": _MSGPACK}
+        url, headers = replica.settings.url + "/v1/stored", {**self._headers(), "Content-Type": _OCTETS}
         try:
             async with (
                 asyncio.timeout(ASK_S),

@@ -57,7 +57,7 @@ async def give(request: web.Request) -> web.Response:
     state = request.app[STATE]
     rows = await state.store.run(_GIVERS[found[1]], found[2], owner_of(request))
     headers = {REQUEST_ID_HEADER: request[REQUEST_ID], "Server": "millrace"}
-    return web.Response(body=msgspec.msgpack.encode(rows), content_type="application/vnd.msgpack", headers=headers)
+    return web.Response(body=msgspec.msgpack.encode(rows), content_type="application/octet-stream", headers=headers)
 
 
 async def take(request: web.Request) -> web.Response:

@@ -116,7 +116,8 @@ def conversation_paths() -> dict[str, Any]:
 def cache_paths() -> dict[str, Any]:
     one, missing, of_model = in_path("name"), ("400", "404", "500", "503"), in_query("model", type="string")
     make = operation("cache", "createCacheHandle", "Keep a prompt cached", "CreatedHandle", unstreamed())
-    example = {"prompt": "A long manual.", "name": "manual", "ttl_s": 3600}
+    manual = "The manual of the pump. 1. Close the inlet before you open the housing. 2. Turn the shaft once a month."
+    example = {"prompt": manual, "name": "manual", "ttl_s": 3600}
     of_tenant = in_query("tenant", type="string")
     forget = ("cache", "forgetTenant", "Forget what a tenant has in the cache (operators)", "TenantForgotten")
     refused = ("400", "403", "409", "500", "503")

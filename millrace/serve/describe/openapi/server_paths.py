@@ -73,6 +73,8 @@ def own_paths() -> dict[str, Any]:
     either = {"oneOf": [ref("RunningRequest"), ref("RequestOutcome")]}
     described = {"description": "What it has done so far, or how it ended.", "content": as_json(either)}
     explained = {"description": "Its stages, in figures and in sentences.", "content": as_json({"type": "object"})}
+    made = as_json({"type": "object"})
+    made["application/json"]["example"] = {"name": "sailor", "model": "smollm2", "system": "Answer as a sailor would."}
     figures = {"description": "Present figures and series.", "content": as_json({"type": "object"})}
     one_event = {"text/event-stream": {"schema": event_of("KvEvent")}}
     octets = {"description": "The sealed part.", "content": {"application/octet-stream": {"schema": {}}}}
@@ -146,7 +148,7 @@ def own_paths() -> dict[str, Any]:
                     *("operate", "takeStored", "Keep what another replica gave, for gateways", stored),
                     ("400", "403", "409", "413"),
                 ),
-                "requestBody": {"required": True, "content": {"application/vnd.msgpack": {"schema": {}}}},
+                "requestBody": {"required": True, "content": {"application/octet-stream": {"schema": {}}}},
             },
         },
         "/v1/created": {
@@ -158,7 +160,7 @@ def own_paths() -> dict[str, Any]:
                     *("operate", "takeCreated", "Keep a model that another replica has, for gateways", stored),
                     (*BODY_ERRORS, "403", "404", "409"),
                 ),
-                "requestBody": {"required": True, "content": as_json({"type": "object"})},
+                "requestBody": {"required": True, "content": made},
             },
         },
         "/v1/created/files/{digest}": {
