@@ -20,7 +20,9 @@ from millrace.link.messages import EngineReady
 from millrace.models.encoders.load import LoadedEncoder, load_encoder
 from millrace.plan.encoding.planner import EncodePlanner, EncodeSettings
 from millrace.run.device.device import Device, open_device
+from millrace.run.device.precision import encodes_in_int8
 from millrace.run.encoder_runner import EncoderRunner
+from millrace.run.graphs.encoder_graphs import EncoderGraphs
 from millrace.sources.resolve import ModelFiles
 from millrace.version import __version__
 
@@ -36,12 +38,13 @@ def build_encoder_engine(
     if device.defaults.shares_cores and not config.server.in_process:
         run_in_background()  # Streams of other models of the server keep their pace beside a large batch.
     dtype = _dtype(config, device)
+    int8 = encodes_in_int8(config.model, device, dtype)
     weights_bytes = sum(path.stat().st_size for path in files.weights)
     free_bytes = device.free_bytes()
     if weights_bytes > free_bytes:
         raise MemoryPlanError(f"The weights take {weights_bytes:,} bytes; {free_bytes:,} are free. Free memory first.")
     on_loading("weights", 0, weights_bytes)
-    model = load_encoder(files, device=device.torch_device, dtype=dtype)
+    model = load_encoder(files, device=device.torch_device, dtype=dtype, int8=int8)
     on_loading("weights", weights_bytes, weights_bytes)
     max_tokens = min(model.files.max_tokens, config.model.max_context or model.files.max_tokens)
     budget = config.plan.token_budget or device.defaults.encode_budget
@@ -51,7 +54,10 @@ def build_encoder_engine(
         max_tokens=max_tokens,
         aging_s=config.plan.aging_s,
     )
-    runner = EncoderRunner(model, device)
+    graphs = None
+    if config.run.graphs and model.encoder.packs:
+        graphs = EncoderGraphs(model.encoder, device, max_tokens=budget, max_texts=settings.max_rows)
+    runner = EncoderRunner(model, device, graphs)
     engine = Engine(
         *(EncodePlanner(settings), runner, device, channel),
         facts=runner.facts,
@@ -64,8 +70,8 @@ def _refuse_settings(config: Config) -> None:
     """Settings that ask for something that an encoder does not have."""
     if config.plan.step_log:
         raise ConfigError("--step-log records steps of models that write text; an encoder has none.", param="step_log")
-    if config.model.quantization not in ("auto", "none"):
-        message = f"--quantization is {config.model.quantization}; encoders run in the dtype of --dtype only."
+    if config.model.quantization not in ("auto", "none", "int8"):
+        message = f"--quantization is {config.model.quantization}; encoders have none and int8 (on a CPU) only."
         raise ConfigError(message, param="quantization")
 
 
@@ -94,6 +100,8 @@ def _ready(
     widest = max(3 * spec.hidden_size, spec.intermediate_size * (2 if spec.is_gated else 1))
     measured = device.measured_limits(dtype)
     identity = [__version__, torch.__version__, dtype_name, device.name(), weights_digest(files.weights)]
+    if config.model.quantization == "int8":
+        identity.append("int8")
     identity.append(json.dumps(files.config, sort_keys=True, default=str))
     return EngineReady(
         model_name=config.model.served_name or files.name,
@@ -105,7 +113,9 @@ def _ready(
         device=device.name(),
         memory_plan={
             "weights": weights_bytes,
-            "activations, worst step": 4 * settings.token_budget * widest * dtype.itemsize,
+            "activations, worst step": (
+                device.defaults.num_activations * 4 * settings.token_budget * widest * dtype.itemsize
+            ),
         },
         num_parameters=spec.num_parameters,
         fingerprint="mr-" + hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12],

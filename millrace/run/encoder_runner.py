@@ -16,6 +16,7 @@ from millrace.plan.shapes.declared import DeclaredShapes
 from millrace.plan.step import Admission, BlockCopies, CapturePlan, Int32s, StepInputs, StepPlan
 from millrace.run.device.device import Device, Pending
 from millrace.run.facts import RunnerFacts
+from millrace.run.graphs.encoder_graphs import EncoderGraphs
 from millrace.run.protocol import StepResult
 from millrace.run.sampling.masks import Uint32s
 from millrace.run.sampling.pooling import PooledPart
@@ -28,8 +29,8 @@ class EncoderRunner:
     shapes: DeclaredShapes = facts.shapes
     is_built = True
 
-    def __init__(self, model: LoadedEncoder, device: Device) -> None:
-        self._model, self._device = model, device
+    def __init__(self, model: LoadedEncoder, device: Device, graphs: EncoderGraphs | None = None) -> None:
+        self._model, self._device, self._graphs = model, device, graphs
 
     def forward(self, plan: StepPlan, given: tuple[Int32s, ...] | None = None) -> None:
         """All work is one launch, which `draw` queues."""
@@ -44,10 +45,11 @@ class EncoderRunner:
             [admission.tokens for admission in admitted],
             [one.second_from for one in params],
             [one.pooled_from for one in params],
-            self._device.torch_device,
             [one.attended for one in params],
         )
-        results = self._model.head(self._model.encoder(texts), texts)
+        graphs = self._graphs
+        states = graphs.states(texts) if graphs is not None and graphs.fits(texts) else self._model.encoder(texts)
+        results = self._model.head(states, texts)
         return tuple(
             PooledPart(admitted[index].request_id, 0, vector, is_finished=True)
             for index, vector in zip(order, results, strict=True)

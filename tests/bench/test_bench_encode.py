@@ -12,7 +12,7 @@ import torch
 from helpers.onnx_files import write_onnx
 from helpers.tiny_encoders import save_encoder
 
-from millrace.bench.encoding import shapes
+from millrace.bench.encoding import shapes, throughput
 from millrace.bench.encoding.throughput import WORDS, encode_figures, mixed_texts, shape_figures
 from millrace.config import load_config
 from millrace.errors import ConfigError
@@ -73,6 +73,7 @@ def test_random_weights_in_a_shape_are_compared_with_transformers_if_only_that_i
 ) -> None:
     """The stand-in for sentence-transformers runs for real; its vectors are ours."""
     monkeypatch.setitem(shapes.SHAPES, "tiny", (2, 48, 4, 80))
+    monkeypatch.setattr(throughput, "ROUNDS", 1)  # The turns are tested above; each imports transformers.
     reference, vectors = tmp_path / "python", tmp_path / "vectors.json"
     keep = f"import json; json.dump(embed(texts).tolist(), open({str(vectors)!r}, 'w'))"
     reference.write_text(

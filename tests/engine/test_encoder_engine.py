@@ -12,10 +12,12 @@ from helpers.tiny_encoders import make_model, save_encoder, write_modules
 
 from millrace.config import load_config
 from millrace.engine.build import build_engine
-from millrace.errors import ConfigError
+from millrace.errors import ConfigError, ModelError
 from millrace.link.messages import Abort, EngineReady, Finish, NewRequest, StepTokens, ToEngine, pack_tokens
+from millrace.ops.cpp.native import native_missing
 from millrace.params import SamplingParams
 
+needs_kernels = pytest.mark.skipif(bool(native_missing(torch.device("cpu"))), reason="no C++ kernels")
 TEXTS = [[2, 5, 6, 7, 3], [2, 9, 3], [2, *range(10, 60), 3], [2, 11, 12, 13, 3]]
 
 
@@ -76,7 +78,30 @@ def test_settings_of_models_that_write_text_are_refused(tmp_path: Path) -> None:
     folder = save_encoder(tmp_path / "m")
     with pytest.raises(ConfigError, match="encoder"):
         run_engine(folder, plan__step_log=str(tmp_path / "log"))
-    with pytest.raises(ConfigError, match="int8"):
+    with pytest.raises(ConfigError, match="fp8"):
+        run_engine(folder, model__quantization="fp8")
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", ["bert", "nomic_bert"])
+def test_products_can_be_of_8_bit_integers(case: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    folder = save_encoder(tmp_path / "m", case, **sizes)
+    write_modules(folder, "Pooling", "Normalize")
+    messages = [request(index, text) for index, text in enumerate(TEXTS)]
+    exact, in_floats = run_engine(folder, *messages)
+    found, in_int8 = run_engine(folder, *messages, model__quantization="int8")
+    for index in range(len(TEXTS)):
+        assert 0.99 < vector(found[index]) @ vector(exact[index]) < 0.9999999
+    assert in_floats.fingerprint != in_int8.fingerprint
+
+
+@needs_kernels
+def test_products_of_8_bit_integers_need_float32_and_whole_blocks(tmp_path: Path) -> None:
+    folder = save_encoder(tmp_path / "m")
+    with pytest.raises(ConfigError, match="needs an encoder in float32"):
+        run_engine(folder, model__quantization="int8", model__dtype="bfloat16")
+    with pytest.raises(ModelError, match="multiples of 32; a layer of this model has 48"):
         run_engine(folder, model__quantization="int8")
 
 

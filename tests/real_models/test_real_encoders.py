@@ -32,7 +32,7 @@ def test_the_text_that_answers_is_the_best(known: object) -> None:
     loaded, tokenizer = load_encoder(files, device=CPU, dtype=torch.float32), load_tokenizer(files)
     pair = loaded.files.pair
     texts = [QUERY, *TEXTS] if pair is None else [pair.joined(QUERY, text) for text in TEXTS]
-    packed, order = pack([tokenizer.encode(text) for text in texts], [0] * len(texts), [0] * len(texts), CPU)
+    packed, order = pack([tokenizer.encode(text) for text in texts], [0] * len(texts), [0] * len(texts))
     found = dict(zip(order, loaded.head(loaded.encoder(packed), packed), strict=True))
     results = [found[index] for index in range(len(texts))]
     if pair is None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -134,9 +135,10 @@ def encode_figures(config: Config, count: int, reference: str) -> Iterator[Figur
     """`reference`: a Python interpreter with sentence-transformers, and with onnxruntime for an ONNX file on a CPU; ""
     for none."""
     source, run = config.model.source, config.run
+    precision: dict[str, Any] = {"dtype": config.model.dtype, "quantization": config.model.quantization}
     with (
         tempfile.TemporaryDirectory() as scratch,
-        LLM(source, device=run.device, threads=run.threads, dtype=config.model.dtype, progress=False) as llm,
+        LLM(source, device=run.device, threads=run.threads, progress=False, **precision) as llm,
     ):
         # Each word is one token of most vocabularies; truncation makes all sides read the same tokens.
         texts = mixed_texts(count, max(LEAST_WORDS, llm.max_context - 2))

@@ -5,7 +5,7 @@ Linears and norms run over all tokens at once. Attention runs per length: texts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
@@ -44,15 +44,19 @@ class Norm:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
+Product = Callable[[Tensor], Tensor]
+"""A linear layer, in floats or in INT8."""
+
+
 @dataclass(frozen=True, slots=True)
 class EncoderLayer:
-    qkv: Linear
-    out: Linear
+    qkv: Product
+    out: Product
     attention_norm: Norm | None
     """None in the first layer of ModernBERT, whose input is already normalised."""
-    up: Linear
+    up: Product
     """Of a gated MLP: the rows of the gate, then those of up."""
-    down: Linear
+    down: Product
     mlp_norm: Norm
 
 
@@ -88,7 +92,7 @@ class LengthGroup:
 
 @dataclass(frozen=True, slots=True)
 class PackedTexts:
-    """Tokens of several texts, ordered by length."""
+    """Tokens of several texts, ordered by length, in host memory."""
 
     token_ids: Tensor
     """int64 [tokens]"""
@@ -119,12 +123,16 @@ class PackedTexts:
             first += length
         return starts
 
+    @property
+    def positions(self) -> Tensor:
+        """int64 [tokens]: of each token in its text."""
+        return torch.cat([torch.arange(length) for length in self.lengths])
+
 
 def pack(
     texts: Sequence[Sequence[int] | npt.NDArray[np.int32]],
     second_from: Sequence[int],
     pooled_from: Sequence[int],
-    device: torch.device,
     attended: Sequence[int] = (),
 ) -> tuple[PackedTexts, list[int]]:
     """The texts in order of length, and for each of them its index among those given. `second_from`: index of the first
@@ -135,10 +143,10 @@ def pack(
     types = None
     if any(second_from):
         parts = [torch.arange(len(texts[index])) >= (second_from[index] or len(texts[index])) for index in order]
-        types = torch.cat(parts).to(device, torch.int64)
+        types = torch.cat(parts).to(torch.int64)
     skipped = tuple(pooled_from[index] for index in order) if any(pooled_from) else ()
     lengths = tuple(len(texts[index]) for index in order)
-    return PackedTexts(ids.to(device), types, lengths, skipped, seen), order
+    return PackedTexts(ids, types, lengths, skipped, seen), order
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,24 +186,38 @@ class Encoder:
     @torch.inference_mode()
     def __call__(self, texts: PackedTexts) -> Tensor:
         """The states of all tokens after the last layer, [tokens, hidden]."""
+        device = self.device
+        types = None if texts.type_ids is None else texts.type_ids.to(device)
+        return self.states(texts.token_ids.to(device), types, texts.positions.to(device), self._mixers(texts))
+
+    def packed_states(
+        self, token_ids: Tensor, type_ids: Tensor, positions: Tensor, starts: Tensor, longest: int
+    ) -> Tensor:
+        """The same where `packs` is true, from tensors alone, so that it can be captured. `longest`: no text is longer.
+        States of tokens after the last text mean nothing."""
+        attention = PackedAttention(starts, longest)
+        mixers: dict[int, Mixer] = {window: partial(attention, window=window) for window in self._windows}
+        return self.states(token_ids, type_ids, positions, mixers)
+
+    def states(
+        self, token_ids: Tensor, type_ids: Tensor | None, positions: Tensor, mixers: Mapping[int, Mixer]
+    ) -> Tensor:
         spec, weights = self.spec, self._weights
-        positions = torch.cat([torch.arange(length) for length in texts.lengths]).to(self.device)
-        x = weights.embedding_norm(self._embed(texts, positions))
+        x = weights.embedding_norm(self._embed(token_ids, type_ids, positions))
         x = x if weights.project is None else weights.project(x)
         angles = {theta: _angles(positions, spec.head_size, theta) for theta in set(spec.thetas)}
-        mixers = self._mixers(texts)
         for index, layer in enumerate(weights.layers):
             rotary = angles[spec.thetas[index]] if spec.thetas else None
             mix = mixers[spec.windows[index] if spec.windows else 0]
             x = (self._pre_norm_layer if spec.is_pre_norm else self._post_norm_layer)(x, layer, mix, rotary)
         return x if weights.final_norm is None else weights.final_norm(x)
 
-    def _embed(self, texts: PackedTexts, positions: Tensor) -> Tensor:
+    def _embed(self, token_ids: Tensor, type_ids: Tensor | None, positions: Tensor) -> Tensor:
         weights = self._weights
-        x = F.embedding(texts.token_ids, weights.words)
+        x = F.embedding(token_ids, weights.words)
         if weights.types is not None:
             # A model with one type only has no second one.
-            types = texts.type_ids if weights.types.shape[0] > 1 else None
+            types = type_ids if weights.types.shape[0] > 1 else None
             x = x + (weights.types[0] if types is None else F.embedding(types, weights.types))
         if weights.positions is not None:
             x = x + F.embedding(positions + self.spec.position_offset, weights.positions)
@@ -220,16 +242,19 @@ class Encoder:
 
     def _mixers(self, texts: PackedTexts) -> dict[int, Mixer]:
         """Attention by window."""
-        windows = set(self.spec.windows) or {0}
-        if self._packs and not texts.attended:
+        if self.packs and not texts.attended:
             starts = torch.tensor([*texts.starts, sum(texts.lengths)], dtype=torch.int32).to(self.device)
             packed = PackedAttention(starts, texts.lengths[-1])
-            return {window: partial(packed, window=window) for window in windows}
+            return {window: partial(packed, window=window) for window in self._windows}
         groups = texts.groups
-        return {window: partial(_attend_by_length, groups, self._masks(groups, window)) for window in windows}
+        return {window: partial(_attend_by_length, groups, self._masks(groups, window)) for window in self._windows}
 
     @property
-    def _packs(self) -> bool:
+    def _windows(self) -> set[int]:
+        return set(self.spec.windows) or {0}
+
+    @property
+    def packs(self) -> bool:
         """True if one kernel can attend within all texts: no bias is added to scores, and the GPU has the kernel."""
         if self.device.type != "cuda" or self.dtype not in (torch.float16, torch.bfloat16):
             return False

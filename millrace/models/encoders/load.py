@@ -16,6 +16,7 @@ from millrace.models.encoders.encoder import (
     EncoderWeights,
     Linear,
     Norm,
+    Product,
     activation_of,
 )
 from millrace.models.encoders.heads import Head, PooledVectors, SparseWeights, TextLogits, TokenLogits, TokenVectors
@@ -24,6 +25,7 @@ from millrace.models.weights.gguf_weights import GgufWeights
 from millrace.models.weights.onnx_weights import OnnxWeights
 from millrace.models.weights.safetensors_weights import SafetensorsWeights
 from millrace.models.weights.source import WeightSource
+from millrace.ops.linear.stored import StoredLinear, fits_int8, int8_weight
 from millrace.sources.encoders.encoder_files import DenseModule, EncoderFiles, read_encoder
 from millrace.sources.encoders.retrieval_files import SparseForm
 from millrace.sources.gguf.model import open_gguf_model
@@ -37,13 +39,14 @@ class LoadedEncoder:
     files: EncoderFiles
 
 
-def load_encoder(files: ModelFiles, *, device: torch.device, dtype: torch.dtype) -> LoadedEncoder:
+def load_encoder(files: ModelFiles, *, device: torch.device, dtype: torch.dtype, int8: bool = False) -> LoadedEncoder:
+    """`int8`: products of the layers are of 8-bit integers, on a CPU in float32."""
     described = read_encoder(files)
     if files.kind == "random" or described is None:
         raise ModelError(f"{files.path}: encoders need safetensors, GGUF or ONNX files. Give a directory with them.")
     source = _Tensors(_open(files), device, dtype)
     spec = encoder_spec(files.config, frozenset(source.names))
-    body = _Body(source, spec)
+    body = _Body(source, spec, int8)
     return LoadedEncoder(Encoder(spec, body.weights()), _head(body, described), described)
 
 
@@ -87,8 +90,8 @@ class _Tensors:
 
 
 class _Body:
-    def __init__(self, source: _Tensors, spec: EncoderSpec) -> None:
-        self.source, self.spec = source, spec
+    def __init__(self, source: _Tensors, spec: EncoderSpec, int8: bool) -> None:
+        self.source, self.spec, self._int8 = source, spec, int8
         words = f"{spec.names.words}.weight"
         # A model with a head stores its body under a name of its own.
         found = [name.removesuffix(words) for name in source.names if name.endswith(words)]
@@ -120,13 +123,21 @@ class _Body:
             up = Linear(_halves_swapped(up.weight), None if up.bias is None else _halves_swapped(up.bias))
         has_norm = f"{before}{names.attention_norm}.weight" in self.source or not (spec.is_pre_norm and index == 0)
         return EncoderLayer(
-            qkv=self._joined(before, names.qkv, 3 * hidden),
-            out=self.source.linear(before + names.out, (hidden, hidden)),
+            qkv=self._product(self._joined(before, names.qkv, 3 * hidden)),
+            out=self._product(self.source.linear(before + names.out, (hidden, hidden))),
             attention_norm=self.source.norm(before + names.attention_norm, hidden, spec.eps) if has_norm else None,
-            up=up,
-            down=self.source.linear(before + names.down, (hidden, wide)),
+            up=self._product(up),
+            down=self._product(self.source.linear(before + names.down, (hidden, wide))),
             mlp_norm=self.source.norm(before + names.mlp_norm, hidden, spec.eps),
         )
+
+    def _product(self, linear: Linear) -> Product:
+        if not self._int8:
+            return linear
+        if not fits_int8(linear.weight.shape):
+            width = linear.weight.shape[1]
+            raise ModelError(f"INT8 products need widths that are multiples of 32; a layer of this model has {width}.")
+        return StoredLinear(int8_weight(linear.weight), linear.bias)
 
     def _joined(self, before: str, names: tuple[str, ...], num_rows: int) -> Linear:
         rows = num_rows // len(names)

@@ -226,10 +226,11 @@ struct NarrowCache {
     }
 };
 
-// The same for a four-bit cache, whose keys are rotated.
+// The same for a four-bit cache, whose keys are rotated. `shift` [kv_heads, head_dim] is subtracted from them, or null.
 template <typename T>
 struct FourBitCache {
     uint32_t* kv;
+    const float* shift;
     const QkvShape& s;
 
     void put(int64_t block, int64_t head, int64_t offset, const T* key, const T* value, const float* norm,
@@ -243,6 +244,9 @@ struct FourBitCache {
         const T* both[] = {prepared, value};
         for (const T* x : both) {
             for (int64_t i = 0; i < s.head_dim; i += LANES) store(numbers + i, load(x + i));
+            if (x == prepared && shift)
+                for (int64_t i = 0; i < s.head_dim; i += LANES)
+                    store(numbers + i, load(numbers + i) - load(shift + head * s.head_dim + i));
             if (x == prepared) rotate_numbers(numbers, s.head_dim);
             quantise_head(numbers, (nibbles*)(start + offset * words), start + s.block_size * words + offset, s.head_dim);
             start += s.num_blocks * s.kv_heads * head_words;
@@ -264,12 +268,13 @@ void prepare_qkv(T* qkv, const float* step_angles, const float* q_norm, const fl
 }
 
 template <typename T>
-void prepare_qkv(int kv_dtype, T* qkv, const float* step_angles, const float* q_norm, const float* k_norm, void* kv,
-                 const int64_t* block_ids, const int64_t* offsets, int64_t tokens, const QkvShape& s) {
+void prepare_qkv(int kv_dtype, T* qkv, const float* step_angles, const float* q_norm, const float* k_norm,
+                 const float* key_shift, void* kv, const int64_t* block_ids, const int64_t* offsets, int64_t tokens, const QkvShape& s) {
     if (kv_dtype == INT8)
         prepare_qkv(qkv, step_angles, q_norm, k_norm, NarrowCache<T>{(int8_t*)kv, s}, block_ids, offsets, tokens, s);
     else if (kv_dtype == INT4)
-        prepare_qkv(qkv, step_angles, q_norm, k_norm, FourBitCache<T>{(uint32_t*)kv, s}, block_ids, offsets, tokens, s);
+        prepare_qkv(qkv, step_angles, q_norm, k_norm, FourBitCache<T>{(uint32_t*)kv, key_shift, s}, block_ids,
+                    offsets, tokens, s);
     else if (kv_dtype == F16)
         prepare_qkv(qkv, step_angles, q_norm, k_norm, WideCache<T, f16>{(f16*)kv, s}, block_ids, offsets, tokens, s);
     else
@@ -307,13 +312,15 @@ void millrace_gated(int dtype, int kind, const void* gate_up, void* out, int64_t
 }
 
 void millrace_prepare_qkv(int dtype, int kv_dtype, void* qkv, const float* step_angles, const float* q_norm,
-                          const float* k_norm, void* kv, const int64_t* block_ids, const int64_t* offsets,
-                          int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t rotary_dim,
+                          const float* k_norm, const float* key_shift, void* kv, const int64_t* block_ids,
+                          const int64_t* offsets, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t rotary_dim,
                           int64_t num_blocks, int64_t block_size, float eps) {
     QkvShape s{heads, kv_heads, head_dim, rotary_dim, num_blocks, block_size, eps};
     if (dtype == F32)
-        prepare_qkv(kv_dtype, (float*)qkv, step_angles, q_norm, k_norm, kv, block_ids, offsets, tokens, s);
+        prepare_qkv(kv_dtype, (float*)qkv, step_angles, q_norm, k_norm, key_shift, kv, block_ids, offsets, tokens,
+                    s);
     else
-        prepare_qkv(kv_dtype, (bf16*)qkv, step_angles, q_norm, k_norm, kv, block_ids, offsets, tokens, s);
+        prepare_qkv(kv_dtype, (bf16*)qkv, step_angles, q_norm, k_norm, key_shift, kv, block_ids, offsets, tokens,
+                    s);
 }
 }

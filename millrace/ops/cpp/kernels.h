@@ -13,8 +13,8 @@ void millrace_norm(int dtype, const void* x, const void* residual, const float* 
 void millrace_gated(int dtype, int kind, const void* gate_up, void* out, int64_t rows, int64_t inner);
 
 void millrace_prepare_qkv(int dtype, int kv_dtype, void* qkv, const float* step_angles, const float* q_norm,
-                          const float* k_norm, void* kv, const int64_t* block_ids, const int64_t* offsets,
-                          int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t rotary_dim,
+                          const float* k_norm, const float* key_shift, void* kv, const int64_t* block_ids,
+                          const int64_t* offsets, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t rotary_dim,
                           int64_t num_blocks, int64_t block_size, float eps);
 
 void millrace_attention(int dtype, int kv_dtype, const void* queries, int64_t query_stride, const void* kv,

@@ -91,7 +91,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
     "per_head": (None, (c_void_p, c_int64, c_void_p, c_void_p, c_int64)),
     "norm": (None, (c_int, *[c_void_p] * 5, c_int64, c_int64, c_float)),
     "gated": (None, (c_int, c_int, c_void_p, c_void_p, c_int64, c_int64)),
-    "prepare_qkv": (None, (c_int, c_int, *[c_void_p] * 7, *[c_int64] * 7, c_float)),
+    "prepare_qkv": (None, (c_int, c_int, *[c_void_p] * 8, *[c_int64] * 7, c_float)),
     "attention": (
         None,
         (c_int, c_int, c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 8, c_float, c_float, c_void_p),

@@ -184,7 +184,7 @@ void Stack::project(const Inputs& in, int64_t index, const float* const* angles,
     timer.mark(QKV);
     bool has_rope = layer.rope >= 0;
     millrace_prepare_qkv(s.dtype, in.kv_dtype, projected, has_rope ? angles[layer.rope] : nullptr, layer.q_norm,
-                         layer.k_norm, in.kv[index], in.block_ids + layer.group * in.tokens, in.offsets, in.tokens,
+                         layer.k_norm, layer.key_shift, in.kv[index], in.block_ids + layer.group * in.tokens, in.offsets, in.tokens,
                          s.heads, s.kv_heads, s.head_dim, has_rope ? s.rotary_dims[layer.rope] : 0, in.num_blocks,
                          in.block_size, s.eps);
     timer.mark(PREPARE);

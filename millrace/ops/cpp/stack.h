@@ -17,7 +17,7 @@ constexpr int64_t MAX_ROPES = 8;
 struct LayerDesc {
     const LinearDesc *qkv, *out, *gate_up, *down;
     const float *input_norm, *mlp_norm;
-    const float *q_norm, *k_norm, *attention_out_norm, *mlp_out_norm;  // or null
+    const float *q_norm, *k_norm, *key_shift, *attention_out_norm, *mlp_out_norm;  // or null
     int64_t rope;                                                      // index into the step's angles; -1: no rotation
     int64_t window;                                                    // 0: none
     int64_t group;                                                     // KV group, whose block tables it uses

@@ -30,7 +30,7 @@ def load(path: Path) -> LoadedEncoder:
 
 
 def results(loaded: LoadedEncoder, texts: list[list[int]]) -> list[torch.Tensor]:
-    packed, order = pack(texts, [0] * len(texts), [0] * len(texts), CPU)
+    packed, order = pack(texts, [0] * len(texts), [0] * len(texts))
     found = dict(zip(order, loaded.head(loaded.encoder(packed), packed), strict=True))
     return [found[index] for index in range(len(texts))]
 

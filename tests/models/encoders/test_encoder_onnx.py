@@ -26,7 +26,7 @@ def load(source: Path) -> LoadedEncoder:
 
 
 def results(loaded: LoadedEncoder) -> list[torch.Tensor]:
-    packed, _ = pack(TEXTS, [0] * len(TEXTS), [0] * len(TEXTS), CPU)
+    packed, _ = pack(TEXTS, [0] * len(TEXTS), [0] * len(TEXTS))
     return loaded.head(loaded.encoder(packed), packed)
 
 

@@ -32,7 +32,7 @@ def load(folder: Path) -> LoadedEncoder:
 
 def run(loaded: LoadedEncoder, texts: list[list[int]], second_from: list[int] | None = None) -> list[Tensor]:
     """The head's result of each text, in the order given."""
-    packed, order = pack(texts, second_from or [0] * len(texts), [0] * len(texts), CPU)
+    packed, order = pack(texts, second_from or [0] * len(texts), [0] * len(texts))
     results = loaded.head(loaded.encoder(packed), packed)
     by_text = dict(zip(order, results, strict=True))
     return [by_text[index] for index in range(len(texts))]
@@ -46,7 +46,7 @@ def reference_states(model: Any, token_ids: list[int]) -> Tensor:
 @pytest.mark.parametrize("case", CASES)
 def test_states_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     loaded, model = load(save_encoder(tmp_path / "m", case)), make_model(case)
-    packed, order = pack(TEXTS, [0] * len(TEXTS), [0] * len(TEXTS), CPU)
+    packed, order = pack(TEXTS, [0] * len(TEXTS), [0] * len(TEXTS))
     states = loaded.encoder(packed).split(packed.lengths)
     for index, own in zip(order, states, strict=True):
         torch.testing.assert_close(own, reference_states(model, TEXTS[index]), atol=2e-5, rtol=1e-4)
@@ -99,7 +99,7 @@ def test_names_of_old_checkpoints_are_understood(tmp_path: Path) -> None:
     }
     assert set(renamed) != set(tensors)
     save_file({f"bert.{name}": tensor for name, tensor in renamed.items()}, folder / "model.safetensors")
-    packed, _ = pack(TEXTS[:1], [0], [0], CPU)
+    packed, _ = pack(TEXTS[:1], [0], [0])
     torch.testing.assert_close(
         load(folder).encoder(packed), reference_states(make_model("bert"), TEXTS[0]), atol=2e-5, rtol=1e-4
     )
@@ -142,7 +142,7 @@ def test_tokens_of_a_prompt_can_be_left_out_of_pooling(tmp_path: Path) -> None:
     folder = save_encoder(tmp_path / "m")
     write_modules(folder, "Pooling", pooling={"pooling_mode_mean_tokens": True, "include_prompt": False})
     loaded = load(folder)
-    packed, _ = pack([TEXTS[0]], [0], [3], CPU)
+    packed, _ = pack([TEXTS[0]], [0], [3])
     expected = reference_states(make_model("bert"), TEXTS[0])[3:].mean(0)
     torch.testing.assert_close(loaded.head(loaded.encoder(packed), packed)[0], expected, atol=1e-4, rtol=1e-4)
 

@@ -33,7 +33,7 @@ def load(folder: Path) -> LoadedEncoder:
 
 def run(loaded: LoadedEncoder, texts: list[list[int]], attended: list[int] | None = None) -> list[Tensor]:
     none = [0] * len(texts)
-    packed, order = pack(texts, none, none, CPU, attended or none)
+    packed, order = pack(texts, none, none, attended or none)
     results = loaded.head(loaded.encoder(packed), packed)
     by_text = dict(zip(order, results, strict=True))
     return [by_text[index] for index in range(len(texts))]
