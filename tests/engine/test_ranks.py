@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from millrace.errors import ConfigError, EngineUnavailable, RequestFailed
 from millrace.params import Grammar
 from millrace.plan.queue.admission_forecast import AdmissionForecast
 from millrace.plan.shapes.declared import OwnSizes
-from millrace.run.device.defaults import CPU_DEFAULTS
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 
@@ -76,7 +75,7 @@ def mixed_requests() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, [SamplingParams(max_tokens=20, seed=index, **other) for index, other in enumerate(others)]
 
 
-@dataclasses.dataclass
+@dataclass
 class Answers:
     tokens: list[list[int]]
     logprobs: list[float]
@@ -280,13 +279,6 @@ def test_the_processes_end_with_the_engine(groups: list[RankGroup], tmp_path: Pa
         assert process.poll() is None
         wait_until(lambda: groups[0].num_same > 5, "draws are compared")
     assert process.poll() is not None
-
-
-def test_a_device_for_one_rank_refuses_more(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    defaults = dataclasses.replace(CPU_DEFAULTS, can_split=False)
-    monkeypatch.setattr("millrace.run.device.device.CPU_DEFAULTS", defaults)
-    with pytest.raises(EngineUnavailable, match="--tensor-parallel 2 runs on a CPU only so far; use --device cpu"):
-        LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000, tensor_parallel=2).__enter__()
 
 
 @pytest.mark.parametrize(

@@ -304,7 +304,7 @@ def with_kernels(decoder: Decoder) -> Decoder:
         own = mixer.prepare_qkv
         if not isinstance(own, PrepareQkvKernel):
             assert isinstance(own, NativePrepareQkv)
-            kernel = PrepareQkvKernel(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.norm_eps, *own._norms)
+            kernel = PrepareQkvKernel(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.norm_eps, *own._vectors)
             object.__setattr__(mixer, "prepare_qkv", kernel)
     return decoder
 

@@ -75,6 +75,24 @@ def test_results_do_not_depend_on_chunking(kind: str, case: str, dtype: torch.dt
         assert torch.equal(IntegerDriver(decoder, kind, block_size).run(0, tokens, chunk), whole)
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_biases_of_keys_do_not_take_the_range_of_four_bits(native: bool) -> None:
+    """Biases as of Qwen2: large where the rotation is slow."""
+    model = make_reference("qwen2")
+    spec = spec_from_config(config_of(model))
+    source = StateDictSource.of(model)
+    for index in range(spec.num_layers):
+        bias = source.tensors[f"model.layers.{index}.self_attn.k_proj.bias"]
+        bias.view(spec.num_kv_heads, 2, -1)[:, :, -1] = torch.tensor([150.0, -90.0])
+    decoder = load.build_decoder(spec, source, device=CPU, dtype=torch.float32)
+    if not native:
+        decoder.native_stack = None
+    tokens = np.random.default_rng(4).integers(0, VOCAB, TOKENS).tolist()
+    wide = PagedDriver(decoder).run(0, tokens, TOKENS)
+    error = (IntegerDriver(decoder, "int4").run(0, tokens, TOKENS) - wide).norm(dim=1) / wide.norm(dim=1)
+    assert 0 < float(error.mean()) < MEAN_ERROR["int4"]
+
+
 @kinds
 def test_run_layers_and_the_native_stack_agree(kind: str) -> None:
     decoder = decoder_of("llama", torch.bfloat16)
@@ -112,14 +130,17 @@ def test_the_memory_plan_fits_nearly_two_and_four_times_the_tokens() -> None:
 def test_unsupported_combinations_are_refused_with_an_explanation(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = spec_from_config(config_of(make_reference("llama")))
 
-    def resolve(asked: KvDtype, device: torch.device, head_dim: int, qkv_bias: bool = False) -> KvFormat:
-        spec = dataclasses.replace(whole, head_dim=head_dim, qkv_bias=qkv_bias)
+    def resolve(asked: KvDtype, device: torch.device, head_dim: int, **traits: object) -> KvFormat:
+        spec = dataclasses.replace(whole, head_dim=head_dim, **traits)  # type: ignore[arg-type]
         return resolve_kv_dtype(asked, spec, dtype=torch.bfloat16, device=device)
 
     assert (resolve("int8", CPU, 64), resolve("int4", CPU, 64)) == ("int8", "int4")
-    assert resolve("int8", CPU, 64, qkv_bias=True) == "int8"
-    with pytest.raises(ConfigError, match=r"int4, which would round away the keys .* biases, .* Set --kv-dtype int8"):
-        resolve("int4", CPU, 64, qkv_bias=True)
+    assert resolve("int4", CPU, 64, qkv_bias=True) == "int4"
+    for trait in ({"qk_norm": True}, {"attention_sinks": True}, {"attention_softcap": 50.0}):
+        assert resolve("int4", CPU, 64, **trait) == "int4"
+        assert resolve("int8", CPU, 64, qkv_bias=True, **trait) == "int8"
+        with pytest.raises(ConfigError, match=r"int4, which would round away the keys .* Set --kv-dtype int8"):
+            resolve("int4", CPU, 64, qkv_bias=True, **trait)
     with pytest.raises(ConfigError, match=r"int8, which needs heads in multiples of 16 items, .* have 72\. Set"):
         resolve("int8", CPU, 72)
     with pytest.raises(ConfigError, match=r"fp8, which needs a GPU .* Set --kv-dtype int8, which needs as little"):

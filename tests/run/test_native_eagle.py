@@ -16,10 +16,9 @@ from run.test_model_drafters import DRAFT_VOCAB, load, runner_of
 
 from millrace.config import Quantization
 from millrace.models.decoder import Decoder
-from millrace.models.drafters.int8 import blocks_of
 from millrace.models.drafters.load import DrafterFiles, drafter_bytes, load_drafter, open_drafter
 from millrace.models.drafters.program import EagleDrafter
-from millrace.ops.linear.stored import StoredLinear, packed_bytes
+from millrace.ops.linear.stored import StoredLinear, blocks_of, packed_bytes
 from millrace.plan.drafts import DraftSettings
 from millrace.run.cpu.draft_pass import NativeEaglePass
 from millrace.run.drafting.chain import ChainDrafter, DraftInputs, PassStates

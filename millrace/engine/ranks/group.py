@@ -14,8 +14,10 @@ from queue import SimpleQueue
 from millrace.config import Config, as_dict
 from millrace.errors import ConfigError
 from millrace.host.children import EXIT_LIMIT_S, end_of
+from millrace.run.device.device import Device
+from millrace.run.ranks.device_mesh import open_mesh
 from millrace.run.ranks.ring import RingClosed, RingWriter
-from millrace.run.ranks.shared_mesh import BEAT_S, STALL_BEATS, MeshLink, RankLost, SharedMesh, make_links
+from millrace.run.ranks.shared_mesh import BEAT_S, STALL_BEATS, MeshLink, RankLost, make_links
 
 log = logging.getLogger(__name__)
 
@@ -52,11 +54,11 @@ class RankProcess:
 class RankGroup:
     """A sink of records. `mesh`: rank 0's."""
 
-    def __init__(self, config: Config, *, load_limit_s: float = LOAD_LIMIT_S) -> None:
+    def __init__(self, config: Config, device: Device, *, load_limit_s: float = LOAD_LIMIT_S) -> None:
         """Starts the processes. `wait_until_ready` before the first step."""
         self.size, self._load_limit_s = config.run.tensor_parallel, load_limit_s
         links = make_links(self.size)
-        self.mesh = SharedMesh(links[0])
+        self.mesh = open_mesh(links[0], device)
         self.num_same = 0
         """Steps whose draws were equal, summed over the ranks."""
         self.disk_replies: SimpleQueue[tuple[int, bytes]] = SimpleQueue()
@@ -127,6 +129,7 @@ class RankGroup:
             other.process.kill()
         for other in self._others:
             end_of(other.process, f"rank {other.rank}")
+        self.mesh.release()
 
     def _listen(self, other: RankProcess) -> None:
         try:

@@ -23,10 +23,11 @@ from millrace.errors import MillraceError
 from millrace.host.time_slice import request_default_slices
 from millrace.observe.logs import setup_logging
 from millrace.run.device.device import open_device
+from millrace.run.ranks.device_mesh import open_mesh
 from millrace.run.ranks.rank_follower import RankFollower
 from millrace.run.ranks.recorder import RecordReader, RunnerSetup
 from millrace.run.ranks.ring import RingClosed, RingReader
-from millrace.run.ranks.shared_mesh import MeshLink, RankLost, SharedMesh
+from millrace.run.ranks.shared_mesh import MeshLink, RankLost
 from millrace.run.ranks.slot_pieces import SlotReceiver
 
 
@@ -38,8 +39,8 @@ def main() -> None:
     ring = RingReader(*ring_fds)
     config = from_dict(json.loads(sys.stdin.buffer.readline()))
     setup_logging(config.observe.log_level, process=f"rank {rank}")
-    mesh = SharedMesh(MeshLink.from_fds(rank, mesh_fds[0], mesh_fds[1:]))
-    device, disk = open_device(config.run), None
+    device, disk = open_device(config.run, rank), None
+    mesh = open_mesh(MeshLink.from_fds(rank, mesh_fds[0], mesh_fds[1:]), device)
     try:
         records = RecordReader()
         setup = records.read(*ring.read())
@@ -50,7 +51,8 @@ def main() -> None:
             reply = partial(ring.reply, OF_DISK)
             disk = DiskShare(config, rank, setup.disk, setup.disk_slots, runner.host_blocks, reply)
         pieces = SlotReceiver(runner, lambda: adapter_shard(setup, mesh))
-        follower = RankFollower(runner, pieces.take, None if disk is None else disk.take)
+        takes_disk = None if disk is None else disk.take
+        follower = RankFollower(runner, pieces.take, takes_disk, proposes=device.defaults.pads_drafts, check=mesh.check)
         mesh.beat()
         ring.reply(READY, runner.facts.shapes.digest.encode())
         follow(ring, records, follower, lambda sentence: f"{sentence} on rank {rank} and rank 0.")

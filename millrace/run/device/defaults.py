@@ -46,8 +46,6 @@ class DeviceDefaults:
     """Drafts of one row that a step verifies. None: as many as are ever planned."""
     pads_drafts: bool = False
     """Every row of a step is computed with all its places, and one drafter fills them."""
-    can_split: bool = False
-    """A model can be split over several processes."""
     shares_cores: bool = False
     """Steps compute on the cores that other models' steps need too."""
 
@@ -65,7 +63,6 @@ CPU_DEFAULTS = DeviceDefaults(
     max_kv_tokens=1 << 16,
     # Steps wait for a batch.
     copy_batch_bytes=4 << 20,
-    can_split=True,
     shares_cores=True,
 )
 CUDA_DEFAULTS = DeviceDefaults(

@@ -223,9 +223,17 @@ class _CudaPending(Generic[T]):
         return bool(self._done.query())  # type: ignore[no-untyped-call]
 
 
-def open_device(config: RunConfig) -> Device:
+def ranks_per_device(device: Device, num_ranks: int) -> int:
+    """How many ranks of a model share a device and its memory, at most."""
+    return num_ranks if device.kind != "cuda" else -(-num_ranks // torch.cuda.device_count())
+
+
+def open_device(config: RunConfig, rank: int = 0) -> Device:
+    """`rank`: of a model that is split over processes. Each has a GPU of its own while there are enough."""
     if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
         if not torch.cuda.is_available():
             raise ConfigError("run.device is cuda, but torch sees no GPU; use --device cpu.", param="run.device")
+        if config.tensor_parallel > 1:
+            torch.cuda.set_device(rank % torch.cuda.device_count())
         return CudaDevice()
     return CpuDevice(config.threads, config.tensor_parallel)

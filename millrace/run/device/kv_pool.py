@@ -164,13 +164,22 @@ def _few_bits_objection(requested: Literal["fp8", "int8", "int4"], device: torch
             f"needs heads of at least {INT4_LEAST_HEAD} items on a GPU, but the model's have {head_dim}. Set --kv-dtype"
             " auto."
         )
-    if not objection and requested == "int4" and spec.qkv_bias:
+    if not objection and requested == "int4" and not shifts_keys(spec):
         instead = "int8" if device.type == "cpu" else "fp8"
         return (
-            "would round away the keys of this model: its projections have biases, which can be a hundred times larger"
-            f" than what tells keys apart. Set --kv-dtype {instead} or auto."
+            "would round away the keys of this model: they have biases, which can be a hundred times larger than what"
+            " tells keys apart, and its norms, sinks or softcap do not allow to subtract them. Set --kv-dtype"
+            f" {instead} or auto."
         )
     return objection
+
+
+def shifts_keys(spec: ModelSpec) -> bool:
+    """Whether four bits can do without the biases of keys: there are none, or the same number may be added to all
+    scores of a query."""
+    if not spec.qkv_bias:
+        return True
+    return not spec.qk_norm and not spec.attention_sinks and spec.attention_softcap is None
 
 
 def _fp8_objection(device: torch.device) -> str:

@@ -54,6 +54,21 @@ def _check_int8(has_quantised_weights: bool, kernels_missing: str) -> None:
         )
 
 
+def encodes_in_int8(settings: ModelConfig, device: Device, dtype: torch.dtype) -> bool:
+    """Whether an encoder, whose weights are floats, multiplies in INT8."""
+    if settings.quantization != "int8":
+        return False
+    missing = native_missing(device.torch_device)
+    if device.kind != "cpu" or dtype != torch.float32 or missing:
+        why = f"Millrace {missing}" if missing else f"this is {dtype} on {device.kind}"
+        raise ConfigError(
+            f"--quantization int8 needs an encoder in float32 on a CPU and the C++ kernels, but {why}."
+            " Set --quantization none.",
+            param="model.quantization",
+        )
+    return True
+
+
 def prefers_int8(device: Device) -> bool:
     """Whether products of integers are the fastest for quantised weights: on a CPU with instructions for them, unless
     it has AMX, whose bfloat16 kernels unpack them for less."""

@@ -18,6 +18,7 @@ class TokenPlacing:
     def __init__(self, decoder: Decoder, kv: Sequence[Tensor], block_size: int, device: Device) -> None:
         self._kv, self._angles, self._block_size, self._device = kv, decoder.angles, block_size, device
         self._ropes = [layer.rope for layer in decoder.spec.layers]
+        self._shifts = decoder.key_shifts
         self._tensors = [tensor for _, tensor in decoder.spec.kv_groups.places]
 
     def place(self, placed: tuple[PlacedTokens, ...]) -> None:
@@ -25,9 +26,9 @@ class TokenPlacing:
             sources, targets = (self._device.upload(blocks.astype(np.int64)) for blocks in (one.sources, one.targets))
             slots = slots_of(targets, one.target_start, one.count, self._block_size)
             angles = self._angles.turns(one.distance)
-            for rope, tensor in zip(self._ropes, self._tensors, strict=True):
+            for rope, tensor, shift in zip(self._ropes, self._tensors, self._shifts, strict=True):
                 own = None if rope is None else angles[rope].expand(one.count, -1)
-                place_tokens(self._kv[tensor], sources, one.source_start, slots, own)
+                place_tokens(self._kv[tensor], sources, one.source_start, slots, own, shift)
 
 
 def placing_objection(spec: ModelSpec, *, has_drafter: bool) -> str:

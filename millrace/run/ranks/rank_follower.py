@@ -14,7 +14,16 @@ import numpy as np
 from millrace.plan.step import BlockCopies, CapturePlan, StepInputs, StepPlan
 from millrace.run.device.device import Pending
 from millrace.run.protocol import AnyRunner, StepResult
-from millrace.run.ranks.recorder import DiskWork, LoggedResult, Record, RunnerSetup, SlotFill, SlotPiece, vectors_of
+from millrace.run.ranks.recorder import (
+    DiskWork,
+    LoggedResult,
+    Record,
+    RunnerSetup,
+    SlotFill,
+    SlotPiece,
+    capture,
+    vectors_of,
+)
 
 TakeWork = Callable[[DiskWork, Sequence[Pending[float]]], None]
 
@@ -25,11 +34,16 @@ class RankFollower:
         runner: AnyRunner,
         take_piece: Callable[[SlotPiece], None] | None = None,
         take_work: TakeWork | None = None,
+        *,
+        proposes: bool = False,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """`take_piece`: of the matrices of adapters; None if steps have none. `take_work`: of a disk, after the copies
-        that are given with it; None if there is none."""
+        that are given with it; None if there is none. `proposes`: the runner drafts what rank 0 drafts. `check`: raises
+        if what a step gave may be wrong."""
         self._runner, self._take_piece, self._take_work = runner, take_piece, take_work
-        self._waiting: deque[StepPlan | BlockCopies | SlotPiece | DiskWork] = deque()
+        self._proposes, self._check = proposes, check
+        self._waiting: deque[StepPlan | BlockCopies | CapturePlan | SlotPiece | DiskWork] = deque()
         """Not begun yet."""
         self._copies: list[Pending[float]] = []
         """Begun, and not known to have ended."""
@@ -46,7 +60,7 @@ class RankFollower:
             return self._compare(record)
         if isinstance(record, StepInputs):
             self._inputs.setdefault(record.step_no, deque()).append(record)
-        elif not isinstance(record, RunnerSetup | CapturePlan | SlotFill):
+        elif not isinstance(record, RunnerSetup | SlotFill):
             self._waiting.append(record)
         while self._go_on():
             pass
@@ -69,12 +83,14 @@ class RankFollower:
         elif isinstance(first, DiskWork):
             assert self._take_work is not None
             self._take_work(first, tuple(self._copies))
+        elif isinstance(first, CapturePlan):
+            capture(self._runner, first)
         else:
-            drafts = self._inputs.get(first.step_no)
-            if first.draft_places is not None and not drafts:
+            drafts, is_told = self._inputs.get(first.step_no), first.draft_places is not None and not self._proposes
+            if is_told and not drafts:
                 return False
             self._undrawn = None  # Rank 0 has given up a step that it never drew.
-            given = () if first.draft_places is None or not drafts else drafts.popleft().drafts
+            given = drafts.popleft().drafts if is_told and drafts else ()
             self._runner.forward(first, given)
             if first.masked is None:
                 self._begun[first.step_no] = self._runner.draw(first)
@@ -96,6 +112,7 @@ class RankFollower:
         """Steps that failed have no result. They are forgotten with the next one that has."""
         step_no = result.step_no
         found = self._begun[step_no].wait()
+        self._check()
         self._begun = {own: begun for own, begun in self._begun.items() if own > step_no}
         self._inputs = {own: inputs for own, inputs in self._inputs.items() if own > step_no}
         if not np.array_equal(np.frombuffer(result.tokens, np.int32), found.drawn()):

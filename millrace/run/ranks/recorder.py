@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, Protocol
 
@@ -273,9 +274,44 @@ class _RecordedDraw:
         return self._pending.done()
 
 
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A draw that gives nothing if what it gave may be wrong."""
+
+    pending: Pending[StepResult]
+    check: Callable[[], None]
+
+    def wait(self) -> StepResult:
+        result = self.pending.wait()
+        self.check()
+        return result
+
+    def done(self) -> bool:
+        return self.pending.done()
+
+
+def capture(runner: AnyRunner, plan: CapturePlan) -> bool:
+    """On one of several ranks. They sum while a graph is prepared, so either all have it or none."""
+    if not runner.capture(plan):
+        raise RuntimeError("a CUDA graph could not be captured, and ranks capture together; set --no-graphs")
+    return True
+
+
 class RankedRunner(RecordedRunner):
     """Rank 0 of several: the others run every step at the same time, so they are told of everything as soon as it is
-    known. The runner itself tells its drafts, see `Runner`."""
+    known. A runner that drafts on the host tells its drafts itself, see `Runner`."""
+
+    def __init__(self, runner: AnyRunner, steps: StepRecorder, check: Callable[[], None] = lambda: None) -> None:
+        """`check`: raises if what a step gave may be wrong."""
+        super().__init__(runner, steps)
+        self._check = check
+
+    def _wait(self, pending: Pending[StepResult], number: int, has_inputs: bool) -> StepResult:
+        return super()._wait(Checked(pending, self._check), number, has_inputs)
+
+    def capture(self, plan: CapturePlan) -> bool:
+        self._steps.capture(plan)
+        return capture(self._runner, plan)
 
     def draw(self, plan: StepPlan, inputs: StepInputs | None = None) -> Pending[StepResult]:
         if plan.masked is not None:

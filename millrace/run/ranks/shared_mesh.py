@@ -30,7 +30,7 @@ BEAT_S = 0.5
 STALL_BEATS = 10
 """Waits of `BEAT_S` in which a rank does not beat, after which it has stalled. They are counted, not timed: when the
 whole machine stands still, no rank has stalled."""
-_HEAD_BYTES, _BEAT_STRIDE = 4096, 64
+HEAD_BYTES, _BEAT_STRIDE = 4096, 64
 _BEAT = struct.Struct("<Q")
 _WAIT = struct.pack("ll", 0, int(BEAT_S * 1e6))
 """Seconds and microseconds."""
@@ -74,7 +74,7 @@ class MeshLink:
 
 def make_links(size: int) -> list[MeshLink]:
     """Of all ranks, in their order."""
-    fd = shared_memory(_HEAD_BYTES + 2 * size * SLOT_BYTES)
+    fd = shared_memory(HEAD_BYTES + 2 * size * SLOT_BYTES)
     links = [MeshLink(rank, os.dup(fd), {}) for rank in range(size)]
     os.close(fd)
     for first in links:
@@ -105,11 +105,11 @@ class SharedMesh(Mesh):
 
     def __init__(self, link: MeshLink) -> None:
         self.rank, self.size, self._link = link.rank, link.size, link
-        self._memory = mmap.mmap(link.memory_fd, _HEAD_BYTES + 2 * self.size * SLOT_BYTES)
+        self._memory = mmap.mmap(link.memory_fd, HEAD_BYTES + 2 * self.size * SLOT_BYTES)
         items = SLOT_BYTES // 4
         self._slots = [
             [
-                torch.frombuffer(self._memory, dtype=torch.float32, count=items, offset=_HEAD_BYTES + at * SLOT_BYTES)
+                torch.frombuffer(self._memory, dtype=torch.float32, count=items, offset=HEAD_BYTES + at * SLOT_BYTES)
                 for at in range(part * self.size, (part + 1) * self.size)
             ]
             for part in (0, 1)
@@ -134,6 +134,9 @@ class SharedMesh(Mesh):
         """Why no step can run any more; empty while they can."""
         return self._lost
 
+    def check(self) -> None:
+        """Raises `RankLost` if a step may have given wrong numbers: only where the host does not wait for sums."""
+
     def beat(self) -> None:
         threading.Thread(target=self._keep_beating, name="rank-beat", daemon=True).start()
 
@@ -152,6 +155,9 @@ class SharedMesh(Mesh):
         for _, own in self._sockets:
             with contextlib.suppress(OSError):  # The other end has closed.
                 own.shutdown(socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """After `close`, when no step can follow: gives back what the mesh holds."""
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
