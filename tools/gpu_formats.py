@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from millrace.models.formats.gguf import weight_of_blocks
 from millrace.ops.base.quantised import quantise_weight
 from millrace.ops.linear.block_planes import PlanesLinear
-from millrace.ops.linear.block_weight import BlocksTriton
+from millrace.ops.linear.block_weight import BlocksTriton, ThinPlanesLinear
 from millrace.ops.linear.fp8 import StoredFp8
 from millrace.ops.linear.fp8_groups import Fp8Groups
 from millrace.ops.linear.grouped import GroupedTriton
@@ -37,7 +37,7 @@ from millrace.ops.registry import choose
 
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
 LAYERS, L2_BYTES, MAX_REPLAYS, ROUND_MS, WORKERS = 32, 160 << 20, 10, 8.0, 14
-GGUF = ("Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q8_0", "IQ4_XS", "IQ3_S", "IQ2_XXS", "Q4_0")
+GGUF = ("Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "Q8_0", "IQ4_XS", "IQ3_S", "IQ2_XXS", "Q4_0")
 FORMATS = ("W4A16", "FP8", "FP8 block", "INT8", "MXFP4", *GGUF)
 BF16 = torch.bfloat16
 Run = Callable[[Tensor], Tensor]
@@ -88,6 +88,9 @@ def candidates(linear: Any, rows: int) -> Iterator[tuple[str, Run]]:
     yield "now", linear
     if isinstance(linear, PlanesLinear):
         yield from _planes_candidates(linear, rows)
+        return
+    if isinstance(linear, ThinPlanesLinear):
+        yield from _thin_candidates(linear, rows)
         return
     if isinstance(linear, PackedCodesLinear):
         yield from _packed_candidates(linear, rows)
@@ -154,6 +157,14 @@ def _planes_candidates(linear: PlanesLinear, rows: int) -> Iterator[tuple[str, R
             yield str(tiles), functools.partial(kernel.multiply, weight=linear.weight, tiles=tiles)
 
 
+def _thin_candidates(linear: ThinPlanesLinear, rows: int) -> Iterator[tuple[str, Run]]:
+    from millrace.ops.triton.blocks import thin_rows as kernel
+
+    if rows <= kernel.MAX_ROWS:
+        for warps in (2, 4, 8, 16):
+            yield f"{warps} warps", functools.partial(kernel.multiply, weight=linear.weight, warps=warps)
+
+
 def _packed_candidates(linear: PackedCodesLinear, rows: int) -> Iterator[tuple[str, Run]]:
     from millrace.ops.triton.grouped.few_rows import FewTiles
     from millrace.ops.triton.grouped.many_rows import ManyTiles, multiply
@@ -172,7 +183,8 @@ def _fp8_candidates(linear: Fp8Groups, rows: int) -> Iterator[tuple[str, Run]]:
     from millrace.ops.triton.gemm.fp8_groups import Fp8Tiles, multiply
 
     weight, m = linear.weight, 16 if rows <= 16 else 32 if rows <= 32 else 64
-    for n, split, warps, stages in ((64, 1, 4, 8), (64, 2, 4, 6), (64, 4, 4, 6), (128, 1, 4, 6), (128, 4, 4, 6)):
+    shapes = ((64, 1, 4, 8), (64, 2, 4, 6), (64, 4, 4, 6), (128, 1, 4, 6), (128, 2, 4, 6), (128, 4, 4, 6))
+    for n, split, warps, stages in shapes:
         tiles = Fp8Tiles(m, n, split, warps, stages)
         yield (
             str(tiles),
@@ -182,6 +194,7 @@ def _fp8_candidates(linear: Fp8Groups, rows: int) -> Iterator[tuple[str, Run]]:
                 scales=weight.scales,
                 rows_per_scale=weight.rows_per_scale,
                 tiles=tiles,
+                counters=linear._counters,
             ),
         )
 

@@ -204,7 +204,7 @@ class DecoderBuilder:
             route: Route = self.choose("limited_router").make(moe.routing, bias)
             return lambda x, logits: experts(x, *route(logits, moe.top_k, moe.renormalise))
         norms_add = all(self.choices[op].version.name == "triton" for op in ("rms_norm", "add_rms_norm"))
-        unsummed = norms_add and layout.shared is None
+        unsummed = norms_add and layout.shared is None and self.mesh.size == 1
 
         def routed(x: Tensor, logits: Tensor) -> Tensor | Unsummed:
             return experts.routed(x, logits, moe.top_k, moe.renormalise, route=ops.route, unsummed=unsummed)
@@ -314,9 +314,10 @@ class DecoderBuilder:
     def matrix(self, part: TensorSpec) -> Tensor:
         return self._read(part)
 
-    def vector(self, part: TensorSpec) -> Tensor:
+    def vector(self, part: TensorSpec, report: bool = True) -> Tensor:
         found = self.source.get(part.name, device=self.device, dtype=torch.float32)
-        self._report(found.nbytes)
+        if report:
+            self._report(found.nbytes)
         return found
 
     def norm(self, part: TensorSpec) -> Tensor:
@@ -353,7 +354,7 @@ class ShardBuilder(DecoderBuilder):
     def summed_experts(self, routed: RoutedExperts) -> RoutedExperts:
         def summed(x: Tensor, logits: Tensor) -> Tensor:
             own = routed(x, logits)
-            assert isinstance(own, Tensor), "experts are split on a CPU only"
+            assert isinstance(own, Tensor)  # over ranks nothing is left for a norm to sum
             return self.mesh.sum(own.float()).to(self.dtype)
 
         return summed

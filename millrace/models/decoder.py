@@ -67,6 +67,11 @@ class Decoder:
         """[vocab, hidden] if the embedding is a plain matrix, else None."""
         return self._weights.embedding.matrix
 
+    @property
+    def key_shifts(self) -> list[Tensor | None]:
+        """What each layer subtracts from its keys; see `PrepareQkv`."""
+        return [getattr(layer.mixer, "key_shift", None) for layer in self._weights.layers]
+
     def with_distinct_layers(self) -> Decoder:
         """A copy with one layer of each kind and the last layer, for warm-up: its forward pass launches the same
         kernels, most of them once."""

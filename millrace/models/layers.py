@@ -76,6 +76,10 @@ class DenseMlp:
     def add_to(self, x: Any, total: Tensor) -> None:
         self.down.add_to(self.gate_up(x), total)
 
+    def plus(self, x: Any, total: Tensor) -> Tensor:
+        """self(x) + total, which may be overwritten."""
+        return self.down.plus(self.gate_up(x, quantise=self.down.takes_fp8), total)
+
     def adapted(self, x: Tensor, spans: tuple[Span, ...], adapters: LayerAdapters) -> Tensor:
         gate_up: Tensor = apply_by_span(self.gate_up.linear, x, spans)
         adapters.add(GATE_UP, x, gate_up)
@@ -120,11 +124,11 @@ class SharedMlp:
     has_decode_kernel: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        own, routed = self.shared(x), self.routed(x)
-        if self.gate is not None:
-            own = own * torch.sigmoid(self.gate(x))
+        routed = self.routed(x)
         assert isinstance(routed, Tensor)
-        return routed + own
+        if self.gate is None:
+            return self.shared.plus(x, routed)
+        return routed + self.shared(x) * torch.sigmoid(self.gate(x))
 
     def decode(self, x: Tensor) -> Tensor:
         return self(x)

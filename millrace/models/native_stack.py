@@ -50,7 +50,7 @@ MAX_ROPES = 8
 class _Layer(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, c_void_p) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm")),
+        *((name, c_void_p) for name in ("input_norm", "mlp_norm", "q_norm", "k_norm", "key_shift")),
         *((name, c_void_p) for name in ("attention_out_norm", "mlp_out_norm")),
         *((name, c_int64) for name in ("rope", "window", "group")),
     )
@@ -346,7 +346,7 @@ def _layer(layer: DecoderLayer) -> _Layer:
     assert isinstance(mixer.prepare_qkv, NativePrepareQkv)
     assert isinstance(layer.mlp, DenseMlp)
     assert isinstance(layer.mlp.gate_up, ComposedGatedLinear)
-    q_norm, k_norm = mixer.prepare_qkv.norms_at
+    q_norm, k_norm, key_shift = mixer.prepare_qkv.vectors_at
     return _Layer(
         _linear(mixer.qkv),
         _linear(mixer.out),
@@ -356,6 +356,7 @@ def _layer(layer: DecoderLayer) -> _Layer:
         _address(layer.mlp_norm),
         q_norm,
         k_norm,
+        key_shift,
         _address(layer.mixer_out_norm),
         _address(layer.mlp_out_norm),
         -1 if mixer.rope is None else mixer.rope,

@@ -8,8 +8,13 @@ from typing import Any
 
 from millrace.errors import ModelError
 
-QUANTISED_BY = ("fp8", "compressed-tensors", "awq", "gptq", "bitsandbytes", "torchao", "mxfp4")
+QUANTISED_BY = (
+    *("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "bitsandbytes", "torchao", "mxfp4", "modelopt"),
+    *("modelopt_fp4", "quark", "hqq"),
+)
 """Methods of quantised checkpoints that can be loaded (models/formats)."""
+SETTINGS_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+"""Files in which some tools write the settings instead of `quantization_config`, and their method."""
 _TEXT_TYPES = {"gemma3": "gemma3_text"}
 """Model type of a multimodal model to that of its text model."""
 
@@ -25,6 +30,10 @@ def read_config(path: Path) -> dict[str, Any]:
     quantised = config.get("quantization_config")
     if not quantised and config.get("compression_config"):  # the older name
         quantised = config["quantization_config"] = config["compression_config"]
+    if not quantised:
+        quantised = _settings_beside(path.parent)
+        if quantised:
+            config["quantization_config"] = quantised
     if quantised:
         kind = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
         if kind not in QUANTISED_BY:
@@ -33,6 +42,13 @@ def read_config(path: Path) -> dict[str, Any]:
                 f" with {', '.join(QUANTISED_BY)}, a GGUF file, or the unquantised model."
             )
     return config
+
+
+def _settings_beside(folder: Path) -> dict[str, Any]:
+    for name, method in SETTINGS_BESIDE.items():
+        if (folder / name).is_file():
+            return {"quant_method": method, **read_json_object(folder / name)}
+    return {}
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from millrace.config import cache_dir
 from millrace.errors import ModelError
 from millrace.sources.catalogue import find_entry
 from millrace.sources.download import Progress
+from millrace.sources.hf_config import SETTINGS_BESIDE
 from millrace.sources.hf_files import DRAFTER_TORCH_FILES
 from millrace.sources.names import HubName
 
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 _WANTED = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "tokenizer*"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*", "*.jinja"),
-    *("modules.json", "config_sentence_transformers.json"),
+    *("modules.json", "config_sentence_transformers.json", *SETTINGS_BESIDE),
 )
 ADAPTER = "adapter"
 """Variant of a repository's LoRA adapter, as PEFT saves it: `org/repo:adapter`."""

@@ -31,15 +31,21 @@ TOKENS = [int(token) for token in np.random.default_rng(2).integers(0, VOCAB, 40
 ARCHES = {
     "Olmo2": gguf.MODEL_ARCH.OLMO2,
     "Glm4": gguf.MODEL_ARCH.GLM4,
+    "Phi3": gguf.MODEL_ARCH.PHI3,
     "GptOss": gguf.MODEL_ARCH.GPT_OSS,
     "DeepseekV2": gguf.MODEL_ARCH.DEEPSEEK2,
     "DeepseekV3": gguf.MODEL_ARCH.DEEPSEEK2,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32}
 _EQUAL = {"rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}
+PHI3_SCALE = 1.03125
+"""Of rotated queries and keys."""
 CHANGES: dict[str, dict[str, Any]] = {
     # What a file cannot say is as in every model of the family.
     "gpt_oss": {"swiglu_limit": 7.0, "hidden_size": 64, "intermediate_size": 96},
+    "phi3_longrope": {
+        "rope_parameters": CASES["phi3_longrope"][1]["rope_parameters"] | {"attention_factor": PHI3_SCALE}
+    },
     "deepseek_v2_groups": {"attention_bias": False, **_EQUAL},
     "deepseek_v3": {**_EQUAL, "routed_scaling_factor": 1.7},
 }
@@ -93,6 +99,14 @@ def add_metadata(writer: gguf.GGUFWriter, config: Any, split_latents: bool) -> N
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
     writer.add_rope_dimension_count(int(config.head_dim * rope.get("partial_rotary_factor", 1.0)))
+    if config.model_type == "phi3":
+        writer.add_sliding_window(config.sliding_window or 0)
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+        if rope["rope_type"] == "longrope":
+            writer.add_rope_scaling_attn_factors(PHI3_SCALE)
+            for kind in ("short", "long"):
+                factors = np.array(rope[f"{kind}_factor"], np.float32)
+                writer.add_tensor(f"rope_factors_{kind}.weight", factors)
     if config.model_type == "gpt_oss":
         writer.add_sliding_window(config.sliding_window)
         writer.add_expert_feed_forward_length(config.intermediate_size)
@@ -167,7 +181,8 @@ def logits(path: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("case", "split_latents"),
     [
-        ("olmo2", True), ("glm4", True), ("gpt_oss", True), ("deepseek_v2", False), ("deepseek_v2_groups", True),
+        ("olmo2", True), ("glm4", True), ("phi3", True), ("phi3_longrope", True),
+        ("gpt_oss", True), ("deepseek_v2", False), ("deepseek_v2_groups", True),
         ("deepseek_v3", True), ("deepseek_v3", False),
     ],
 )  # fmt: skip

@@ -40,6 +40,7 @@ FAMILIES = (
         "gpt_oss",
         "glm4",
         "olmo2",
+        "phi3",
     ),
     *("deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"),
     *("qwen3_next", "qwen3_next_dense", "granite_hybrid", "granite_hybrid_rope"),

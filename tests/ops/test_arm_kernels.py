@@ -176,7 +176,7 @@ def test_float16_cache_write(base_kernels: EmulatedKernels) -> None:
     places = torch.tensor([3, 17, 20, 31, 9])
     found = torch.zeros(2, 2, 1, 16, 80, dtype=torch.float16)
     base_kernels.call(
-        *("prepare_qkv", DTYPES[torch.float32], KV_DTYPES[torch.float16], numbers.clone(), 0, 0, 0, found),
+        *("prepare_qkv", DTYPES[torch.float32], KV_DTYPES[torch.float16], numbers.clone(), 0, 0, 0, 0, found),
         *(places // 16, places % 16, 5, 1, 1, 80, 0, 2, 16, 1e-6),
     )
     expected = torch.zeros_like(found)

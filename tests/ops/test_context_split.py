@@ -174,7 +174,7 @@ tuning = {"BLOCK_M": 128, "TILE": 64, "STAGES": 3, "WINDOW": 0, "CAP": 0.0, "WID
           "DTYPE": tl.bfloat16, "SPLIT": True}
 built = build(_prefill_kernel, 8, heads | packed | tuning, kinds)
 print("wide", "wgmma.mma_async" in built.asm["ptx"], built.metadata.shared <= 227 << 10)
-join = build(_join_parts_kernel, 1, heads | {"GJ": 4, "PARTS": 8}, kinds)
+join = build(_join_parts_kernel, 1, heads | {"GJ": 4, "WIDTH": 128, "PARTS": 8}, kinds)
 print("waits", "griddepcontrol.wait" in join.asm["ptx"] and "griddepcontrol.wait" in built.asm["ptx"])
 """
 

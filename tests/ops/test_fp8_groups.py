@@ -45,8 +45,11 @@ def test_few_rows_share_the_inputs_between_programs() -> None:
     x = torch.randn(3, 1100, device=device).to(DTYPE)
     tiles = choose_tiles(3, 70, 1100, programs=64)
     assert tiles.split > 1
-    found = multiply(x, weight.codes, weight.scales, 128, tiles)
-    whole = multiply(x, weight.codes, weight.scales, 128, replace(tiles, split=1))
+    counters = torch.zeros(tiles.count(3, 70), dtype=torch.int32, device=device)
+    found, again = (multiply(x, weight.codes, weight.scales, 128, tiles, counters) for _ in range(2))
+    assert torch.equal(found, again)
+    assert not counters.any()
+    whole = multiply(x, weight.codes, weight.scales, 128, replace(tiles, split=1), counters)
     torch.testing.assert_close(found, whole, rtol=1e-2, atol=1e-2)
 
 

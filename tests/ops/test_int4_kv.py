@@ -34,14 +34,22 @@ def narrowed(kv: torch.Tensor) -> torch.Tensor:
     return rewritten(kv, empty(kv))
 
 
+@pytest.mark.parametrize("shifted", [False, True])
 @pytest.mark.parametrize(
     ("head_dim", "rotary", "norm"), [(32, 32, True), (64, 32, False), (80, 80, False), (96, 32, True), (64, 0, False)]
 )
-def test_the_kernel_writes_the_same_as_the_reference(head_dim: int, rotary: int, norm: bool) -> None:
+def test_the_kernel_writes_the_same_as_the_reference(head_dim: int, rotary: int, norm: bool, shifted: bool) -> None:
     torch.manual_seed(2)
     heads, kv_heads, tokens = 3, 2, 5
     weights = [torch.rand(head_dim, device=device) + 0.5 if norm else None for _ in range(2)]
-    sizes = (heads, kv_heads, head_dim, 1e-6, *weights)
+    sizes = (
+        heads,
+        kv_heads,
+        head_dim,
+        1e-6,
+        *weights,
+        torch.randn(kv_heads, head_dim, device=device) * 50 if shifted else None,
+    )
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim, device=device)
     qkv[1] = 0.0
     qkv[:, heads * head_dim + 5] *= 30
@@ -157,10 +165,11 @@ DECODE = {
 }
 PREFILL = {"BLOCK_M": 128, "SPLIT": True, "sinks_ptr": None}
 QKV = {"HEADS": 32, "HALF": 64, "HP": 64, "REST": 0, "RP": 1, "BLOCK_H": 8, "NORM": True, "MOST": 448.0, "ROTATE": True}
+QKV["SHIFT"] = True
 FLOATS = ("softmax_scale", "eps")
 POINTERS = {
     **dict.fromkeys(("q_ptr", "out_ptr", "qkv_ptr"), "*bf16"), **dict.fromkeys(("k_ptr", "v_ptr", "kv_ptr"), "*u8"),
-    **dict.fromkeys(("angles_ptr", "partial_ptr", "lse_ptr", "q_norm_ptr", "k_norm_ptr"), "*fp32"),
+    **dict.fromkeys(("angles_ptr", "partial_ptr", "lse_ptr", "q_norm_ptr", "k_norm_ptr", "shift_ptr"), "*fp32"),
     **dict.fromkeys(("blocks_ptr", "offsets_ptr"), "*i64"),
     **dict.fromkeys(("tiles", "query_starts", "seq_lens", "table_rows", "tables", "arrivals_ptr"), "*i32"),
     **dict.fromkeys(("k_scales_ptr", "v_scales_ptr", "scales_ptr", "shared_len_ptr"), "*i32"),

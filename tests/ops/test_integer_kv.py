@@ -94,16 +94,20 @@ def test_four_bits_are_laid_out_as_documented() -> None:
 
 @needs_native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("head_dim", "rotary"), [(64, 64), (80, 32), (128, 0)])
-def test_native_write_of_four_bits_equals_the_reference(dtype: torch.dtype, head_dim: int, rotary: int) -> None:
+@pytest.mark.parametrize(("head_dim", "rotary", "shift"), [(64, 64, 0), (80, 32, 50), (128, 0, 0), (128, 128, 50)])
+def test_native_write_of_four_bits_equals_the_reference(
+    dtype: torch.dtype, head_dim: int, rotary: int, shift: int
+) -> None:
     torch.manual_seed(1)
     qkv = torch.randn(37, (6 + 4) * head_dim).to(dtype)
     qkv[3] = 0
     angles = rope_angles(torch.arange(37), 1.0 / 10000 ** torch.linspace(0, 1, rotary // 2), 1.0) if rotary else None
     places = torch.randperm(5 * 16)[:37] + 16
     caches = [empty((2, 7, 2, 16, head_dim), "int4") for _ in range(2)]
+    shifts = torch.randn(2, head_dim) * shift
     for version, kv in zip((TorchPrepareQkv, NativePrepareQkv), caches, strict=True):
-        version(6, 2, head_dim, 1e-6, None, None)(qkv.clone(), angles, kv, places // 16, places % 16)
+        prepare = version(6, 2, head_dim, 1e-6, None, None, shifts if shift else None)
+        prepare(qkv.clone(), angles, kv, places // 16, places % 16)
     written = [tuple(part[:, places // 16, :, places % 16] for part in four_bit_parts(kv)) for kv in caches]
     assert torch.equal(written[0][0][:, 1], written[1][0][:, 1])  # values are copied, keys may differ in their last bit
     assert torch.equal(written[0][1][:, 1], written[1][1][:, 1])

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers import gpu_compiler
 from helpers.fake_clock import FakeClock
 from helpers.triton_mode import interpreted
 
@@ -59,32 +60,26 @@ for text in json.loads(sys.argv[1]):
 """
 
 
-def compiling() -> dict[str, str]:
-    """Environment of a process in which Triton compiles instead of interpreting."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return environment | {"PYTHONPATH": os.pathsep.join(sys.path)}
-
-
 @pytest.mark.live
 def test_the_server_fills_the_cache(tmp_path: Path) -> None:
     good, wide, bad = (json.dumps({**NORM, "constant_vals": constants(block)}) for block in (1024, 2048, 1000))
-    environment = {**compiling(), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    environment = {**gpu_compiler.variables(), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
 
-    def run(*arguments: str, given: str = "") -> str:
-        command = [sys.executable, *arguments]
+    def run(command: list[str], given: str = "") -> str:
         done = subprocess.run(
             command, input=given, env=environment, capture_output=True, text=True, timeout=240, check=False
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    assert run("-c", CHECK, json.dumps([good, wide, bad])).split() == ["False"] * 3
+    assert run(gpu_compiler.command(CHECK, json.dumps([good, wide, bad]))).split() == ["False"] * 3
     requests = [
         {"target": ["cuda", 90, 32], "kernel": kernel, "turn": int(kernel == wide)} for kernel in (good, bad, wide)
     ]
     lines = "".join(json.dumps(request) + "\n" for request in requests)
-    assert sorted(run("-m", "millrace.ops.triton.compile.build_server", given=lines)) == ["0", "0", "1"]
-    assert run("-c", CHECK, json.dumps([good, wide, bad])).split() == ["True", "True", "False"]
+    build_server = [sys.executable, "-m", "millrace.ops.triton.compile.build_server"]
+    assert sorted(run(build_server, given=lines)) == ["0", "0", "1"]
+    assert run(gpu_compiler.command(CHECK, json.dumps([good, wide, bad]))).split() == ["True", "True", "False"]
 
 
 class FakeServer:
@@ -174,8 +169,8 @@ def test_a_kernels_key_does_not_depend_on_earlier_compilation() -> None:
     """Otherwise the build server would store a kernel under a key that the engine does not look up."""
 
     def keys(order: str) -> dict[str, str]:
-        command = [sys.executable, "-c", KEYS, order]
-        found: dict[str, str] = json.loads(subprocess.check_output(command, env=compiling(), timeout=60))
+        command = gpu_compiler.command(KEYS, order)
+        found: dict[str, str] = json.loads(subprocess.check_output(command, env=gpu_compiler.variables(), timeout=60))
         return found
 
     one, two = keys("forwards"), keys("backwards")

@@ -74,11 +74,24 @@ def test_every_byte_is_read_once_per_try(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_estimate_divides_the_rate_by_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate, "memory_bytes_per_s", lambda: 9.3e9)
     monkeypatch.setattr(estimate, "has_gpu", lambda: False)
+    monkeypatch.setattr(estimate, "_is_busy", lambda: False)
     lines = list(estimate.estimate_lines("somebody/unknown-model", 300_000_000))
     assert "at most about 31 tokens/s" in lines[-1]
     assert "memory gives 9.3 GB/s." in lines[-1]
     assert "at most about 9.3 tokens/s" in list(estimate.estimate_lines("somebody/unknown-model", 1_000_000_000))[-1]
     assert "at most about 3,100 tokens/s" in list(estimate.estimate_lines("somebody/unknown-model", 3_000_000))[-1]
+
+
+@pytest.mark.parametrize(("load", "is_said"), [(2.0, False), (2.1, True)])
+def test_a_rate_that_was_measured_on_a_busy_machine_says_so(
+    monkeypatch: pytest.MonkeyPatch, load: float, is_said: bool
+) -> None:
+    monkeypatch.setattr(estimate, "memory_bytes_per_s", lambda: 2.4e9)
+    monkeypatch.setattr(estimate, "has_gpu", lambda: False)
+    monkeypatch.setattr(estimate, "usable_cores", lambda: 2)
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    last = list(estimate.estimate_lines("somebody/unknown-model", 300_000_000))[-1]
+    assert ("memory gives 2.4 GB/s now. Other programs keep this machine busy" in last) == is_said
 
 
 def test_no_speed_of_writing_is_promised_for_a_model_that_only_reads(

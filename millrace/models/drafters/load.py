@@ -19,7 +19,7 @@ from millrace.models.builder import DecoderBuilder
 from millrace.models.decoder import Decoder
 from millrace.models.drafters.checkpoint import DrafterTensors
 from millrace.models.drafters.formats import FIRST_LAYER, find_kind, read_spec
-from millrace.models.drafters.int8 import Int8Matrices, fits_int8, int8_bytes
+from millrace.models.drafters.int8 import Int8Matrices
 from millrace.models.drafters.native import native_drafter
 from millrace.models.drafters.program import Drafter, EagleDrafter, EagleWeights, MedusaDrafter, TokenMap
 from millrace.models.drafters.spec import DrafterKind, DrafterSpec
@@ -27,6 +27,7 @@ from millrace.models.spec.layout import AttentionLayout, Matrix, ModelLayout, Te
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.models.spec.rope import inverse_frequencies
 from millrace.ops.linear.dense import Head
+from millrace.ops.linear.stored import fits_int8, int8_bytes
 from millrace.sources.hf_config import read_json_object
 from millrace.sources.hf_files import DRAFTER_TORCH_FILES, find_weights
 

@@ -1,7 +1,9 @@
-"""AWQ checkpoints (`quant_method: awq`, version gemm): 4-bit codes with a scale and a zero point per group of inputs.
+"""AWQ checkpoints (`quant_method: awq`): 4-bit codes with a scale and a zero point per group of inputs.
 
 `qweight` int32 [K, N / 8]: eight outputs of one input per word; `qzeros` int32 [K / group, N / 8] likewise; `scales`
-float16 [K / group, N]. The outputs of a word are in the order 0, 2, 4, 6, 1, 3, 5, 7, from the lowest bits.
+float16 [K / group, N]. The outputs of a word are in the order 0, 2, 4, 6, 1, 3, 5, 7, from the lowest bits. The version
+gemv stores outputs in rows and their inputs in order: `qweight` [N, K / 8], `qzeros` [N, groups / 8], `scales`
+[N, groups], the last two padded with zeros.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ _FIELDS: Final = (0, 4, 1, 5, 2, 6, 3, 7)
 class AwqFormat:
     def __init__(self, settings: Settings, tensors: StoredTensors) -> None:
         version, bits = str(settings.get("version", "gemm")).lower(), settings.get("bits", settings.get("w_bit", 4))
-        if version != "gemm":
+        if version not in ("gemm", "gemv"):
             raise unsupported(f"AWQ in the layout {version}", "Use a checkpoint in the layout gemm, the usual one.")
+        self._is_by_output = version == "gemv"
         if bits != 4:
             raise unsupported(f"AWQ with {bits} bits", "Use one with 4 bits.")
         self._tensors, self._names = tensors, frozenset(tensors.names())
@@ -46,11 +49,17 @@ class AwqFormat:
         outputs, inputs = shape
         group = self._group if self._group > 0 else inputs
         groups = -(-inputs // group)
-        check_shape(self._tensors, qweight, (inputs, outputs // 8))
-        check_shape(self._tensors, scales, (groups, outputs))
         has_zeros = qzeros in self._names
+        if self._is_by_output:
+            check_shape(self._tensors, qweight, (outputs, inputs // 8))
+            words = max(self._tensors.shape(qzeros)[-1] if has_zeros else 0, -(-groups // 8))
+            check_shape(self._tensors, scales, (outputs, 8 * words))
+        else:
+            check_shape(self._tensors, qweight, (inputs, outputs // 8))
+            check_shape(self._tensors, scales, (groups, outputs))
+            words = outputs // 8
         if has_zeros:
-            check_shape(self._tensors, qzeros, (groups, outputs // 8))
+            check_shape(self._tensors, qzeros, (outputs if self._is_by_output else groups, words))
         num_bytes = items(shape) // 2 + groups * outputs * (self._tensors.dtype(scales).itemsize + has_zeros)
         return QuantisedMatrix(
             label=f"AWQ 4-bit, groups of {group}",
@@ -62,15 +71,27 @@ class AwqFormat:
         )
 
     def _read(self, module: str, has_zeros: bool, group: int, dtype: torch.dtype) -> GroupedWeight:
-        qweight = self._tensors.raw(f"{module}.qweight")
+        qweight, scales = self._tensors.raw(f"{module}.qweight"), self._tensors.raw(f"{module}.scales")
+        zeros = self._tensors.raw(f"{module}.qzeros") if has_zeros else None
+        if self._is_by_output:
+            groups = -(-8 * qweight.shape[1] // group)
+            return GroupedWeight(
+                codes=pack_codes(unpack_words(qweight, 4), 4),
+                scales=scales[:, :groups].contiguous(),
+                in_features=8 * qweight.shape[1],
+                group=group,
+                dtype=dtype,
+                zero=8,
+                zeros=None if zeros is None else unpack_words(zeros, 4)[:, :groups].contiguous(),
+            )
         return GroupedWeight(
             codes=pack_codes(_by_output(qweight), 4),
-            scales=self._tensors.raw(f"{module}.scales").t().contiguous(),
+            scales=scales.t().contiguous(),
             in_features=qweight.shape[0],
             group=group,
             dtype=dtype,
             zero=8,
-            zeros=_by_output(self._tensors.raw(f"{module}.qzeros")) if has_zeros else None,
+            zeros=None if zeros is None else _by_output(zeros),
         )
 
 

@@ -26,12 +26,11 @@ from millrace.models.formats.base import (
     unpack_words,
     unsupported,
 )
+from millrace.models.formats.fp4 import fp4_matrix
 from millrace.models.formats.fp8 import fp8_matrix
 from millrace.models.formats.gptq import order_of_groups
 from millrace.ops.linear.grouped_weight import GroupedWeight
 
-E2M1: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The values of the 16 codes of 4-bit floats."""
 FORMATS: Final = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
     *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "mixed-precision", "dense"),
@@ -116,33 +115,9 @@ class CompressedTensorsFormat:
         self, module: str, shape: tuple[int, int], used: tuple[str, ...], weights: Mapping[str, Any]
     ) -> QuantisedMatrix:
         packed, scale, whole = (f"{module}.{end}" for end in ("weight_packed", "weight_scale", "weight_global_scale"))
-        outputs, inputs = shape
-        is_mx = whole not in used
-        group = int(weights.get("group_size") or (32 if is_mx else 16))
-        check_shape(self._tensors, packed, (outputs, inputs // 2))
-        check_shape(self._tensors, scale, (outputs, inputs // group))
-
-        def read(dtype: torch.dtype) -> GroupedWeight:
-            scales = self._tensors.raw(scale)
-            output_scales = None if is_mx else (1 / self._tensors.raw(whole).float()).expand(outputs).contiguous()
-            return GroupedWeight(
-                codes=self._tensors.raw(packed),
-                scales=scales.view(torch.float8_e8m0fnu) if is_mx else scales,
-                in_features=inputs,
-                group=group,
-                dtype=dtype,
-                levels=torch.tensor(E2M1),
-                output_scales=output_scales,
-            )
-
-        return QuantisedMatrix(
-            label=f"{'MXFP4' if is_mx else 'NVFP4'}, groups of {group}",
-            shape=shape,
-            tensors=used,
-            num_bytes=items(shape) // 2 + items(shape) // group + (0 if is_mx else 4 * outputs),
-            read=read,
-            gguf="MXFP4" if is_mx and group == 32 else None,
-        )
+        number = whole if whole in used else None
+        group = int(weights.get("group_size") or (32 if number is None else 16))
+        return fp4_matrix(self._tensors, packed, scale, number, shape, group, used, is_divisor=True)
 
     # --- integers ---
 

@@ -1,4 +1,5 @@
-"""FP8 checkpoints (`quant_method: fp8`): float8_e4m3fn weights with a scale per tensor, per output or per block.
+"""FP8 checkpoints (`quant_method: fp8` or `fbgemm_fp8`): float8_e4m3fn weights with a scale per
+tensor, per output or per block.
 
 Weights are `weight`; scales are `weight_scale_inv` (blocks of 128 x 128, by which the stored number is multiplied) or
 `weight_scale`. Activation scales are not used: where activations are rounded to FP8, each token has its own scale.
@@ -49,7 +50,7 @@ class Fp8Format:
                 f"{self._tensors.file_of(weight)}: tensor {weight} is FP8, but modules_to_not_convert names it."
                 " The config and the weights belong to different models; download both again."
             )
-        rest = (f"{module}.input_scale", f"{module}.activation_scale")
+        rest = (f"{module}.{end}" for end in ("input_scale", "activation_scale", "input_scale_ub"))
         used = (weight, scale, *(name for name in rest if name in self._names))
         return fp8_matrix(self._tensors, weight, scale, shape, self._block, used, "FP8")
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from millrace.models.formats.base import QuantisedMatrix, pack_codes
-from millrace.models.formats.compressed_tensors import E2M1
+from millrace.models.formats.fp4 import E2M1
 from millrace.models.spec.layout import ModelLayout, all_tensors
 from millrace.ops.linear.block_weight import BlockWeight
 from millrace.ops.linear.grouped_weight import GroupedWeight

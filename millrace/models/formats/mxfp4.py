@@ -13,7 +13,7 @@ import torch
 
 from millrace.errors import ModelError
 from millrace.models.formats.base import QuantisedMatrix, Settings, StoredTensors, check_shape, is_named, items
-from millrace.models.formats.compressed_tensors import E2M1
+from millrace.models.formats.fp4 import E2M1
 from millrace.ops.linear.grouped_weight import GroupedWeight
 
 GROUP = 32

@@ -12,17 +12,25 @@ from millrace.models.formats.bitsandbytes import BitsAndBytesFormat
 from millrace.models.formats.compressed_tensors import CompressedTensorsFormat
 from millrace.models.formats.fp8 import Fp8Format
 from millrace.models.formats.gptq import GptqFormat
+from millrace.models.formats.hqq import HqqFormat
+from millrace.models.formats.modelopt import ModelOptFormat
 from millrace.models.formats.mxfp4 import Mxfp4Format
+from millrace.models.formats.quark import QuarkFormat
 from millrace.models.formats.torchao import TorchAoFormat
 
 _FORMATS: Final[Mapping[str, Callable[[Settings, StoredTensors], CheckpointFormat]]] = {
     "fp8": Fp8Format,
+    "fbgemm_fp8": Fp8Format,
     "compressed-tensors": CompressedTensorsFormat,
     "awq": AwqFormat,
     "gptq": GptqFormat,
     "bitsandbytes": BitsAndBytesFormat,
     "torchao": TorchAoFormat,
     "mxfp4": Mxfp4Format,
+    "modelopt": ModelOptFormat,
+    "modelopt_fp4": ModelOptFormat,
+    "quark": QuarkFormat,
+    "hqq": HqqFormat,
 }
 
 

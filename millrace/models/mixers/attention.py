@@ -14,10 +14,15 @@ from millrace.models.batch import LastTokens
 from millrace.models.decode_spans import apply_by_span
 from millrace.models.mixers.base import MixerBuilder, MixerSite, MixerStep
 from millrace.models.spec.layout import AttentionLayout
+from millrace.models.spec.rope import inverse_frequencies
 from millrace.ops.attention import AttentionRows
 from millrace.ops.attention.qkv import PrepareQkv
+from millrace.ops.elementwise.rope import rope, rope_angles
 from millrace.ops.kv.cache import format_of
 from millrace.ops.linear.dense import Linear
+
+SHIFT_POSITIONS, SHIFT_SAMPLES = 32768, 2048
+"""Key shifts are means over as many positions as the model knows, but not over more than these; of so many samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,8 @@ class AttentionMixer:
     """The KV tensor of the pool that holds this layer's keys and values, in the blocks of its group."""
     projection_norms: ProjectionNorms | SplitProjectionNorms | None = None
     """Norms that take all heads together; `prepare_qkv` has those of single heads."""
+    key_shift: Tensor | None = None
+    """float32 [kv_heads, head_dim]: what `prepare_qkv` subtracts from keys before it rounds them to four bits."""
     order: Tensor | None = None
     """int64: the order of the projection's outputs in which rotated dimensions are paired as the ops pair them. Scores
     do not change, since queries and keys have the same."""
@@ -143,6 +150,8 @@ def build_attention(builder: MixerBuilder, site: MixerSite) -> AttentionMixer:
         else:
             whole = ProjectionNorms(q_norm, k_norm, builder.choose("rms_norm").make(), spec.norm_eps)
         q_norm = k_norm = None
+    order = _halves_order(builder, site) if spec.rotates_neighbours else None
+    key_shift = _key_shift(builder, site, layout, order)
     return AttentionMixer(
         qkv=builder.linear(layout.qkv, "qkv_linear"),
         prepare_qkv=prepare.make(
@@ -152,6 +161,7 @@ def build_attention(builder: MixerBuilder, site: MixerSite) -> AttentionMixer:
             spec.norm_eps,
             q_norm,
             k_norm,
+            key_shift,
         ),
         out=builder.summed(builder.linear(layout.out, "out_linear")),
         rope=site.layer.rope,
@@ -159,9 +169,28 @@ def build_attention(builder: MixerBuilder, site: MixerSite) -> AttentionMixer:
         kv_group=site.kv_group,
         kv_index=site.kv_index,
         projection_norms=whole,
-        order=_halves_order(builder, site) if spec.rotates_neighbours else None,
+        key_shift=key_shift,
+        order=order,
         sinks=None if layout.sinks is None else builder.vector(layout.sinks),
     )
+
+
+def _key_shift(builder: MixerBuilder, site: MixerSite, layout: AttentionLayout, order: Tensor | None) -> Tensor | None:
+    """The mean over positions of the rotated biases of keys; None without biases, or where a norm follows them. It is
+    the large part of keys that four bits would round to: pairs of dimensions with large biases hardly turn."""
+    spec = builder.spec
+    if not layout.qkv.biases or layout.k_norm is not None:
+        return None
+    whole = torch.zeros(spec.q_size + 2 * spec.kv_size, device=builder.device)
+    keys = slice(spec.q_size, spec.q_size + spec.kv_size)
+    whole[keys] = builder.vector(layout.qkv.biases[1], report=False)
+    shift = (whole if order is None else whole[order])[keys].view(1, spec.num_kv_heads, spec.head_dim)
+    if site.layer.rope is not None:
+        own = spec.ropes[site.layer.rope]
+        positions = torch.linspace(0, min(spec.max_context, SHIFT_POSITIONS) - 1, SHIFT_SAMPLES)
+        angles = rope_angles(positions, inverse_frequencies(own), own.attention_factor).mean(0, keepdim=True)
+        shift = rope(shift, angles.to(builder.device))
+    return shift[0].contiguous()
 
 
 def _halves_order(builder: MixerBuilder, site: MixerSite) -> Tensor:

@@ -134,8 +134,8 @@ class MixerBuilder(Protocol):
         """A linear whose result is added to the residual: over all ranks of a mesh."""
         ...
 
-    def vector(self, part: TensorSpec) -> Tensor:
-        """As it is stored, in float32."""
+    def vector(self, part: TensorSpec, report: bool = True) -> Tensor:
+        """As it is stored, in float32. `report`: whether its bytes count as loaded."""
         ...
 
     def matrix(self, part: TensorSpec) -> Tensor:

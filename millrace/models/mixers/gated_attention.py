@@ -43,6 +43,10 @@ class GatedAttentionMixer:
     def kind(self) -> tuple[object, ...]:
         return "gated", *self.attention.kind
 
+    @property
+    def key_shift(self) -> Tensor | None:
+        return self.attention.key_shift
+
     def prepare(self, step: MixerStep) -> Any:
         return self.attention.prepare(step)
 

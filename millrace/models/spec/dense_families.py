@@ -121,6 +121,19 @@ def _cwm_windows(c: ConfigReader, num_layers: int) -> Windows:
 
 DENSE_FAMILIES: tuple[Family, ...] = (
     Family(
+        name="phi3",
+        model_types=("phi3",),
+        architectures=("Phi3ForCausalLM",),
+        traits=lambda c: {},
+        windows=uniform_windows,
+        defaults={
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+        },
+        names=WeightNames(mlp_gate_up=("mlp.gate_up_proj",), qkv=("qkv_proj",)),
+    ),
+    Family(
         name="seed_oss",
         model_types=("seed_oss",),
         architectures=("SeedOssForCausalLM",),

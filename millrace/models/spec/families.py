@@ -34,6 +34,7 @@ from millrace.sources.encoders.families import instead_of
 
 MAX_LAYERS = 1024
 """A config with more layers is treated as damaged."""
+NO_LIMIT = 1 << 62
 MAX_EXPERTS = 4096
 """The router's GPU kernel keeps the logits of a token's experts in the registers of one warp."""
 
@@ -474,9 +475,11 @@ def _activation(c: ConfigReader) -> Activation:
 
 
 def _max_context(c: ConfigReader, ropes: tuple[RopeSpec, ...]) -> int:
-    """YaRN extends the trained context; some configs state only the trained one."""
+    """YaRN extends the trained context; some configs state only the trained one. Where the frequencies of longer texts
+    are others, the trained one is the limit."""
     extended = [int(rope.original_context * rope.factor) for rope in ropes if rope.kind == "yarn"]
-    return max(c.whole("max_position_embeddings"), *extended, 1)
+    trained = [rope.original_context for rope in ropes if rope.kind == "divisors" and rope.original_context]
+    return min(max(c.whole("max_position_embeddings"), *extended, 1), *trained, NO_LIMIT)
 
 
 def _check_heads(c: ConfigReader, spec: ModelSpec) -> None:

@@ -29,6 +29,8 @@ class WeightNames:
     mlp_gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """One name: both in one tensor."""
     mlp_down: str = "mlp.down_proj"
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    """Under `self_attn.`. One name: all in one tensor, queries first."""
 
 
 @dataclass(frozen=True, slots=True)

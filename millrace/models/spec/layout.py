@@ -179,7 +179,8 @@ def _attention(spec: ModelSpec, prefix: str) -> AttentionLayout:
     def norm(name: str, size: int) -> TensorSpec | None:
         return TensorSpec(f"{attention}{name}.weight", (size,)) if spec.qk_norm else None
 
-    rows = {"q_proj": spec.q_size, "k_proj": spec.kv_size, "v_proj": spec.kv_size}
+    names, sizes = family_named(spec.family).names.qkv, (spec.q_size, spec.kv_size, spec.kv_size)
+    rows = {names[0]: sum(sizes)} if len(names) == 1 else dict(zip(names, sizes, strict=True))
     return AttentionLayout(
         qkv=_matrix(attention, rows, spec.hidden_size, spec.qkv_bias),
         q_norm=norm("q_norm", spec.qk_norm_sizes[0]),

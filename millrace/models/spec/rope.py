@@ -17,7 +17,7 @@ from millrace.errors import ModelError
 from millrace.models.spec.config_reader import ConfigReader
 from millrace.models.spec.model_spec import RopeSpec
 
-_SUPPORTED = "default, linear, dynamic, llama3, yarn, divisors"
+_SUPPORTED = "default, linear, dynamic, llama3, yarn, longrope, divisors"
 
 
 ROPE_KEYS = (
@@ -53,6 +53,8 @@ def read_rope(config: Mapping[str, Any], head_dim: int, default_theta: float, la
         return _read_llama3(reader, base)
     if kind == "yarn":
         return _read_yarn(reader, base)
+    if kind in ("longrope", "su"):
+        return _read_longrope(reader, base)
     if kind == "divisors":
         return RopeSpec(rotary_dim, theta, "divisors", divisors=_read_divisors(reader, rotary_dim))
     raise ModelError(f"The model's config has rope type {kind!r}, which is not supported. Supported: {_SUPPORTED}.")
@@ -96,11 +98,27 @@ def _read_yarn(reader: ConfigReader, base: RopeSpec) -> RopeSpec:
     )
 
 
-def _read_divisors(reader: ConfigReader, rotary_dim: int) -> tuple[float, ...]:
+def _read_longrope(reader: ConfigReader, base: RopeSpec) -> RopeSpec:
+    """Texts up to the trained context have other frequencies than longer ones, for which all keys would have to be
+    computed again. Here they have those of short ones, and the trained context is the limit."""
+    original = _original_context(reader)
+    factor = reader.positive("factor", reader.whole("max_position_embeddings") / original)
+    growth = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1.0 else 1.0
+    return RopeSpec(
+        base.rotary_dim,
+        base.theta,
+        "divisors",
+        original_context=original,
+        attention_factor=reader.positive("attention_factor", growth),
+        divisors=_read_divisors(reader, base.rotary_dim, "short_factor"),
+    )
+
+
+def _read_divisors(reader: ConfigReader, rotary_dim: int, key: str = "divisors") -> tuple[float, ...]:
     """The divisor of each frequency."""
-    values = reader.get("divisors")
+    values = reader.get(key)
     if not isinstance(values, list) or len(values) != rotary_dim // 2 or not all(float(value) > 0 for value in values):
-        raise reader.fail("divisors", f"must be a list of {rotary_dim // 2} numbers above 0")
+        raise reader.fail(key, f"must be a list of {rotary_dim // 2} numbers above 0")
     return tuple(float(value) for value in values)
 
 

@@ -141,9 +141,15 @@ class Shard:
         # Of gated attention, a head's query and gate.
         per_head = mixer.qkv.parts[0].shape[0] // self.whole.num_heads
         queries, keys = _scaled(self.heads, per_head), _scaled(self.kv_heads, size)
+        cuts = [Cut(rows=queries), Cut(rows=keys), Cut(rows=keys)]
+        if len(mixer.qkv.parts) == 1:  # all queries, all keys, all values
+            whole = self.whole
+            queries = _scaled(self.heads, size)
+            values = tuple(_shifted(keys, whole.q_size + index * whole.kv_size) for index in (0, 1))
+            cuts = [Cut(rows=queries, more_rows=values)]
         for parts in (mixer.qkv.parts, mixer.qkv.biases):
-            for part, rows in zip(parts, (queries, keys, keys), strict=bool(parts)):
-                yield part.name, Cut(rows=rows)
+            for part, cut in zip(parts, cuts, strict=bool(parts)):
+                yield part.name, cut
         yield from self._column_cuts(mixer.out, _scaled(self.heads, size))
         if self.whole.qk_norm_span == "projection" and mixer.q_norm is not None and mixer.k_norm is not None:
             yield mixer.q_norm.name, Cut(rows=queries)

@@ -62,6 +62,7 @@ _TABLES = {
         "post_ffw_norm": "post_mlp_layernorm",
         "ffn_up": "mlp.gate_up_proj",
     },
+    "phi3": _LAYER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     "gpt_oss": _LAYER
     | {
         "post_attention_norm": "post_attention_layernorm",
@@ -74,7 +75,9 @@ _TABLES = {
 """Names of a layer's tensors in families that differ from `_LAYER`."""
 _WITHOUT_KIND = ("attn_sinks", "exp_probs_b")
 """Tensors whose Hugging Face names do not end in `.weight` or `.bias`."""
-_UNUSED = re.compile(r"rope_freqs\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight|.+\.(input_scale|scale)")
+_UNUSED = re.compile(
+    r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight|.+\.(input_scale|scale)"
+)
 """Rope factors are in the config; scales are applied with their weight; input scales are hints for 4-bit kernels."""
 _BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>[a-z_]+)(\.(?P<expert>\d+))?\.(?P<kind>weight|bias)")
 _EXPERT_PARTS = ("ffn_gate", "ffn_up", "ffn_down")
@@ -112,7 +115,7 @@ def _pieces_of(model: GgufModel, config: dict[str, Any], tensor: str) -> Iterato
         yield from _experts(model, config, prefix, part.removesuffix("_exps"), kind, whole)
     elif part == "ffn_gate_up_exps":
         yield from _fused_experts(model, config, prefix, whole)
-    elif part == "attn_qkv":
+    elif part == "attn_qkv" and part not in table:
         yield from _fused_attention(model, config, prefix, kind, whole)
     elif part in ("attn_k_b", "attn_v_b") and "attn_kv_b" in table:
         yield from _keys_and_values(model, config, prefix, tensor, whole)

@@ -19,7 +19,9 @@ from millrace.models.spec.layout import ModelLayout, TensorSpec, all_tensors
 from millrace.ops.linear.blocks import gguf_blocks
 from millrace.ops.linear.grouped_weight import GroupedWeight
 
-_CACHE_SCALE = re.compile(r".*\.self_attn\.(k_scale|v_scale|q_scale|kv_cache\..*|(attn|kv)\..*scale)")
+_CACHE_SCALE = re.compile(
+    r".*\.self_attn\.(k_scale|v_scale|q_scale|kv_cache\..*|(attn|kv)\..*scale|[kv]_proj\.([kv]|output)_scale)"
+)
 """Scales of keys and values for another engine's FP8 cache, which has none here."""
 
 

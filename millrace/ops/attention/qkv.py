@@ -1,6 +1,8 @@
 """Between the QKV projection and attention: QK norm, RoPE, and writing keys and values to the KV cache.
 
-make(num_heads, num_kv_heads, head_dim, eps, q_norm, k_norm) -> PrepareQkv. Norm weights are float32 [head_dim] or None.
+make(num_heads, num_kv_heads, head_dim, eps, q_norm, k_norm, key_shift=None) -> PrepareQkv. Norm weights are float32
+[head_dim] or None. key_shift, float32 [kv_heads, head_dim], is subtracted from the keys that go to a four-bit cache: it
+adds the same number to all scores of a query, which the softmax ignores.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from millrace.ops.base.version import Version
 from millrace.ops.cpp.native import DTYPES, KV_DTYPES, native, native_missing
 from millrace.ops.elementwise.norm import rms_norm
 from millrace.ops.elementwise.rope import rope
-from millrace.ops.kv.cache import write_kv
+from millrace.ops.kv.cache import is_four_bit, write_kv
 from millrace.ops.triton import triton_missing
 
 MAX_HEAD_DIM = 512
@@ -40,17 +42,21 @@ class TorchPrepareQkv:
         eps: float,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
+        key_shift: Tensor | None = None,
     ) -> None:
         self.heads = [num_heads, num_kv_heads, num_kv_heads]
         self.head_dim = head_dim
         self.eps = eps
         self.q_norm = q_norm
         self.k_norm = k_norm
+        self.key_shift = key_shift
 
     def __call__(self, qkv: Tensor, angles: Tensor | None, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> Tensor:
         heads = qkv.view(qkv.shape[0], -1, self.head_dim)
         queries, keys, values = torch.split(heads, self.heads, dim=1)
         queries, keys = self._prepare(queries, self.q_norm, angles), self._prepare(keys, self.k_norm, angles)
+        if self.key_shift is not None and is_four_bit(kv):
+            keys, values = keys.float() - self.key_shift, values.float()
         write_kv(torch.stack((keys, values), dim=1), kv, block_ids, offsets)
         return queries
 
@@ -74,12 +80,14 @@ class NativePrepareQkv:
         eps: float,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
+        key_shift: Tensor | None = None,
     ) -> None:
         self._native = native()
         self._sizes = (num_heads, num_kv_heads, head_dim)
         self._eps = eps
-        self._norms = (q_norm, k_norm)
-        self.norms_at = tuple(None if norm is None else norm.data_ptr() for norm in self._norms)
+        self._vectors = (q_norm, k_norm, key_shift)
+        self.vectors_at = tuple(None if vector is None else vector.data_ptr() for vector in self._vectors)
+        """Addresses of the norm weights and of the key shift."""
 
     def __call__(self, qkv: Tensor, angles: Tensor | None, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> Tensor:
         heads, kv_heads, head_dim = self._sizes
@@ -89,7 +97,7 @@ class NativePrepareQkv:
             KV_DTYPES[kv.dtype],
             qkv.data_ptr(),
             None if angles is None else angles.data_ptr(),
-            *self.norms_at,
+            *self.vectors_at,
             kv.data_ptr(),
             block_ids.data_ptr(),
             offsets.data_ptr(),
@@ -106,11 +114,17 @@ class NativePrepareQkv:
 
 
 def make_triton(
-    num_heads: int, num_kv_heads: int, head_dim: int, eps: float, q_norm: Tensor | None, k_norm: Tensor | None
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    eps: float,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    key_shift: Tensor | None = None,
 ) -> PrepareQkv:
     from millrace.ops.triton.attention.qkv import PrepareQkvKernel
 
-    return PrepareQkvKernel(num_heads, num_kv_heads, head_dim, eps, q_norm, k_norm)
+    return PrepareQkvKernel(num_heads, num_kv_heads, head_dim, eps, q_norm, k_norm, key_shift)
 
 
 VERSIONS = (

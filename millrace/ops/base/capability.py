@@ -24,6 +24,11 @@ def capability(device: torch.device) -> tuple[int, int]:
     return own if limit is None else min(own, limit)
 
 
+def has_large_shared_memory(found: tuple[int, int]) -> bool:
+    """True if a program has at least 163 KiB of shared memory; other GPUs since Ampere give it 99 (8.6, 8.9, 12.0)."""
+    return found in ((8, 0), (8, 7)) or WARPGROUPS <= found < (12, 0)
+
+
 def gpu_notes(device: torch.device) -> tuple[str, ...]:
     """For the start's message: nothing on a CPU."""
     return (f"GPU kernels for {gpu_paths(device)}.",) if device.type == "cuda" else ()

@@ -19,7 +19,9 @@ class SplitEmbedding:
         self._own, self._tokens, self._vocab_size, self._mesh = own, tokens, vocab_size, mesh
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self._vocab_size:
+        # On a GPU nothing waits for the device.
+        is_checked = not token_ids.is_cuda and len(token_ids) > 0
+        if is_checked and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < self._vocab_size:
             wrong = token_ids[(token_ids < 0) | (token_ids >= self._vocab_size)]
             raise IndexError(f"token id {int(wrong[0])} is outside the vocabulary of {self._vocab_size}")
         first, last = self._tokens.start, self._tokens.stop - 1

@@ -1,10 +1,10 @@
-"""A weight as the blocks of a GGUF file, and its linear on a GPU."""
+"""A weight as the blocks of a GGUF file, and its linears on a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -90,3 +90,38 @@ class BlocksTriton(Head):
             return F.linear(x, product.decode(self._operand, x.dtype), self.bias).to(dtype)
         out: Tensor = product.multiply(x, self._operand, tiles, self.bias, dtype)
         return out
+
+
+def is_thin(weight: object) -> TypeGuard[BlockWeight]:
+    """True if the kernels take such a weight."""
+    if not isinstance(weight, BlockWeight) or weight.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    from millrace.ops.triton.blocks import thin_planes  # slow to import
+
+    return thin_planes.fits(weight.kind, *weight.shape)
+
+
+class ThinPlanesLinear(Head):
+    """Q2_K and Q3_K in planes of codes, as `block_planes.py` has it for more bits. Few rows: a kernel that makes
+    numbers of codes in registers. More: the weight dequantised in every call."""
+
+    def __init__(self, weight: BlockWeight, bias: Tensor | None = None) -> None:
+        from millrace.ops.triton.blocks import thin_planes, thin_rows
+
+        self.weight = thin_planes.pack(weight.kind, weight.blocks, weight.in_features, weight.dtype)
+        self.bias = bias
+        self.num_bytes = self.weight.num_bytes + (0 if bias is None else bias.nbytes)
+        self._few, self._dequantise = thin_rows.multiply, thin_rows.dequantise
+        self._choose, self._max_rows = thin_rows.choose_warps, thin_rows.MAX_ROWS
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._multiply(x, x.dtype)
+
+    def wide(self, x: Tensor, out: Tensor | None = None, decode: bool = False) -> Tensor:
+        return self._multiply(x, torch.float32)
+
+    def _multiply(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        rows = x.shape[0]
+        if rows <= self._max_rows:
+            return self._few(x, self.weight, self._choose(rows, self.weight), self.bias, dtype)
+        return F.linear(x, self._dequantise(self.weight), self.bias).to(dtype)

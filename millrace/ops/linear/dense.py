@@ -70,6 +70,13 @@ class Linear(ABC):
         """total [T, N] += self(x), added in float32 and rounded once. Only if `adds` returned true."""
         raise NotImplementedError
 
+    def plus(self, x: Any, total: Tensor) -> Tensor:
+        """self(x) + total [T, N], which may be overwritten."""
+        if self.adds(total.shape[0]):
+            self.add_to(x, total)
+            return total
+        return self(x) + total
+
 
 class Head(Linear):
     """A linear that can be the LM head. Its logits are float32: rounding to the model's dtype could make different ones
@@ -271,6 +278,12 @@ class TunedLinear(Head):
     def add_to(self, x: Tensor, total: Tensor) -> None:
         if not self._chosen.add_to(x, total):
             total.addmm_(x, self.weight.t())
+
+    def plus(self, x: Tensor, total: Tensor) -> Tensor:
+        tiles = self._tiles.of(x.shape[0])
+        if x.shape[0] == 1 and tiles is not None and self.bias is None:
+            return self._multiply(x, self.weight, tiles, bias=total[0], counters=self._counters)
+        return super().plus(x, total)
 
     def wide(self, x: Tensor, out: Tensor | None = None, decode: bool = False) -> Tensor:
         tiles = self._tiles.of(x.shape[0])

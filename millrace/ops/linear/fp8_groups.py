@@ -57,6 +57,7 @@ def _scaled_mm(values: Tensor, value_scales: Tensor, codes: Tensor, scales: Tens
 class Fp8Groups(Head):
     def __init__(self, weight: GroupedWeight, bias: Tensor | None = None) -> None:
         from millrace.ops.triton.gemm import fp8_groups  # local: imports Triton
+        from millrace.ops.triton.gemm.product import new_counters
 
         self.weight, self.bias, self._product = weight, bias, fp8_groups
         device = weight.codes.device
@@ -65,6 +66,7 @@ class Fp8Groups(Head):
         self._programs = 2 * processors
         is_float = weight.scales.dtype == torch.float32 and weight.dtype == torch.bfloat16
         self._takes_many = weight.rows_per_scale == GROUP and is_float and takes_blocks(device, *weight.shape)
+        self._counters = new_counters(fp8_groups.most_tiles(weight.shape[0]), device)
         self.num_bytes = weight.num_bytes + (0 if bias is None else bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -81,5 +83,5 @@ class Fp8Groups(Head):
             return out if self.bias is None else out.add_(self.bias)
         tiles = self._product.choose_tiles(rows, *weight.shape, self._programs, self._is_large)
         return self._product.multiply(
-            x, weight.codes, weight.scales, weight.rows_per_scale, tiles, self.bias, out_dtype=dtype
+            x, weight.codes, weight.scales, weight.rows_per_scale, tiles, self._counters, self.bias, dtype
         )

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from millrace.ops.base.capability import capability
 from millrace.ops.base.version import Version
 from millrace.ops.linear.block_planes import PlanesLinear, kind_of
-from millrace.ops.linear.block_weight import BlockWeight
+from millrace.ops.linear.block_weight import BlockWeight, ThinPlanesLinear, is_thin
 from millrace.ops.linear.dense import Head
 from millrace.ops.linear.fp8_groups import Fp8Groups, multiplies_fp8
 from millrace.ops.linear.grouped import by_parts, make_triton
@@ -91,6 +91,8 @@ def make_packed(weight: GroupedWeight | BlockWeight, bias: Tensor | None = None)
         return Fp8Groups(weight, bias)
     if kind_of(weight) is not None:
         return PlanesLinear(weight, bias)
+    if is_thin(weight):
+        return ThinPlanesLinear(weight, bias)
     return make_triton(weight, bias)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from millrace.ops.base.version import Version
 from millrace.ops.cpp.native import DTYPES, native, native_missing
 from millrace.ops.linear.dense import Linear, addresses_of
+from millrace.ops.triton import triton_missing
 
 PerHead = Callable[[Tensor], Tensor]
 """[T, H, K] -> [T, H, N]"""
@@ -48,10 +49,17 @@ class NativePerHead(LoopPerHead):
 
 
 class BatchedPerHead:
+    """Few rows: one kernel that waits for nothing but x. More: torch's batched product."""
+
     def __init__(self, weight: Tensor, linear: MakeLinear) -> None:
+        from millrace.ops.triton.gemm import per_head  # slow to import
+
         self._weight = weight.mT.contiguous()
+        self._few, self._max_rows = per_head.per_head, per_head.MAX_ROWS if weight.shape[2] <= per_head.TILE else 0
 
     def __call__(self, x: Tensor) -> Tensor:
+        if 0 < x.shape[0] <= self._max_rows and x.stride(2) == 1:
+            return self._few(x, self._weight)
         return torch.bmm(x.transpose(0, 1), self._weight).transpose(0, 1)
 
 
@@ -60,8 +68,9 @@ VERSIONS = (
         op="per_head_linear",
         name="batched",
         make=BatchedPerHead,
-        when="torch's batched matrix product over all heads",
+        when="all heads at once: a Triton kernel for few rows, else torch's batched matrix product",
         devices=("cuda",),
+        missing=triton_missing,
     ),
     Version(
         op="per_head_linear",

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, Literal, get_args
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -45,6 +47,8 @@ ORDERS: Final[dict[Order, int]] = {order: code for code, order in enumerate(get_
 """The codes of PartOrder in cpp/linear/linear.h."""
 INT8_BLOCK: Final = 32
 """Consecutive inputs of a row that have one scale when activations are rounded to INT8."""
+INT8_FORMAT: Final = "Q8_0"
+"""In which float32 matrices are kept for products of integers: a scale for each 32 inputs of an output."""
 LAYOUT_VERSION: Final = 2
 """Increase when the packed bytes change, so that packed weights cached on disk are rebuilt."""
 
@@ -96,6 +100,34 @@ def as_kernels_read(kind: str, blocks: Any) -> Any:
     from millrace.ops.linear.byte_blocks import byte_blocks  # imports gguf, which is slow
 
     return byte_blocks(kind, blocks)
+
+
+def fits_int8(shape: tuple[int, ...]) -> bool:
+    return len(shape) == 2 and shape[1] % INT8_BLOCK == 0
+
+
+def int8_bytes(shape: tuple[int, ...]) -> int:
+    """What a matrix takes in memory."""
+    rows, columns = shape
+    return packed_bytes(INT8_FORMAT, rows, columns)
+
+
+def int8_weight(matrix: Tensor) -> StoredWeight:
+    rows, columns = matrix.shape
+    packed = pack_stored(INT8_FORMAT, blocks_of(matrix), rows, columns, "dot")
+    return StoredWeight((StoredPart(INT8_FORMAT, rows, packed),), columns, torch.float32, "dot")
+
+
+def blocks_of(matrix: Tensor) -> npt.NDArray[np.uint8]:
+    """The rows of a float32 matrix as Q8_0 blocks: a float16 scale, the largest magnitude / 127, then 32 integers."""
+    groups = matrix.numpy().reshape(-1, INT8_BLOCK)
+    scales = (np.abs(groups).max(axis=1, keepdims=True) / 127).astype(np.float16)
+    wide = scales.astype(np.float32)
+    # Integers are those of the rounded scale, which can be a little too small for the largest number.
+    scaled = np.divide(groups, wide, out=np.zeros_like(groups), where=wide > 0)
+    integers = np.rint(scaled).clip(-127, 127).astype(np.int8)
+    blocks = np.concatenate([scales.view(np.uint8), integers.view(np.uint8)], axis=1)
+    return np.ascontiguousarray(blocks.reshape(matrix.shape[0], -1))
 
 
 def round_to_int8(x: Tensor) -> Tensor:

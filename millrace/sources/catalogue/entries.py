@@ -12,7 +12,7 @@ from pathlib import Path
 _FILE = Path(__file__).with_name("catalogue.toml")
 BYTES_PER_WEIGHT = {"bf16": 2.0, "f16": 2.0, "fp8": 1.05, "q8_0": 1.07, "q6_k": 0.83, "q5_k_m": 0.72, "q4_k_m": 0.61}
 """Bytes per parameter of a format, with scales and the parts that stay at higher precision."""
-UNSUPPORTED_FAMILIES = frozenset({"phi3"})
+UNSUPPORTED_FAMILIES: frozenset[str] = frozenset()
 """Families of the catalogue that `models` cannot load yet; a test compares. They are refused before a download."""
 _FORMAT_SUFFIX = re.compile(r"[-._](?:i?q\d\w*|bf16|f16|f32|fp8|awq|gptq|int[48]|gguf)$")
 _VARIANT_SUFFIX = re.compile(r"[-._](?:instruct|chat|it)$")

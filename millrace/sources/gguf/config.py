@@ -10,7 +10,7 @@ from millrace.sources.encoders.families import instead_of
 from millrace.sources.gguf import encoder_config
 from millrace.sources.gguf.metadata import Metadata
 from millrace.sources.gguf.model import GgufModel
-from millrace.sources.gguf.rope import rope_scaling
+from millrace.sources.gguf.rope import long_rope, rope_scaling
 
 MAX_LAYERS = 1024
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
@@ -260,6 +260,20 @@ def _glm4(meta: Metadata) -> dict[str, Any]:
     }
 
 
+def _phi3(meta: Metadata) -> dict[str, Any]:
+    hidden, heads, context = meta.whole("embedding_length"), meta.whole("attention.head_count"), "context_length"
+    head_dim = meta.whole("attention.key_length", hidden // heads)
+    share = meta.whole("rope.dimension_count", head_dim) / head_dim
+    config = _common(meta, "phi3", "Phi3ForCausalLM", rotary_share=share)
+    return config | {
+        "intermediate_size": meta.whole("feed_forward_length"),
+        "partial_rotary_factor": share,
+        "original_max_position_embeddings": meta.whole("rope.scaling.original_context_length", meta.whole(context)),
+        "rope_scaling": long_rope(meta) or config["rope_scaling"],
+        "sliding_window": meta.whole("attention.sliding_window", 0, minimum=0) or None,
+    }
+
+
 def _gpt_oss(meta: Metadata) -> dict[str, Any]:
     config = _common(meta, "gpt_oss", "GptOssForCausalLM")
     if config["rope_scaling"] and config["rope_scaling"]["rope_type"] == "yarn":
@@ -328,6 +342,7 @@ _ARCHITECTURES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "smollm3": _smollm3,
+    "phi3": _phi3,
     "olmo2": _olmo2,
     "glm4": _glm4,
     "gpt-oss": _gpt_oss,

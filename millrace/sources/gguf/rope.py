@@ -32,6 +32,25 @@ def rope_scaling(meta: Metadata, head_dim: int) -> dict[str, Any] | None:
     raise meta.fail("rope.scaling.type", f"is {kind!r}; none, linear and yarn are supported")
 
 
+def long_rope(meta: Metadata) -> dict[str, Any] | None:
+    """Of files with divisors for short and for long texts; None for others."""
+    if "rope_factors_short.weight" not in meta.model:
+        return None
+    short, long = (
+        meta.model.data(f"rope_factors_{kind}.weight").view("<f4").astype(np.float64).tolist()
+        for kind in ("short", "long")
+    )
+    found = {
+        "rope_type": "longrope",
+        "short_factor": short,
+        "long_factor": long,
+        "original_max_position_embeddings": meta.whole("rope.scaling.original_context_length"),
+    }
+    if meta.get("rope.scaling.attn_factor") is not None:
+        found["attention_factor"] = meta.number("rope.scaling.attn_factor")
+    return found
+
+
 def _yarn(meta: Metadata, factor: float) -> dict[str, Any]:
     if meta.number("rope.scaling.yarn_ext_factor", 1.0) not in (-1.0, 1.0):
         raise meta.fail(

@@ -251,7 +251,7 @@ def test_biases_of_zeros_that_the_model_does_not_have_are_dropped(tmp_path: Path
     [
         ({"quant_method": "quip"}, r"'quip'.*awq.*GGUF"),
         ({"quant_method": "torchao"}, "torchao 0.14"),
-        ({**AWQ, "version": "gemv"}, "layout gemv.*gemm"),
+        ({**AWQ, "version": "gemv_fast"}, "layout gemv_fast.*gemm"),
         ({**AWQ, "bits": 8}, "AWQ with 8 bits"),
         ({**AWQ, "bits": None}, "AWQ with None bits"),
         ({**AWQ, "group_size": "x"}, "quantization_config"),

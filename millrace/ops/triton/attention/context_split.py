@@ -18,18 +18,20 @@ from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_
 
 MAX_COMBINE_WARPS = 16
 """Maximum warps of a combining program; each warp holds JOINED_ITEMS partial results in registers."""
+WIDE, WIDE_WARPS = 128, 4
+"""Wider results are combined by several programs, each with so many items and warps."""
 
 
 @triton.jit(do_not_specialize=["parts"])
 def _join_parts_kernel(
     partial_ptr, lse_ptr, out_ptr, parts,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GJ: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    PARTS: tl.constexpr, EARLY: tl.constexpr,
+    WIDTH: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head, token): combine all parts, at most PARTS."""
+    """Program (KV head, token, WIDTH items of the result): combine all parts, at most PARTS."""
     wait_for_previous_kernel(EARLY)
     stream = tl.program_id(1) * KV_HEADS + tl.program_id(0)
-    d = tl.arange(0, DP)
+    d = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)
     g = tl.arange(0, GJ)
     joined = _join(partial_ptr, lse_ptr, stream * parts, parts, d, GROUP, GJ, GROUP, DP, PARTS)
     to = (stream.to(tl.int64) * GROUP + g)[:, None] * D + d[None, :]
@@ -54,9 +56,10 @@ class ContextSplit:
         """Combine the partial results in the workspace into `out` [T, heads · head_dim]."""
         parts, group = int(triton.next_power_of_2(self.parts)), int(triton.next_power_of_2(shape.group))
         width = padded_dim(shape.head_dim)
-        warps = parts * group * width // JOINED_ITEMS
-        _join_parts_kernel[(shape.num_kv_heads, out.shape[0])](
+        own = min(width, WIDE)
+        warps = WIDE_WARPS if own < width else parts * group * width // JOINED_ITEMS
+        _join_parts_kernel[(shape.num_kv_heads, out.shape[0], width // own)](
             self.workspace.partial, self.workspace.lse, out, self.parts,
-            KV_HEADS=shape.num_kv_heads, GROUP=shape.group, GJ=group, D=shape.head_dim, DP=width, PARTS=parts,
-            num_warps=min(max(warps, 1), MAX_COMBINE_WARPS), **pdl_options(out.device),
+            KV_HEADS=shape.num_kv_heads, GROUP=shape.group, GJ=group, D=shape.head_dim, DP=width, WIDTH=own,
+            PARTS=parts, num_warps=min(max(warps, 1), MAX_COMBINE_WARPS), **pdl_options(out.device),
         )  # fmt: skip

@@ -55,12 +55,12 @@ JOINED_ITEMS = 4096
 @triton.jit
 def _join(partial_ptr, lse_ptr, cell, active, d, VECTORS: tl.constexpr, GJ: tl.constexpr, GP: tl.constexpr,
           DP: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """[GJ, DP]: splits combined, PARTS at a time, each time all loaded before the first is used. A split in which a
-    query sees no key has weight 0; a query that sees none at all gets zeros."""
+    """[GJ, items d of DP]: splits combined, PARTS at a time, each time all loaded before the first is used. A split in
+    which a query sees no key has weight 0; a query that sees none at all gets zeros."""
     g = tl.arange(0, GJ)
     top = tl.full([GJ], float("-inf"), tl.float32)
     total = tl.zeros([GJ], tl.float32)
-    joined = tl.zeros([GJ, DP], tl.float32)
+    joined = tl.zeros([GJ, d.shape[0]], tl.float32)
     for first in range(0, active, PARTS):
         parts = first + tl.arange(0, PARTS)
         here = (parts < active)[:, None] & (g < VECTORS)[None, :]

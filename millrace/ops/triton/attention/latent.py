@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from millrace.ops.base.capability import capability, has_large_shared_memory
 from millrace.ops.triton.attention.context_split import ContextSplit
 from millrace.ops.triton.attention.decode import SplitWorkspace
 from millrace.ops.triton.attention.paged_kv import (
@@ -28,7 +29,7 @@ from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_
 
 MAX_VECTORS = 64
 """Query vectors of a program: more sums of latents do not fit its registers."""
-MAX_PARTS = 16
+MAX_PARTS = 32
 
 
 @triton.jit
@@ -138,6 +139,11 @@ class LatentShape:
         return SplitWorkspace(-(-num_programs * MAX_VECTORS // padded_vectors(self.summed)), self.summed, device)
 
 
+def tile_size(is_half: bool, is_large: bool) -> int:
+    """Keys of a tile. 64 queries of 512 latents and two tiles of 32 keys take 112 KiB of shared memory."""
+    return 32 if is_half and is_large else 16
+
+
 def attend_latents(
     queries: Tensor,
     kv: Tensor,
@@ -151,6 +157,8 @@ def attend_latents(
     if split is not None:
         split.check(queries.shape[0], shape.summed, 0)
     is_half = queries.dtype.itemsize == 2
+    is_large = queries.device.type != "cuda" or has_large_shared_memory(capability(queries.device))
+    tile = tile_size(is_half, is_large)
     _latent_kernel[(tiles.shape[0] * shape.num_groups, 1 if split is None else split.parts)](
         queries, kv, out,
         None if split is None else split.workspace.partial, None if split is None else split.workspace.lse,
@@ -158,7 +166,7 @@ def attend_latents(
         shape.scale, queries.stride(0), rows.block_tables.stride(0), kv.stride(1),
         HEADS=shape.num_heads, GROUP=shape.group, QUERIES=shape.queries_per_tile, BLOCK_M=MAX_VECTORS,
         RANK=shape.rank, RANK_P=padded_dim(shape.rank), ROPE=shape.rope_dim, ROPE_P=padded_dim(shape.rope_dim),
-        BS=kv.shape[3], TILE=32 if is_half else 16, PRECISION=precision(queries), DTYPE=TRITON_TYPES[queries.dtype],
+        BS=kv.shape[3], TILE=tile, PRECISION=precision(queries), DTYPE=TRITON_TYPES[queries.dtype],
         STAGES=2 if is_half else 1, SPLIT=split is not None, num_warps=8, **pdl_options(queries.device),
     )  # fmt: skip
     if split is not None:

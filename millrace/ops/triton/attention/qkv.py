@@ -143,12 +143,12 @@ def _store_items(left, right, rest, places, cached, HALF: tl.constexpr, HP: tl.c
 
 @triton.jit
 def _qkv_kernel(
-    qkv_ptr, angles_ptr, q_norm_ptr, k_norm_ptr, kv_ptr, scales_ptr, blocks_ptr, offsets_ptr, eps,
+    qkv_ptr, angles_ptr, q_norm_ptr, k_norm_ptr, shift_ptr, kv_ptr, scales_ptr, blocks_ptr, offsets_ptr, eps,
     qkv_stride, value_stride, block_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HALF: tl.constexpr,
     HP: tl.constexpr, REST: tl.constexpr, RP: tl.constexpr, BS: tl.constexpr, ITEMS: tl.constexpr,
     HEAD_ITEMS: tl.constexpr, FORMAT: tl.constexpr, BLOCK_H: tl.constexpr, NORM: tl.constexpr, MOST: tl.constexpr,
-    ROTATE: tl.constexpr, EARLY: tl.constexpr,
+    ROTATE: tl.constexpr, SHIFT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The first 2 · HALF items of a head are rotated in pairs (i, i + HALF); REST further items are not."""
     token = tl.program_id(0).to(tl.int64)
@@ -217,6 +217,9 @@ def _qkv_kernel(
             tl.debug_barrier()  # heads are read again whole, also what other threads have rotated
             d = tl.arange(0, DP)
             whole = tl.load(base + d[None, :], mask=cached[:, None] & (d < D)[None, :], other=0.0)
+            if SHIFT:
+                shifted = (cached & ~is_value)[:, None] & (d < D)[None, :]
+                whole = whole.to(tl.float32) - tl.load(shift_ptr + kv_head[:, None] * D + d[None, :], shifted, 0.0)
             to = scales_ptr + (first_scale + to_values) // 4 + offset
             _store_four_bits(whole, ~is_value, places, to, cached, BLOCK_H, D, DP)
         else:
@@ -224,7 +227,7 @@ def _qkv_kernel(
 
 
 class PrepareQkvKernel:
-    """make(num_heads, num_kv_heads, head_dim, eps, q_norm, k_norm) of the op `qkv`."""
+    """make(num_heads, num_kv_heads, head_dim, eps, q_norm, k_norm, key_shift) of the op `qkv`."""
 
     def __init__(
         self,
@@ -234,12 +237,14 @@ class PrepareQkvKernel:
         eps: float,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
+        key_shift: Tensor | None = None,
     ) -> None:
         self._sizes = (num_heads, num_kv_heads, head_dim)
         self._eps = eps
         if (q_norm is None) != (k_norm is None):
             raise ValueError("q_norm and k_norm must both be given, or neither")
         self._norms = (q_norm, k_norm)
+        self._key_shift = key_shift
 
     def __call__(
         self,
@@ -265,12 +270,13 @@ class PrepareQkvKernel:
         block_h = shape.heads
         grid = (tokens, triton.cdiv(heads + 2 * kv_heads, block_h))
         _qkv_kernel[grid](
-            qkv, angles, q_norm, k_norm, cache, scales, block_ids, offsets, self._eps,
+            qkv, angles, q_norm, k_norm, self._key_shift, cache, scales, block_ids, offsets, self._eps,
             qkv.stride(0), *item_strides(kv),
             HEADS=heads, KV_HEADS=kv_heads, D=head_dim, DP=padded_dim(head_dim), HALF=half,
             HP=triton.next_power_of_2(half), REST=rest, RP=triton.next_power_of_2(max(rest, 1)), BS=kv.shape[3],
             ITEMS=items_apart(kv, head_dim), HEAD_ITEMS=head_items(kv),
             FORMAT=format_of(kv), MOST=FP8_MAX, BLOCK_H=block_h,
-            NORM=q_norm is not None, ROTATE=angles is not None, num_warps=shape.warps, **pdl_options(qkv.device),
+            NORM=q_norm is not None, ROTATE=angles is not None, SHIFT=self._key_shift is not None,
+            num_warps=shape.warps, **pdl_options(qkv.device),
         )  # fmt: skip
         return qkv.view(tokens, -1, head_dim)[:, :heads]

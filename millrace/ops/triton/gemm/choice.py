@@ -16,7 +16,14 @@ from torch import Tensor
 
 from millrace.ops.triton import gluon_missing
 from millrace.ops.triton.gemm.product import Tiles, new_counters
-from millrace.ops.tuning.load import EntriesByRows, Entry, entries_by_rows, product_table, rule_table
+from millrace.ops.tuning.load import (
+    EntriesByRows,
+    Entry,
+    entries_by_rows,
+    measured_on,
+    product_table,
+    rule_table,
+)
 
 T = TypeVar("T")
 
@@ -63,8 +70,10 @@ NO_TILES = TilesByRows()
 
 
 def measured(section: str, weight: Tensor) -> TilesByRows:
-    """Tiles from one section of the tables, for the weight's size or one close to it."""
+    """Tiles from one section of the tables, for the weight's size or one close to it, or for any size."""
     entries = nearest(product_table(weight.device, "gemm", section), *weight.shape)
+    if not entries and weight.shape[1] % 16 == 0 and measured_on(weight.device) is not None:
+        entries = entries_by_rows(rule_table(weight.device, "gemm")["unmeasured"].get(section, {}))
     limits = tuple(sorted(entries))
     return TilesByRows(limits, tuple(tiles_of(entries[limit]) for limit in limits)) if limits else NO_TILES
 

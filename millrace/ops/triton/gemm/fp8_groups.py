@@ -2,7 +2,8 @@
 each row and 128 inputs.
 
 Products of 128 inputs are summed by the matrix unit and added up in float32. With few rows the weight's outputs are the
-rows of a matrix instruction, which takes 64 of them but as few as 16 columns, and programs share the inputs.
+rows of a matrix instruction, which takes 64 of them but as few as 16 columns, and programs share the inputs: the last
+one to arrive adds their sums in a fixed order.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from torch import Tensor
 
 from millrace.ops.base.quantised import FP8, FP8_MAX
 from millrace.ops.triton.dependent_launch import pdl_options, wait_for_previous_kernel
+from millrace.ops.triton.gemm.kernels import prefetch
 from millrace.ops.triton.gemm.tile_order import operand_rows, operand_tile, tile_places
 from millrace.ops.triton.kernel_keys import settle_keys
 
 GROUP = 128
 """Inputs of a scale."""
 _GROUPS_AT_ONCE = 32
+_FEW_AT_ONCE, _FEW_ROWS = 8, 128
+"""Groups that a program rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,10 @@ class Fp8Tiles:
     @property
     def is_few(self) -> bool:
         return self.m < 64
+
+    def count(self, rows: int, outputs: int) -> int:
+        """Number of output tiles."""
+        return -(-rows // self.m) * -(-outputs // self.n)
 
 
 @triton.jit
@@ -70,7 +78,7 @@ def round_groups(x: Tensor, *, rows_side_by_side: bool = False) -> tuple[Tensor,
     if rows_side_by_side:
         scales = scales.t()
     if rows:
-        at_once = min(triton.next_power_of_2(groups), _GROUPS_AT_ONCE)
+        at_once = min(triton.next_power_of_2(groups), _FEW_AT_ONCE if rows <= _FEW_ROWS else _GROUPS_AT_ONCE)
         _round_kernel[(rows, triton.cdiv(groups, at_once))](
             *(x, values, scales, inputs, x.stride(0), groups, scales.stride(0), scales.stride(1)),
             GROUP=GROUP,
@@ -83,18 +91,22 @@ def round_groups(x: Tensor, *, rows_side_by_side: bool = False) -> tuple[Tensor,
 
 @triton.jit
 def _product_kernel(
-    x_ptr, w_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, out_ptr, M, N, K, groups, w_scales_stride, steps,
+    x_ptr, w_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, out_ptr, partial_ptr, counter_ptr, M, N, K, groups,
+    w_scales_stride, steps,
     ROWS_PER_SCALE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TOGETHER: tl.constexpr,
-    FEW: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
+    SPLIT: tl.constexpr, FEW: tl.constexpr, WHOLE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    wait_for_previous_kernel(EARLY)
     rows, outputs = tile_places(M, N, BM, BN, TOGETHER)
+    begin = tl.program_id(1) * steps
+    end = tl.minimum(begin + steps, groups)
+    if EARLY and FEW and WHOLE:
+        prefetch(w_ptr, tl.minimum(outputs, N - 1), K, begin * BK, tl.minimum(end * BK, K), 2 * BK, 1)
+    wait_for_previous_kernel(EARLY)
     x_rows, w_rows = operand_rows(x_ptr, rows, M, K), operand_rows(w_ptr, outputs, N, K)
     x_scales = x_scales_ptr + tl.minimum(rows, M - 1) * groups
     w_scales = w_scales_ptr + tl.minimum(outputs, N - 1) // ROWS_PER_SCALE * w_scales_stride
     acc = tl.zeros([BN, BM] if FEW else [BM, BN], tl.float32)
-    begin = tl.program_id(1) * steps
-    for step in range(begin, tl.minimum(begin + steps, groups)):
+    for step in range(begin, end):
         inputs = step * BK + tl.arange(0, BK)
         x, w = operand_tile(x_rows, inputs, K, WHOLE), operand_tile(w_rows, inputs, K, WHOLE)
         x_scale = tl.load(x_scales + step)
@@ -103,11 +115,28 @@ def _product_kernel(
             acc += tl.dot(w, tl.trans(x)) * (w_scale[:, None] * x_scale[None, :])
         else:
             acc += tl.dot(x, tl.trans(w)) * (x_scale[:, None] * w_scale[None, :])
-    total = tl.trans(acc) if FEW else acc
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + outputs, mask=outputs < N, other=0.0).to(tl.float32)[None, :]
-    places = out_ptr + (tl.program_id(1) * M + rows).to(tl.int64)[:, None] * N + outputs[None, :]
-    tl.store(places, total.to(out_ptr.dtype.element_ty), mask=(rows < M)[:, None] & (outputs < N)[None, :])
+    is_last = True
+    if SPLIT > 1:
+        # Parts are whole tiles, one after the other, including what lies past the edge of the output.
+        SIDE: tl.constexpr = BM if FEW else BN
+        spots = tl.arange(0, BM * BN // SIDE)[:, None] * SIDE + tl.arange(0, SIDE)[None, :]
+        parts = partial_ptr + tl.program_id(0).to(tl.int64) * (SPLIT * BM * BN) + spots
+        tl.store(parts + tl.program_id(1) * (BM * BN), acc)
+        # All warps must have stored before one of them counts, whose release makes the stores visible.
+        tl.debug_barrier()
+        counter = counter_ptr + tl.program_id(0)
+        is_last = tl.atomic_add(counter, 1, sem="acq_rel") == SPLIT - 1
+        if is_last:
+            tl.store(counter, 0)
+            acc = tl.zeros_like(acc)
+            for part in range(SPLIT):
+                acc += tl.load(parts + part * (BM * BN), cache_modifier=".cg")
+    if is_last:
+        total = tl.trans(acc) if FEW else acc
+        if bias_ptr is not None:
+            total += tl.load(bias_ptr + outputs, mask=outputs < N, other=0.0).to(tl.float32)[None, :]
+        places = out_ptr + rows.to(tl.int64)[:, None] * N + outputs[None, :]
+        tl.store(places, total.to(out_ptr.dtype.element_ty), mask=(rows < M)[:, None] & (outputs < N)[None, :])
 
 
 settle_keys(globals())
@@ -119,46 +148,55 @@ def multiply(
     scales: Tensor,
     rows_per_scale: int,
     tiles: Fp8Tiles,
+    counters: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """x [M, K], codes FP8 [N, K], scales [N / rows_per_scale, K / 128]: [M, N] in `out_dtype`, by default that of x."""
-    (rows, inputs), outputs, dtype = x.shape, codes.shape[0], out_dtype or x.dtype
-    is_split = tiles.split > 1
-    parts = torch.empty((tiles.split, rows, outputs), dtype=torch.float32 if is_split else dtype, device=x.device)
+    """x [M, K], codes FP8 [N, K], scales [N / rows_per_scale, K / 128]: [M, N] in `out_dtype`, by default that of x.
+    `counters`: zeros, at least `tiles.count(M, N)` if sums are split, zero again afterwards."""
+    (rows, inputs), outputs = x.shape, codes.shape[0]
+    out = torch.empty((rows, outputs), dtype=out_dtype or x.dtype, device=x.device)
     if rows == 0:
-        return parts[0].to(dtype)
+        return out
+    count, groups = tiles.count(rows, outputs), triton.cdiv(inputs, GROUP)
+    partial = out
+    if tiles.split > 1:
+        partial = torch.empty(count * tiles.split * tiles.m * tiles.n, dtype=torch.float32, device=x.device)
     values, x_scales = round_groups(x)
-    groups = x_scales.shape[1]
-    _product_kernel[(triton.cdiv(rows, tiles.m) * triton.cdiv(outputs, tiles.n), tiles.split)](
-        *(values, codes, x_scales, scales, None if is_split else bias, parts, rows, outputs, inputs),
+    _product_kernel[(count, tiles.split)](
+        *(values, codes, x_scales, scales, bias, out, partial, counters, rows, outputs, inputs),
         *(groups, scales.stride(0), triton.cdiv(groups, tiles.split)),
         ROWS_PER_SCALE=rows_per_scale,
         BM=tiles.m,
         BN=tiles.n,
         BK=GROUP,
         TOGETHER=tiles.together,
+        SPLIT=tiles.split,
         FEW=tiles.is_few,
         WHOLE=inputs % GROUP == 0,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **pdl_options(x.device),
     )
-    if not is_split:
-        return parts[0]
-    total = parts.sum(dim=0)
-    return (total if bias is None else total + bias.float()).to(dtype)
+    return out
 
 
 def choose_tiles(rows: int, outputs: int, inputs: int, programs: int, is_large: bool = True) -> Fp8Tiles:
     """`is_large`: for the shared memory of Hopper. Few rows split their sums so that there are about `programs`."""
-    stages = 4 if is_large else 2
+    stages, deep = (4, 6) if is_large else (2, 2)
+    longest = max(1, triton.cdiv(inputs, GROUP) // 4)
+    is_wide, is_deep = outputs > 8192, inputs >= 64 * GROUP
+    if rows <= 16 and not is_wide and not is_deep:
+        return Fp8Tiles(16, 64, min(4, longest), 4, deep)
     if rows <= 32:
-        made, longest = triton.cdiv(outputs, 128), max(1, triton.cdiv(inputs, GROUP) // 4)
-        split = int(max(1, min(8, programs // made, longest)))
-        return Fp8Tiles(16 if rows <= 16 else 32, 128, split, 4, stages)
-    if rows <= 64 and outputs <= 8192:
-        if inputs >= 64 * GROUP:
-            return Fp8Tiles(64, 128, 4, 4, stages)
-        return Fp8Tiles(64, 64, 1, 4, 2 * stages)
+        split = int(max(1, min(8, (programs if rows <= 16 else programs // 2) // triton.cdiv(outputs, 128), longest)))
+        return Fp8Tiles(16 if rows <= 16 else 32, 128, split, 4, deep)
+    if rows <= 64 and not is_wide:
+        split = 4 if is_deep else int(max(1, min(4, programs // triton.cdiv(outputs, 64), longest)))
+        return Fp8Tiles(64, 128 if is_deep else 64, split, 4, deep)
     return Fp8Tiles(64, 128, 1, 4, stages)
+
+
+def most_tiles(outputs: int) -> int:
+    """Counters that a product needs with any tiles of `choose_tiles`."""
+    return -(-outputs // 64)

@@ -35,7 +35,7 @@ def _finish(
 
 
 @triton.jit
-def _prefetch(w_ptr, n_ids, K, k_begin, k_end, depth, ITEM: tl.constexpr):
+def prefetch(w_ptr, n_ids, K, k_begin, k_end, depth, ITEM: tl.constexpr):
     """Prefetch the first `depth` inputs of each weight row's part into L2, in multiples of 16 bytes."""
     size = tl.maximum(tl.minimum(k_end - k_begin, depth) * ITEM // 16, 1) * 16
     pointers = w_ptr + n_ids.to(tl.int64) * K + tl.minimum(k_begin, K - 16 // ITEM)
@@ -196,9 +196,9 @@ def gemm_kernel(
     if EARLY:
         length = tl.cdiv(tl.cdiv(K, BLOCK_K), split) * BLOCK_K
         end = tl.minimum(part * length + length, K)
-        _prefetch(raw_w_ptr, tl.minimum(n_ids, N - 1), K, part * length, end, ahead, ITEM)
+        prefetch(raw_w_ptr, tl.minimum(n_ids, N - 1), K, part * length, end, ahead, ITEM)
         if GATED:
-            _prefetch(raw_w_ptr, tl.minimum(n_ids, N - 1) + up_offset, K, part * length, end, ahead, ITEM)
+            prefetch(raw_w_ptr, tl.minimum(n_ids, N - 1) + up_offset, K, part * length, end, ahead, ITEM)
     wait_for_previous_kernel(EARLY)
     acc, up = _part(
         x_ptr, w_ptr, m_begin, n_begin, part, M, N, K, x_stride, up_offset, split,
@@ -257,7 +257,7 @@ def gemv_kernel(
     safe_ids = tl.minimum(n_ids, N - 1)
     if EARLY:
         if ITEM == 1:
-            _prefetch(w_ptr, safe_ids, K, 0, K, ahead, ITEM)
+            prefetch(w_ptr, safe_ids, K, 0, K, ahead, ITEM)
         else:
             _prefetch_lines(w_ptr, safe_ids, K, BLOCK_K, 128 // ITEM)
     wait_for_previous_kernel(EARLY)
