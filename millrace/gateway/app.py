@@ -11,11 +11,12 @@ from pathlib import Path
 from aiohttp import web
 
 from millrace.config import Config, replace
-from millrace.errors import ConfigError, MillraceError, RequestFailed
+from millrace.errors import ConfigError, Conflict, MillraceError, RequestFailed
 from millrace.gateway import routes_api, routes_fleet, routes_rollout
 from millrace.gateway.fleet import Fleet
 from millrace.gateway.kept import lists, managing
 from millrace.gateway.membership import FILE, expire_leases, follow_dns, follow_file, host_and_port
+from millrace.gateway.replica_http.client import tls_trusting
 from millrace.gateway.settings import GatewaySettings, ReplicaSettings, read_fleet
 from millrace.gateway.state import STATE, GatewayState
 from millrace.gateway.upstream import new_session
@@ -77,22 +78,36 @@ def build_app(state: GatewayState, fleet_file: Path | None = None) -> web.Applic
         get(path, lists.ollama_models)
     get("/v1/requests/{request_id}/explain", routes_fleet.explain)
     get("/v1/fleet", routes_fleet.fleet)
-    post("/v1/fleet/replicas", routes_fleet.add_replica)
-    app.router.add_delete("/v1/fleet/replicas/{name}", routes_fleet.remove_replica)
-    post("/v1/fleet/replicas/{name}/drain", routes_fleet.drain_replica)
-    post("/v1/fleet/replicas/{name}/return", routes_fleet.return_replica)
+    post("/v1/fleet/replicas", _of_one_process(routes_fleet.add_replica))
+    app.router.add_delete("/v1/fleet/replicas/{name}", _of_one_process(routes_fleet.remove_replica))
+    post("/v1/fleet/replicas/{name}/drain", _of_one_process(routes_fleet.drain_replica))
+    post("/v1/fleet/replicas/{name}/return", _of_one_process(routes_fleet.return_replica))
     for path, begin, show, end in (
         ("/v1/fleet/rollout", routes_rollout.begin_rollout, routes_rollout.show_rollout, routes_rollout.end_rollout),
         ("/v1/fleet/shadow", routes_rollout.begin_shadow, routes_rollout.show_shadow, routes_rollout.end_shadow),
     ):
-        post(path, begin)
+        post(path, _of_one_process(begin))
         get(path, show)
-        app.router.add_delete(path, end)
+        app.router.add_delete(path, _of_one_process(end))
     for method, path, handler in managing.ROUTES:
         app.router.add_route(method, path, handler)
     add_pages(app, GATEWAY_PAGES)
     app.router.add_route("*", "/{path:.*}", routes_api.pass_on)
     return app
+
+
+def _of_one_process(handler: Handler) -> Handler:
+    """A change of the fleet, which the gateway's other processes would not hear of."""
+
+    async def changed(request: web.Request) -> web.StreamResponse:
+        if (workers := request.app[STATE].settings.workers) > 1:
+            raise Conflict(
+                f"This gateway has {workers} processes, and a change made here would reach one of them. Change the file"
+                " of --config, which all of them read, or run one process."
+            )
+        return await handler(request)
+
+    return changed
 
 
 @web.middleware
@@ -142,6 +157,7 @@ async def serve_gateway(
 ) -> None:
     """Serve until SIGTERM or SIGINT (or `stop`), then drain."""
     allow_many_connections()
+    tls = tls_trusting(settings.replica_ca)
     fleet = Fleet(settings)
     listed = read_fleet(fleet_file)[1] if fleet_file is not None else ()
     for one in replicas:
@@ -154,7 +170,7 @@ async def serve_gateway(
         )
     config = replace(Config(), server__stream_buffer_kb=settings.stream_buffer_kb)
     sock = listening_socket(settings.host, settings.port, config, reuse_port=settings.reuse_port)
-    state = GatewayState(settings, fleet, new_session(fleet))
+    state = GatewayState(settings, fleet, new_session(fleet, tls), tls)
     runner = FrontRunner(
         build_app(state, fleet_file),
         access_log=None,

@@ -33,6 +33,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: int = 8080
     reuse_port: bool = False
     """Several gateways of this machine share the port; the kernel spreads connections."""
+    workers: int = 1
+    """Processes of this gateway, which share the port."""
     policy: str = "prefix"
     region: str = ""
     keys_file: str = ""
@@ -41,6 +43,8 @@ class GatewaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Let tenants of the keys file share cached prefixes, unless their `private_cache` says otherwise."""
     replica_key: str = ""
     """API key that replicas get instead of the client's."""
+    replica_ca: str = ""
+    """File (PEM) with certificates that replicas on https may be signed by, beside those that the system trusts."""
     gateway_key: str = ""
     """The replicas' `--gateway-key`: lets them send KV events and token ids, and continue streams."""
     max_attempts: int = 3

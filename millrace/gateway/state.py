@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import ssl
 from pathlib import Path
 
 import aiohttp
@@ -26,9 +27,16 @@ from millrace.serve.tenancy.owner import gateway_owner
 
 
 class GatewayState:
-    def __init__(self, settings: GatewaySettings, fleet: Fleet, session: aiohttp.ClientSession) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        fleet: Fleet,
+        session: aiohttp.ClientSession,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`tls`: for replicas on https."""
         self.settings, self.fleet, self.session = settings, fleet, session
-        self.client = ReplicaClient(settings.connect_s, fleet.clock)
+        self.client = ReplicaClient(settings.connect_s, fleet.clock, tls)
         """Carries requests of clients; `session` carries the gateway's own questions."""
         self.watch = Watch(fleet, session)
         self.learner = KeyLearner(self.watch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -77,11 +78,11 @@ def own_headers(settings: GatewaySettings) -> dict[str, str]:
     return {**key, GATEWAY_KEY_HEADER: settings.gateway_key} if settings.gateway_key else key
 
 
-def new_session(fleet: Fleet) -> aiohttp.ClientSession:
-    """For the gateway's own questions. Requests of clients go through a `ReplicaClient`."""
+def new_session(fleet: Fleet, tls: ssl.SSLContext | None = None) -> aiohttp.ClientSession:
+    """For the gateway's own questions. Requests of clients go through a `ReplicaClient`. `tls`: for https."""
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=fleet.settings.connect_s)
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0, ssl=tls or True),
         timeout=timeout,
         auto_decompress=False,
         cookie_jar=aiohttp.DummyCookieJar(),

@@ -160,9 +160,11 @@ def test_slow_reader_holds_the_replica_back() -> None:
     async def check() -> None:
         replica = NullReplica(tokens_per_frame=500)
         count = 4_000_000
-        async with gateway_over(replica) as gateway:
+        # The replica draws all of it before it begins, on the same loop.
+        async with gateway_over(replica, head_s=600.0, probe_timeout_s=600.0) as gateway:
             body = {"model": MODEL, "prompt": "x", "stream": True, "max_tokens": count}
             async with gateway.session.post(gateway.url + "/v1/completions", json=body) as answer:
+                assert answer.status == 200
                 await answer.content.readline()
                 attempt = next(iter(gateway.state.fleet.replicas["r0"].attempts))
                 seen = -1

@@ -5,12 +5,18 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import ssl
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.gateways import GatewayUnderTest, gateway_over
 
+from millrace.errors import ConfigError
+from millrace.gateway.replica_http.client import ReplicaClient, tls_trusting
 from millrace.gateway.settings import ReplicaSettings
 
 pytestmark = pytest.mark.live
@@ -25,25 +31,42 @@ def chunks(body: bytes, size: int) -> bytes:
 
 
 @asynccontextmanager
-async def over_odd(answer: bytes, prefix: str = "", host: str = "127.0.0.1") -> AsyncIterator[GatewayUnderTest]:
-    """A gateway over a replica that gives this answer to all but probes. Its connections end with their answer."""
+async def over_odd(
+    answer: bytes,
+    prefix: str = "",
+    host: str = "127.0.0.1",
+    tls: ssl.SSLContext | None = None,
+    *,
+    by_byte: bool = False,
+    **settings: Any,
+) -> AsyncIterator[GatewayUnderTest]:
+    """A gateway over a replica that gives this answer to all but probes. Its connections end with their answer: first
+    the side that the replica writes. `by_byte`: every byte is sent by itself."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readuntil(b"\r\n\r\n")
         path = head.split()[1].decode()
         is_probe = path in (f"{prefix}/ready", f"{prefix}/v1/load", f"{prefix}/v1/models")
         fine = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"
-        writer.write(fine if is_probe else answer)
+        if by_byte and not is_probe:
+            for at in range(len(answer)):
+                writer.write(answer[at : at + 1])
+                await asyncio.sleep(0.001)
+        else:
+            writer.write(fine if is_probe else answer)
         if writer.can_write_eof():
             writer.write_eof()
         await reader.read(1 << 16)
         writer.close()
 
-    server = await asyncio.start_server(serve, host, 0)
+    server = await asyncio.start_server(serve, host, 0, ssl=tls)
     port = server.sockets[0].getsockname()[1]
     shown = f"[{host}]" if ":" in host else host
     try:
-        async with gateway_over(ReplicaSettings(f"http://{shown}:{port}{prefix}", name="odd")) as gateway:
+        scheme = "http" if tls is None else "https"
+        async with gateway_over(
+            ReplicaSettings(f"{scheme}://{shown}:{port}{prefix}", name="odd"), **settings
+        ) as gateway:
             yield gateway
     finally:
         server.close()
@@ -155,3 +178,48 @@ def test_replicas_below_a_path_and_by_ipv6(prefix: str, host: str) -> None:
             assert (await gateway.stream("x")).text == "hé"
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        STREAM + CHUNKED + chunks(EVENT, 9) + b"0\r\nX-Trailer: t\r\n\r\n",
+        STREAM.replace(b"/1.1", b"/1.0") + b"\r\n" + EVENT,
+        STREAM.replace(b"/1.1", b"/1.0") + b"Connection: keep-alive\r\nContent-Length: %d\r\n\r\n" % len(EVENT) + EVENT,
+    ],
+    ids=["chunked", "HTTP/1.0 to the end", "HTTP/1.0 by length"],
+)
+def test_answers_come_byte_by_byte_and_from_http_1_0(answer: bytes) -> None:
+    async def check() -> None:
+        async with over_odd(answer, by_byte=True) as gateway:
+            seen = await gateway.stream("x")
+            assert (seen.status, seen.text, seen.is_done, seen.errors) == (200, "hé", True, [])
+
+    asyncio.run(check())
+
+
+def test_replicas_on_https_need_a_certificate_that_the_gateway_trusts(tmp_path: Path) -> None:
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    subject = ["-subj", "/CN=miller", "-addext", "subjectAltName=IP:127.0.0.1"]
+    subprocess.run([*command, *subject, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(cert, key)
+    answer = STREAM + CHUNKED + chunks(EVENT, 9) + b"0\r\n\r\n"
+
+    async def check() -> None:
+        async with over_odd(answer, tls=tls, replica_ca=str(cert)) as gateway:
+            seen = await gateway.stream("x")
+            assert (seen.status, seen.text, seen.is_done) == (200, "hé", True)
+            url = gateway.state.fleet.replicas["odd"].settings.url
+            for context, host in ((None, url), (tls_trusting(str(cert)), url.replace("127.0.0.1", "localhost"))):
+                client = ReplicaClient(30.0, asyncio.get_running_loop().time, context)
+                with pytest.raises(ssl.SSLCertVerificationError):
+                    await client.request("GET", host, "/v1/models", {}, b"")
+                client.close()
+
+    asyncio.run(check())
+    with pytest.raises(ConfigError, match="replica_ca"):
+        tls_trusting(str(key))
+    with pytest.raises(ConfigError, match="replica_ca"):
+        tls_trusting(str(tmp_path / "none.pem"))

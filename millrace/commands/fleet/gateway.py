@@ -32,9 +32,11 @@ _OPTIONS: dict[str, tuple[type, str]] = {
     "region": (str, "the gateway's own region, for the policy nearest"),
     "keys_file": (str, "API keys that clients need; without it their keys go on to the replicas"),
     "replica_key": (str, "API key that replicas get instead of the client's"),
+    "replica_ca": (str, "PEM file with an authority that signed the certificates of https replicas"),
     "gateway_key": (str, "the replicas' --gateway-key, with which they let streams move"),
     "limits_store": (str, "share quotas and budgets with other gateways: sqlite:PATH or redis://HOST:PORT"),
     "discover": (str, "HOST:PORT whose addresses in DNS are replicas"),
+    "workers": (int, "processes that share the port and the limits, one per core to use (default: 1)"),
     "decision_log": (str, "write every routing decision to this file"),
     "otlp_url": (str, "send spans of requests and routing decisions to this OTLP/HTTP receiver"),
     "max_attempts": (int, "replicas that a request may try before its first token (default: 3)"),
@@ -91,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
     import uvloop
 
     from millrace.gateway.app import serve_gateway
+    from millrace.gateway.workers import serve_with_workers
     from millrace.terminal.startup_message import open_server_warning
 
     if not settings.keys_file and (warning := open_server_warning(settings.host)):
@@ -99,7 +102,10 @@ def run(args: argparse.Namespace) -> int:
     def on_listening(host: str, port: int) -> None:
         print(f"Gateway to {len(replicas)} replicas, policy {settings.policy}, on http://{host}:{port}", flush=True)
 
-    uvloop.run(serve_gateway(settings, replicas, fleet_file=args.config, on_listening=on_listening))
+    if settings.workers == 1:
+        uvloop.run(serve_gateway(settings, replicas, fleet_file=args.config, on_listening=on_listening))
+    else:
+        serve_with_workers(settings, replicas, fleet_file=args.config, on_listening=on_listening)
     return 0
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from urllib.parse import quote, unquote, urlsplit
 
-from millrace.errors import BadRequest
+from millrace.errors import BadRequest, ConfigError
 from millrace.gateway.replica_http.answer_parser import BrokenAnswer
 from millrace.gateway.replica_http.connection import Answer, Connection
 
@@ -46,11 +46,28 @@ def origin_of(url: str) -> Origin:
     return Origin(parts.hostname or "", port, is_tls, parts.path, parts.netloc.rpartition("@")[2], credentials)
 
 
+def tls_trusting(ca_file: str) -> ssl.SSLContext | None:
+    """For connections to replicas whose certificates an authority of this file (PEM) may have signed, or one that the
+    system trusts. None without a file."""
+    if not ca_file:
+        return None
+    context = ssl.create_default_context()
+    try:
+        context.load_verify_locations(ca_file)
+    except OSError as error:  # Also ssl.SSLError.
+        raise ConfigError(
+            f"replica_ca names {ca_file}, which cannot be loaded: {error}. It must be a PEM file of certificates.",
+            param="replica_ca",
+        ) from error
+    return context
+
+
 class ReplicaClient:
-    def __init__(self, connect_s: float, clock: Callable[[], float]) -> None:
+    def __init__(self, connect_s: float, clock: Callable[[], float], tls: ssl.SSLContext | None = None) -> None:
+        """`tls`: for replicas on https; None trusts what the system does."""
         self._connect_s, self._clock = connect_s, clock
         self._free: dict[Origin, deque[Connection]] = {}
-        self._tls: ssl.SSLContext | None = None
+        self._tls = tls
 
     async def request(self, method: str, url: str, path: str, headers: Mapping[str, str], body: bytes) -> Answer:
         """The head of the answer has come. Raises OSError if the replica cannot be reached or its answer is broken."""
