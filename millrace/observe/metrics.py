@@ -107,12 +107,16 @@ class FrontMetrics:
         self.counts.requests += 1
         self.requests.labels(route, str(status), finish_reason).inc()
 
-    def count_asked(self, *, has_failed: bool) -> None:
+    def count_asked(self, of_adapter: tuple[str, str] | None = None, *, has_failed: bool) -> None:
+        """`of_adapter`: the model and its adapter that was asked for, if one was."""
         self.counts.asked += 1
         self.asked.inc()
         if has_failed:
             self.counts.failed += 1
             self.failed.inc()
+        if of_adapter is not None:
+            model, adapter = of_adapter
+            self.models[model].count_asked(adapter, has_failed=has_failed)
 
     def count_error(self, code: str, status: int) -> None:
         """`code`: of our own errors, so there are few."""

@@ -6,6 +6,7 @@ A page of metrics has the figures of every model; those of a server with several
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import Metric
@@ -19,6 +20,14 @@ from millrace.observe.slo.tracker import SloTracker
 from millrace.params import CLASS_NAMES
 
 _TOTALS_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480, 960)
+
+
+@dataclass(slots=True)
+class AdapterRequests:
+    """Of one adapter, as `Counts` of the server."""
+
+    asked: int = 0
+    failed: int = 0
 
 
 class ModelFigures:
@@ -61,6 +70,19 @@ class ModelFigures:
             ("priority",),
             registry=registry,
         )
+        self.adapter_requests = {
+            one.adapter: AdapterRequests() for one in objectives if one.adapter and one.is_about_errors
+        }
+        """By adapter with an objective about errors."""
+        self._adapters_asked, self._adapters_failed = (
+            Counter(f"millrace_adapter_{kind}_requests", text, ("adapter",), registry=registry)
+            for kind, text in (
+                ("asked", "Requests for an adapter that has an objective about errors."),
+                ("failed", "Those of them that failed for a reason of the server, also in the middle of a stream."),
+            )
+        )
+        for name in self.adapter_requests:
+            self._adapters_asked.labels(name), self._adapters_failed.labels(name)
         self.prompt_tokens = Counter(
             "millrace_request_prompt_tokens", "Prompt tokens of ended sequences.", registry=registry
         )
@@ -75,6 +97,20 @@ class ModelFigures:
         self.output_tokens = Counter(
             "millrace_request_output_tokens", "Generated tokens of ended sequences.", registry=registry
         )
+
+    def count_asked(self, adapter: str, *, has_failed: bool) -> None:
+        if (own := self.adapter_requests.get(adapter)) is None:
+            return
+        own.asked += 1
+        self._adapters_asked.labels(adapter).inc()
+        if has_failed:
+            own.failed += 1
+            self._adapters_failed.labels(adapter).inc()
+
+    def sample_objectives(self, now: float, asked: int, failed: int) -> None:
+        """`asked`, `failed`: requests of the whole server."""
+        of_adapters = {name: (one.asked, one.failed) for name, one in self.adapter_requests.items()}
+        self.slos.sample(now, self.engine.stats, asked, failed, of_adapters)
 
     def observe_sequence(self, finish: Finish, priority: int, before_submit_s: float, adapter: str = "") -> None:
         """Count one ended sequence. `before_submit_s`: the front's time before it submitted the request."""

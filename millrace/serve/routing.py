@@ -12,7 +12,7 @@ from millrace.serve import api_routes
 from millrace.serve.describe import routes_absent, routes_info
 from millrace.serve.describe.sampler import run_sampler
 from millrace.serve.describe.tracing import run_exporter, traced
-from millrace.serve.http.app_keys import FINISH_REASON, REQUEST_ID, STREAM_STATUS
+from millrace.serve.http.app_keys import ADAPTER, FINISH_REASON, REQUEST_ID, STREAM_STATUS
 from millrace.serve.http.body import check_headers
 from millrace.serve.http.error_bodies import AllowedMethods, error_response, from_aiohttp
 from millrace.serve.http.ids import request_id_of
@@ -114,7 +114,8 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         metrics.count_request(_route_of(request), status, request.get(FINISH_REASON, ""))
         if request.method == "POST":
             worst = max(status, request.get(STREAM_STATUS, 0))
-            metrics.count_asked(has_failed=worst >= 500 and worst != 501)  # 501: this server cannot do what was asked.
+            has_failed = worst >= 500 and worst != 501  # 501: this server cannot do what was asked.
+            metrics.count_asked(request.get(ADAPTER), has_failed=has_failed)
 
 
 def _http_error(error: web.HTTPException, request: web.Request) -> MillraceError:

@@ -17,6 +17,7 @@ from helpers.tiny_models import config_of, make_reference
 from safetensors.torch import load_file, save_file
 
 from millrace.engine.adapters.reader import AdapterReader
+from millrace.engine.adapters.reader_child import NICE
 from millrace.errors import AdapterError
 from millrace.models.adapters.files import Limits
 from millrace.models.adapters.read import read_adapter
@@ -101,6 +102,13 @@ def test_a_refusal_is_a_sentence_and_the_next_one_is_read(reader: AdapterReader,
         reader(tmp_path)
     assert reader(folder).max_rank == 5
     assert reader.pid == pid
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="Linux alone has it")
+def test_the_process_yields_its_core_to_steps(reader: AdapterReader, folder: Path) -> None:
+    reader(folder)
+    assert os.sched_getscheduler(reader.pid) == os.SCHED_BATCH
+    assert os.getpriority(os.PRIO_PROCESS, reader.pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
 
 
 def test_a_process_that_was_ended_is_replaced(reader: AdapterReader, folder: Path) -> None:

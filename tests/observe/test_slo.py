@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from millrace.cli import main
@@ -40,8 +41,7 @@ def stats(histograms: Histograms, step_no: int = 1) -> EngineStats:
         "vip: ttft p95 < 5 s",
         "ttft p0 < 5 s",
         "ttft p100 < 1 s",
-        "adapter pirate: itl p99 < 80 ms",
-        "adapter pirate: errors < 1%",
+        "adapter pirate: batch: errors < 1%",
         "adapter pirate ttft p95 < 1 s",
         "adapter : ttft p95 < 1 s",
     ],
@@ -57,11 +57,14 @@ def test_only_a_server_follows_objectives_of_adapters() -> None:
 
 
 def test_an_objective_of_an_adapter_counts_its_requests_alone() -> None:
-    text = "ttft p90 < 500 ms; adapter Pirate-2.b: ttft p90 < 500 ms; adapter Pirate-2.b: batch: e2e p90 < 9 s"
+    text = (
+        "ttft p90 < 500 ms; adapter Pirate-2.b: ttft p90 < 500 ms; adapter Pirate-2.b: batch: e2e p90 < 9 s;"
+        " adapter Pirate-2.b: itl p90 < 80 ms; adapter Pirate-2.b: errors < 10%; errors < 10%"
+    )
     objectives = parse_objectives(text)
     assert "; ".join(map(str, objectives)) == text
     names = [one.name for one in objectives]
-    assert names[1:] == ["adapter_Pirate-2.b_all_ttft_p90", "adapter_Pirate-2.b_batch_e2e_p90"]
+    assert names[1:3] == ["adapter_Pirate-2.b_all_ttft_p90", "adapter_Pirate-2.b_batch_e2e_p90"]
     tracker, everything, own = SloTracker(objectives), Histograms(), Histograms()
 
     def report(step_no: int) -> EngineStats:
@@ -73,9 +76,11 @@ def test_an_objective_of_an_adapter_counts_its_requests_alone() -> None:
         everything.observe(TTFT, 1, seconds)
     for seconds in [0.1] + [3.0] * 2:
         own.observe(TTFT, 1, seconds)
-    tracker.sample(10_000.0, report(1))
+    own.observe_gaps(np.array([0.01, 0.5]), np.array([1, 1]), np.array([7, 3]))
+    tracker.sample(10_000.0, report(1), 50, 9, {"Pirate-2.b": (20, 4)})
     counts = [(one["adapter"], one["good"], one["total"]) for one in tracker.report(10_001.0)]
-    assert counts == [("", 8, 10), ("Pirate-2.b", 1, 3), ("Pirate-2.b", 0, 0)]
+    assert counts[:3] == [("", 8, 10), ("Pirate-2.b", 1, 3), ("Pirate-2.b", 0, 0)]
+    assert counts[3:] == [("Pirate-2.b", 7, 10), ("Pirate-2.b", 16, 20), ("", 41, 50)]
 
 
 def test_objectives_read_back_as_they_are_written() -> None:

@@ -41,7 +41,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(folder: Path) -> Iterator[Served]:
     given = ("--lora-modules", f"one={folder / 'one'}", f"two={folder / 'two'}", "--allow-adapters")
     watched = ("--adapter-dir", str(folder / "watched"))
-    with serving(*tiny_options(folder), *TINY_KV, *given, *watched) as server:
+    objectives = ("--slos", "adapter one: itl p90 < 60 s; adapter cut: errors < 1%; errors < 1%")
+    with serving(*tiny_options(folder), *TINY_KV, *given, *watched, *objectives) as server:
         yield server
 
 
@@ -124,6 +125,24 @@ def test_clients_do_not_see_where_a_bad_adapter_is(served: Served, folder: Path)
     path = str(folder / "watched" / "cut" / "adapter_model.safetensors")
     assert path in ask(served, "GET", "/v1/adapters/cut")["failure"], "without keys everybody is an operator"
     assert path in served.log
+
+
+def test_objectives_of_adapters_count_their_requests_alone(served: Served) -> None:
+    def counts() -> list[tuple[int, int]]:
+        return [(one["good"], one["total"]) for one in ask(served, "GET", "/v1/stats")["slos"]]
+
+    def answered(prefix: str, labels: str = "") -> tuple[float, float]:
+        asked, failed = (served.metric(f"{prefix}_{kind}_requests_total{labels}") for kind in ("asked", "failed"))
+        return asked - failed, asked
+
+    before, labels = answered("millrace_adapter", '{adapter="cut"}'), '{adapter="cut"}'
+    said(served, NAME), said(served, f"{NAME}:one")
+    ask(served, "POST", "/v1/completions", 500, model=f"{NAME}:cut", prompt="Why")
+    assert answered("millrace_adapter", labels) == (before[0], before[1] + 1)
+    wait_until(lambda: counts()[1] == answered("millrace_adapter", labels), "the failed request counts")
+    wait_until(lambda: counts()[2] == answered("millrace"), "all requests count")
+    assert counts()[2][1] > counts()[1][1]
+    wait_until(lambda: counts()[0][1] >= 11, "the gaps of the adapter's 12 tokens count")
 
 
 def test_a_canary_is_started_seen_promoted_and_taken_back(served: Served, folder: Path) -> None:

@@ -156,7 +156,7 @@ def test_openapi_examples_are_accepted(front: Front) -> None:
                 example["tokens"] = [65]
             # The file of the batch and ids are only examples; the served model is not deleted or made again, and the
             # fake engine keeps no prompt, no adapters and no models of clients.
-            refused = {"/v1/batches": 404, "/api/create": 409, "/api/copy": 404, "/api/delete": 409, "/v1/cache": 429}
+            refused = {"/v1/batches": 404, "/api/create": 409, "/api/copy": 404, "/api/delete": 409, "/v1/cache": 400}
             added = ("/v1/adapters", "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/v1/created")
             refused |= dict.fromkeys(added, 400)
             wanted = refused.get(path, 404 if "{" in path else 200)
@@ -200,3 +200,12 @@ def test_one_model_is_described_with_what_it_can_do_and_its_sampling(monkeypatch
         assert [line.split() for line in shown["parameters"].splitlines()] == [["temperature", "0.2"], ["top_p", "0.9"]]
     with running_front(saying("hi"), template=ChatTemplate({}, {})) as base:
         assert get(base.port, f"/v1/models/{MODEL}").json["capabilities"] == ["completion"]
+
+
+def test_a_server_that_keeps_no_prompts_says_so_and_not_to_try_again() -> None:
+    config = replace(Config(), memory__kv_retained=0.0)
+    with running_front(saying("hi"), config=config) as front:
+        reply = post(front.port, "/v1/cache", {"model": MODEL, "prompt": "A text. " * 40})
+        assert (reply.status, reply.error["code"]) == (400, "cache_disabled")
+        assert "--kv-retained" in reply.error["message"]
+        assert "Retry-After" not in reply.headers

@@ -29,6 +29,9 @@ def main() -> None:
         signal.signal(one, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         os.nice(NICE)
+    if hasattr(os, "SCHED_BATCH"):
+        with contextlib.suppress(OSError):  # It never takes a core from a step when it wakes.
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     settings = json.loads(sys.stdin.buffer.readline())
     targets = AdapterTargets(tuple(None if one is None else _linear(one) for one in settings["linears"]))
     limits = Limits(settings["max_rank"], settings["max_bytes"], settings["keeps_bfloat16"])

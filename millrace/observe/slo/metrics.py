@@ -20,7 +20,7 @@ def slo_metrics(tracker: SloTracker) -> Iterator[Metric]:
     burn = GaugeMetricFamily("millrace_slo_burn_rate", "1 = uses the budget exactly.", labels=["slo", "window"])
     for index, report in enumerate(tracker.report(time.time())):
         if tracker.objectives[index].is_about_errors:
-            continue  # Each front knows its own: `millrace_failed_requests_total` is summed over them.
+            continue  # Each front knows its own: `millrace_failed_requests_total` and the like are summed.
         name = report["name"]
         good.add_metric([name], tracker.good[index])
         total.add_metric([name], tracker.total[index])

@@ -16,7 +16,10 @@ BURNS = (
 
 def burn_rate_query(objective: Objective, window: str) -> str:
     if objective.is_about_errors:
-        failed, asked = (f"sum(rate(millrace_{kind}_requests_total[{window}]))" for kind in ("failed", "asked"))
+        kinds, labels = ("failed", "asked"), ""
+        if objective.adapter:
+            kinds, labels = ("adapter_failed", "adapter_asked"), f'{{adapter="{objective.adapter}"}}'
+        failed, asked = (f"sum(rate(millrace_{kind}_requests_total{labels}[{window}]))" for kind in kinds)
         return f"{failed} / {asked} / {1 - objective.share:.6g}"
     series = f'{{slo="{objective.name}"}}[{window}]'
     good, total = f"rate(millrace_slo_good_events_total{series})", f"rate(millrace_slo_events_total{series})"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ HOUR_S = 3600
 WindowCounts = dict[str, tuple[float, float]]
 """Good and all values by window."""
 MAX_USERS = 3
+NO_ADAPTERS: Mapping[str, tuple[int, int]] = {}
 
 
 @dataclass(slots=True)
@@ -63,8 +64,8 @@ class SloTracker:
     _worst: list[list[Minute]] = field(default_factory=list)
     """Per objective the complete minutes that used most of the budget."""
     _last: EngineStats | None = None
-    _last_failed: tuple[int, int] | None = None
-    """Failed and all requests at the last sample."""
+    _last_failed: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Failed and all requests at the last sample: of all, by the empty name, and by adapter."""
     _is_restored: bool = False
     good: list[float] = field(default_factory=list)
     total: list[float] = field(default_factory=list)
@@ -75,22 +76,31 @@ class SloTracker:
         self.total = [0.0] * len(self.objectives)
         self._worst = [[] for _ in self.objectives]
 
-    def sample(self, now: float, stats: EngineStats | None, asked: int = 0, failed: int = 0) -> None:
-        """Called each second with the engine's last report, and how many requests this front was asked and failed."""
+    def sample(
+        self,
+        now: float,
+        stats: EngineStats | None,
+        asked: int = 0,
+        failed: int = 0,
+        of_adapters: Mapping[str, tuple[int, int]] = NO_ADAPTERS,
+    ) -> None:
+        """Called each second with the engine's last report, and how many requests this front was asked and failed.
+        `of_adapters`: the same by adapter."""
         if not self.objectives:
             return
-        self._count_errors(now, asked, failed)
+        for name, (own_asked, own_failed) in {"": (asked, failed), **of_adapters}.items():
+            self._count_errors(now, name, own_asked, own_failed)
         if stats is not None and stats.histograms and stats is not self._last:
             self._count_latencies(now, stats)
 
-    def _count_errors(self, now: float, asked: int, failed: int) -> None:
-        before, self._last_failed = self._last_failed or (0, 0), (failed, asked)
+    def _count_errors(self, now: float, adapter: str, asked: int, failed: int) -> None:
+        before, self._last_failed[adapter] = self._last_failed.get(adapter, (0, 0)), (failed, asked)
         more_failed, more_asked = failed - before[0], asked - before[1]
         if not more_asked:
             return
         minute = self._minute(now)
         for index, objective in enumerate(self.objectives):
-            if objective.is_about_errors:
+            if objective.is_about_errors and objective.adapter == adapter:
                 self._add(minute, index, more_asked - more_failed, more_asked)
 
     def _add(self, minute: Minute, index: int, good: float, total: float) -> None:

@@ -69,4 +69,4 @@ def take_sample(state: FrontState, loop_lag_s: float) -> None:
     now = time.time()
     for figures in state.metrics.models.values():
         figures.history.add(Sample(now, figures.engine.stats, front, figures.engine.latencies.take()))
-        figures.slos.sample(now, figures.engine.stats, counts.asked, counts.failed)
+        figures.sample_objectives(now, counts.asked, counts.failed)

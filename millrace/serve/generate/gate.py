@@ -18,7 +18,7 @@ from millrace.params import CLASS_NAMES
 from millrace.serve.generate.fields.priority import STANDARD
 from millrace.serve.generate.generation import Generation
 from millrace.serve.generate.prompts import check_writes
-from millrace.serve.http.app_keys import REQUEST_ID
+from millrace.serve.http.app_keys import ADAPTER, REQUEST_ID
 from millrace.serve.state import FrontState
 from millrace.serve.tenancy.cache_scope import SALT_HEADER, salted, scope_of
 from millrace.serve.tenancy.keyring import DEFAULT_TENANT, Tenant, check_may_use
@@ -36,6 +36,8 @@ def enter(
     state: FrontState, request: web.Request, generation: Generation, received: float
 ) -> tuple[Generation, Reservations]:
     """The request as it will be submitted, and its reservation of the tenant's quotas until it ends."""
+    if state.adapter:
+        request[ADAPTER] = (state.model_name, state.adapter)
     if not generation.params.pooling:
         check_writes(state)
     tenant = tenant_of(request)

@@ -13,6 +13,8 @@ STREAM_STATUS = web.RequestKey("stream_status", int)
 """How generation ended, for metrics and the audit log; absent where nothing was generated."""
 MODEL = web.RequestKey("model", str)
 """Name of the model that generated the answer."""
+ADAPTER = web.RequestKey("adapter", tuple)
+"""Names of the model and its adapter that the request is for; absent without an adapter."""
 TOKEN_COUNTS = web.RequestKey("token_counts", tuple)
 """Prompt tokens, output tokens, cached prompt tokens and output tokens of reasoning, where text was generated."""
 LABELS = web.RequestKey("labels", dict)

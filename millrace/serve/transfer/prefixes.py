@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from aiohttp import web
 
-from millrace.errors import CacheFull, Conflict, EngineUnavailable, NotFound, RequestTimeout
+from millrace.errors import BadRequest, CacheFull, Conflict, EngineUnavailable, NotFound, RequestTimeout
 from millrace.link.block_parts import PartAnswer, PartOfPrefix, PrefixFacts
 from millrace.link.client import Caller
 from millrace.link.messages import Finish, TokenLogprobs
@@ -236,8 +236,19 @@ def _check(header: KvFileHeader, facts: PrefixFacts, tenant: Tenant, state: Fron
         raise refusal("kv_file_other_format", "The file's blocks are divided in another way than this server's.")
 
 
+def check_keeping(state: FrontState) -> None:
+    """Refuse what this server never does, however often it is asked."""
+    if not state.config.memory.kv_retained:
+        raise BadRequest(
+            "This server keeps nothing cached on request; its operator can set --kv-retained. A prompt that is sent"
+            " again soon is found in the cache anyway.",
+            code="cache_disabled",
+        )
+
+
 async def put_in(state: FrontState, received: Received, tenant: Tenant, retain: Retain) -> None:
     """Write the blocks into the engine's KV pool, kept under the handle that `retain` names. All or none."""
+    check_keeping(state)
     header, at = received.header, 0
     scope = scope_of(tenant, header.cache_salt, share_prefixes=state.config.server.share_prefixes)
     retain = msgspec.structs.replace(retain, max_bytes=tenant.cache_mib << 20)

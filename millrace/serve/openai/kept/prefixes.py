@@ -32,7 +32,7 @@ from millrace.serve.served_models import ServedModel
 from millrace.serve.state import STATE, FrontState
 from millrace.serve.tenancy.owner import is_operator, owner_of, tenant_of
 from millrace.serve.transfer.kv_file import read_key
-from millrace.serve.transfer.prefixes import facts_of, handle_export, put_in, receive, send_export
+from millrace.serve.transfer.prefixes import check_keeping, facts_of, handle_export, put_in, receive, send_export
 
 _NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -140,6 +140,7 @@ async def prepare_cache(state: FrontState, data: bytes, received: float, owner: 
         chat = {**fields, "messages": body.messages, "add_generation_prompt": False}
         work = await prepare_chat(state, encode(chat), received, owner)
     generation = work.generation
+    check_keeping(work.state)
     if len(generation.prompts) != 1:
         raise BadRequest("'prompt' is a list of prompts; send one.", param="prompt")
     return Work(work.state, dataclasses.replace(generation, retain=retain), partial(CacheWriter, retain=retain))
@@ -169,11 +170,10 @@ class CacheWriter(TextOnly):
                 f"Blocks of {block} tokens are kept, and the prompt has only {usage.prompt_tokens}. Send a longer one.",
                 param="prompt",
             )
-        if finish is None or finish.refused or not finish.retained_tokens:
-            why = finish.refused if finish is not None and finish.refused else "The model's prompts are not cached."
-            if not self._job.state.config.memory.kv_retained:
-                why = "This server keeps nothing cached on request; its operator can set --kv-retained."
-            raise CacheFull(why, retry_after_s=CACHE_RETRY_S)
+        if finish is not None and finish.refused:
+            raise CacheFull(finish.refused, retry_after_s=CACHE_RETRY_S)
+        if finish is None or not finish.retained_tokens:
+            raise BadRequest("This server caches no prompts of this model.", code="cache_disabled")
         return encode(
             CreatedHandle(
                 id=finish.handle,
