@@ -55,8 +55,10 @@ def _processor() -> str:
 
 def where(began_load: float) -> str:
     """Machine, date, and how busy it was. `began_load`: its load when the study began."""
-    load = os.getloadavg()[0]
-    return f"{machine()}, {datetime.now(UTC):%Y-%m-%d}, load {min(began_load, load):.1f} to {max(began_load, load):.1f}"
+    low, high = sorted((began_load, os.getloadavg()[0]))
+    is_busy = high > 1.5 * (os.cpu_count() or 1)  # The study itself keeps all cores busy.
+    rough = " (other work kept it busy: times are rough, and ratios may be too)" if is_busy else ""
+    return f"{machine()}, {datetime.now(UTC):%Y-%m-%d}, load {low:.1f} to {high:.1f}{rough}"
 
 
 def chat_ids(llm: LLM, text: str, *, answer: str = "") -> list[int]:
