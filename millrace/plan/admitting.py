@@ -96,16 +96,16 @@ class Admitting:
         return cause if len(self._waiting) else "none"
 
     def _seat(self, request: Request, match: Match, now: float) -> int:
-        spans = self._spans(request, match)
+        spans, expected = self._spans(request, match), self._lengths.expected(request)
         if request.preemptions == 0:
             request.placed_tokens = sum(span.end - span.start for span in spans)
             request.cached_tokens = min(match.num_columns * self._rows.block_size, request.num_prompt)
             self.delays.note("none", now)
             request.diagnostics.waited_for = self.delays.since(request.diagnostics.delays_before)
             self._prefix.note_divergence(request, match)
-            self._charge(request)
+            self._charge(request, expected)
         row = self._seating.admit(request, match, spans)
-        self._rows.expected[row] = self._lengths.expected(request)
+        self._rows.expected[row] = expected
         return row
 
     def _spans(self, request: Request, match: Match) -> list[Span]:
@@ -143,9 +143,9 @@ class Admitting:
 
     # -- fair shares -----------------------------------------------------------------------------------------------
 
-    def _charge(self, request: Request) -> None:
+    def _charge(self, request: Request, expected: float) -> None:
         """On admission, charge the share for the prompt and the expected output."""
-        request.charged = self._lengths.remaining_of_one(0, request.max_tokens, self._lengths.expected(request))
+        request.charged = self._lengths.remaining_of_one(0, request.max_tokens, expected)
         num_prompt = request.num_prompt - request.cached_tokens
         self._shares.charge(request.holder, request.weight, num_prompt, request.charged)
 

@@ -48,19 +48,26 @@ def test_children_are_found_by_their_parent() -> None:
     assert pool.find_child(first, b"h1", b"t2") == (second, b"h2")
     assert pool.find_child(first, b"h1", b"t1") is None
     assert pool.find_child(other, b"o1", b"t2") is None
-    assert list(pool.children_tokens(0, b"no root")) == []
+    assert pool.nearest_child(0, b"no root", b"own.", 9) == (-1, b"")
 
 
 def test_all_children_are_found_until_they_are_evicted() -> None:
     pool = BlockPool(4)
-    blocks = pool.take_many(4)
+    blocks, tokens = pool.take_many(4), [b"tok%d" % number for number in range(4)]
     for number, block in enumerate(blocks):
-        pool.register([block], [b"h%d" % number], [b"t%d" % number], b"root")
-    assert list(pool.children_tokens(0, b"root")) == [b"t3", b"t2", b"t1", b"t0"]
-    for evicted, left in ((1, [b"t3", b"t2", b"t0"]), (3, [b"t2", b"t0"]), (0, [b"t2"]), (2, [])):
+        pool.register([block], [b"h%d" % number], [tokens[number]], b"root")
+
+    def found(most: int = 9) -> list[int]:
+        near = [pool.nearest_child(0, b"root", own, most) for own in tokens]
+        return [number for number in range(4) if near[number] == (1, tokens[number])]
+
+    assert found() == [0, 1, 2, 3]
+    assert found(most=2) == [2, 3]
+    assert pool.nearest_child(0, b"root", b"none", 9) == (0, tokens[3])
+    for evicted, left in ((1, [0, 2, 3]), (3, [0, 2]), (0, [2]), (2, [])):
         pool.release([blocks[evicted]], None)
         assert pool.take_many(1) == [blocks[evicted]]
-        assert list(pool.children_tokens(0, b"root")) == left
+        assert found() == left
 
 
 def test_evicted_blocks_are_no_children() -> None:

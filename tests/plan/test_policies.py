@@ -9,7 +9,7 @@ from helpers.toy_device import ToyDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.plan.kv import prefix as prefix_module
+from millrace.plan.kv import block_pool as pool_module
 from millrace.plan.queue.policy import MAX_HEAD_START_S
 from millrace.plan.queue.predict import OutputLengthPredictor
 from millrace.plan.request import Request
@@ -210,13 +210,13 @@ def test_diagnostics_say_why_a_request_waited_and_where_its_prompt_diverged() ->
 def test_only_cached_prompts_that_can_agree_longer_are_compared_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where prompts begin in many ways, an admission reads no more than the beginning of each."""
     compared: list[bytes] = []
-    count = prefix_module._num_common
+    count = pool_module.num_common
 
     def noted(own: bytes, cached: bytes) -> int:
         compared.append(cached)
         return count(own, cached)
 
-    monkeypatch.setattr(prefix_module, "_num_common", noted)
+    monkeypatch.setattr(pool_module, "num_common", noted)
     scheduler = make()
     for request_id in range(1, 9):
         run = Run(scheduler)

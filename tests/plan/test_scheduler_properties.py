@@ -20,9 +20,19 @@ from hypothesis import strategies as st
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 
-OPERATIONS = {"submit": 8, "cancel": 1, "copy_handle": 1, "drop_handle": 1, "forget": 1, "step": 20, "restart": 1}
+OPERATIONS = {
+    "submit": 8,
+    "cancel": 1,
+    "copy_handle": 1,
+    "drop_handle": 1,
+    "forget": 1,
+    "step": 20,
+    "restart": 1,
+    "export": 4,
+    "import_file": 4,
+}
 """How often each is drawn, by its name in `World`."""
-RARE = ("restart", "copy_handle", "forget", "tokens read", "unreadable", "torn")
+RARE = ("restart", "copy_handle", "forget", "tokens read", "unreadable", "torn", "exported", "imported", "refused")
 RARE += ("forgotten device", "forgotten host", "forgotten disk")
 NUM_OPERATIONS, OPERATIONS_OF_A_WORLD = 100_000 if FUZZ else 2_000, 100
 
@@ -44,7 +54,8 @@ def test_every_request_ends_once_with_its_own_tokens(seed: int) -> None:
 
 
 def test_blocks_in_any_location_give_the_tokens_of_a_run_without_a_cache() -> None:
-    """Blocks are stored, loaded, shared, forked, evicted and forgotten, copies fail, and processes end at any time."""
+    """Blocks are stored, loaded, shared, forked, evicted, forgotten, and moved as files; copies fail, and processes end
+    at any time."""
     done: Counter[str] = Counter()
     for seed in itertools.count(1000 * SEED):
         world = random_world(seed, has_tiers=True)
@@ -54,11 +65,12 @@ def test_blocks_in_any_location_give_the_tokens_of_a_run_without_a_cache() -> No
                 done += world.disk_figures()
             getattr(world, name)()
         world.drain(20_000)
-        done += world.disk_figures() + Counter({f"forgotten {at}": n for at, n in world.num_forgotten.items()})
+        done += Counter({f"forgotten {at}": n for at, n in world.num_forgotten.items()})
+        done += world.disk_figures() + world.num_moved
         world.check_end()
         if sum(done[name] for name in OPERATIONS) >= NUM_OPERATIONS:
             break
-    assert min(done[name] for name in RARE) > 5, done
+    assert min(done[name] for name in RARE) > NUM_OPERATIONS // 10_000, done
 
 
 def test_the_random_schedules_do_preempt_share_cancel_repeat_and_load() -> None:

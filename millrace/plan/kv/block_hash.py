@@ -5,6 +5,7 @@ The root is a constant, so equal blocks have equal hashes in every process.
 
 from __future__ import annotations
 
+import itertools
 from hashlib import blake2b
 
 from millrace.plan.planner.block_names import HASH_BYTES, OWNER_BYTES
@@ -36,3 +37,9 @@ def block_hash(parent: bytes, tokens: bytes) -> bytes:
     state = _EMPTY.copy()  # A third faster than giving the options again.
     state.update(parent[:HASH_BYTES] + tokens)
     return state.digest() + parent[HASH_BYTES:]
+
+
+def num_common(first: bytes, second: bytes) -> int:
+    """Leading tokens that are equal."""
+    pairs = zip(memoryview(first).cast("i"), memoryview(second).cast("i"), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))

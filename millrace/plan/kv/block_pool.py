@@ -23,6 +23,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from millrace.plan.kv.block_hash import num_common
 from millrace.plan.kv.eviction import Eviction, EvictionOrder, EvictionSettings, LeastRecentlyUsed
 from millrace.plan.kv.tier import CacheKey, Tier
 from millrace.plan.planner.journal import KvJournal
@@ -313,15 +314,22 @@ class BlockPool:
         digest = self._hash_of[block]
         return (block, digest) if digest is not None and self._tokens_of[block] == tokens else None
 
-    def children_tokens(self, before: int, parent: bytes) -> Iterator[bytes]:
-        """Tokens of the children of that block, the last registered first."""
-        block = self._last_child(before, parent)
-        while block:
-            tokens = self._tokens_of[block]
-            if tokens is None:
+    def nearest_child(self, before: int, parent: bytes, own: bytes, most: int) -> tuple[int, bytes]:
+        """Of the last `most` children of that block the one with which most of `own` tokens agree: how many do, and its
+        tokens. -1 if it has no child."""
+        block, length, best, better = self._last_child(before, parent), -1, b"", b""
+        tokens_of, older = self._tokens_of, self._siblings.older
+        for _ in range(most):
+            if not block:
+                break
+            cached = tokens_of[block]
+            if cached is None:
                 raise AssertionError(f"block {block} is a child without content")
-            yield tokens
-            block = self._siblings.older[block]
+            if cached.startswith(better):
+                length, best = num_common(own, cached), cached
+                better = own[: 4 * (length + 1)]
+            block = older[block]
+        return length, best
 
     def _last_child(self, before: int, parent: bytes) -> int:
         return self._last_child_of[before] if before else self._siblings.last_first.get(parent, 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -299,13 +298,8 @@ class PrefixIndex:
             return
         match = match.whole or match
         num_matched, blocks = match.num_columns, match.blocks[0]
-        children = self._pool.children_tokens(blocks[-1] if blocks else 0, self.parent_of(request, num_matched))
-        own, length, best = self.tokens_of(request, num_matched), -1, b""
-        better = b""
-        for cached in itertools.islice(children, CHILDREN_COMPARED):
-            if cached.startswith(better):
-                length, best = _num_common(own, cached), cached
-                better = own[: 4 * (length + 1)]
+        own, before = self.tokens_of(request, num_matched), blocks[-1] if blocks else 0
+        length, best = self._pool.nearest_child(before, self.parent_of(request, num_matched), own, CHILDREN_COMPARED)
         if length < 0 or 4 * length == len(own):
             return
         at, noted = num_matched * self.block_size + length, request.diagnostics
@@ -359,12 +353,6 @@ class PrefixIndex:
             return request.block_tokens[index]
         width = 4 * self.block_size
         return bytes(request.history[index * width : (index + 1) * width])
-
-
-def _num_common(first: bytes, second: bytes) -> int:
-    """Leading tokens that are equal."""
-    pairs = zip(memoryview(first).cast("i"), memoryview(second).cast("i"), strict=False)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _holds(history: bytearray, tokens: bytes, start: int) -> bool:

@@ -37,6 +37,9 @@ NUM_FIRST = 50
 MIN_WIN = 0.03
 """It counts while its mean error is smaller by this share."""
 ERROR_DECAY = 0.005
+NUM_ALL, ONE_OF = 500, 4
+"""After so many requests the regressor learns from one of a few: learning takes longer than predicting, and servers of
+short requests end thousands a second."""
 
 
 class LengthRegressor:
@@ -54,9 +57,12 @@ class LengthRegressor:
     def predict(self, request: Request) -> float:
         return min(self._raw(self._features(request)) * self._scale, float(request.max_tokens))
 
-    def observe(self, request: Request) -> None:
+    def learn(self, request: Request) -> float:
+        """Learn from a request that has ended. Returns what `predict` expected of it before."""
         features, known = self._features(request), math.log(max(1, request.num_output))
-        self._scale += ERROR_DECAY * (max(1, request.num_output) / self._raw(features) - self._scale)
+        raw = self._raw(features)
+        expected = min(raw * self._scale, float(request.max_tokens))
+        self._scale += ERROR_DECAY * (max(1, request.num_output) / raw - self._scale)
         self._scale = min(max(self._scale, 0.2), 5.0)
         spread = self._inverse @ features
         gain = spread / (FORGETTING + float(features @ spread))
@@ -71,6 +77,7 @@ class LengthRegressor:
             self._seen.move_to_end(key)
         while len(self._seen) > MAX_KEYS:
             self._seen.popitem(last=False)
+        return expected
 
     def _raw(self, features: Floats) -> float:
         found = float(features @ self._weights)
@@ -115,9 +122,8 @@ class LearnedLengths:
 
     def observe(self, request: Request) -> None:
         self.num_seen += 1
-        weight = max(ERROR_DECAY, 1 / max(1, self.num_seen - NUM_FIRST))
-        predictors: tuple[OutputLengthPredictor | LengthRegressor, ...] = (self.averages, self.regressor)
-        for at, one in enumerate(predictors):
-            error = abs(one.predict(request) - request.num_output)
-            self.errors[at] += weight * (error - self.errors[at])
-            one.observe(request)
+        if self.num_seen <= NUM_ALL or self.num_seen % ONE_OF == 0:
+            weight = max(ERROR_DECAY, 1 / max(1, self.num_seen - NUM_FIRST))
+            for at, expected in enumerate((self.averages.predict(request), self.regressor.learn(request))):
+                self.errors[at] += weight * (abs(expected - request.num_output) - self.errors[at])
+        self.averages.observe(request)
