@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from helpers.served import wait_until
 from serve.front_under_test import END, MODEL, Front, endless, running_front
 from web.watched import PHONE, answering, event_stream, has_no_sideways_scroll, open_page, prompt_of, watched_page
 
@@ -148,6 +149,24 @@ def test_settings_reach_the_engine_and_code_repeats_them(browser: Browser, front
         page.select_option("#set-format", "json_object")
         page.fill("#set-max_tokens", "")
         ask(page, "As JSON", 1)
+
+
+def test_nothing_is_typed_into_a_form_that_is_built_again(browser: Browser, front: Front) -> None:
+    with watched_page(browser, front.url) as page:
+        held: list[Route] = []
+        page.route("**/v1/models", lambda route: held.extend([route]))
+        page.goto(front.url)
+        expect(page.locator("#set-system")).to_be_disabled()
+        wait_until(lambda: page.evaluate("true") and bool(held), "the page asks for the models", 60.0)
+        held[0].continue_()
+        page.fill("#set-system", "Be brief.")
+        page.unroute("**/v1/models")
+        page.evaluate("() => document.getElementById('set-system').isSame = true")
+        for _ in range(3):  # As when a key was entered, or the server was started again.
+            with page.expect_response(f"**/v1/models/{MODEL}"):
+                page.evaluate("dispatchEvent(new Event('millrace:key'))")
+        assert page.evaluate("() => document.getElementById('set-system').isSame")
+        assert page.input_value("#set-system") == "Be brief."
 
 
 def test_token_probabilities_and_branching_from_a_token(browser: Browser, front: Front) -> None:

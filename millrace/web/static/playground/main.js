@@ -214,7 +214,7 @@ addEventListener("resize", () => { if (!isNarrow("settings")) byId("backdrop").h
 // ── start ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 async function loadModels() {
   try {
-    await models.load();
+    if (!await models.load()) return;  // A form that is built again loses what somebody is typing.
   } catch (error) {
     toast(error.message, "bad");
     return;

@@ -92,7 +92,8 @@ export function summary(settings) {
 }
 
 // ── the form ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-/** Fill `container` with the form for `settings`; `onChange` is called after each edit. */
+/** Fill `container`, a fieldset, with the form for `settings`; `onChange` is called after each edit. It is disabled until the
+    models are known, because what it offers depends on them. */
 export function settingsForm(container, settings, models, onChange) {
   const again = () => { settingsForm(container, settings, models, onChange); document.getElementById("set-model").focus(); };
   const can = what => models.can(settings.model, what), isChat = can("chat"), inForce = models.sampling(settings.model);
@@ -167,5 +168,6 @@ export function settingsForm(container, settings, models, onChange) {
     group("Request", row("priority", "Priority", choice("priority", [["", "default"], ["interactive", "interactive"], ["standard", "standard"], ["batch", "batch"]])), extra.box),
     el("section", {}, el("button", { type: "button", class: "plain", on: { click: reset } }, "Reset the settings")),
   );
+  container.disabled = !models.isKnown;
   show();
 }
