@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import starter
-from helpers.suite import FUZZ, SEED, LiveGuard, Outcomes, can_have, examples, seed_generators
+from helpers.suite import FUZZ, SEED, LiveGuard, Outcomes, can_have, examples, seed_generators, send_at_once
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
@@ -40,7 +40,7 @@ if not FUZZ:
 
 LONG_FILES = (
     *("engine/test_parity.py", "engine/test_features_together.py", "run/test_cuda_runner.py"),
-    *("docs/test_examples.py", "commands/test_terminals.py"),
+    *("docs/test_examples.py", "commands/test_terminals.py", "web/test_accessibility.py", "web/test_dashboard.py"),
 )
 
 
@@ -48,7 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--outcomes", type=Path, help="write counts and the ends of failed tests' logs to this file")
 
 
+@pytest.hookimpl(trylast=True)  # After the plugin for second tries has opened its connection.
 def pytest_configure(config: pytest.Config) -> None:
+    send_at_once(config)
     config.pluginmanager.register(LiveGuard())
     starter.install()
     if not hasattr(config, "workerinput"):  # The controller sees the reports of every worker.

@@ -54,6 +54,24 @@ def test_a_process_or_a_listening_socket_needs_the_marker(run) -> None:
     assert "This test bound a socket to ('127.0.0.1', 0)" in outcomes
 
 
+def test_second_tries_delay_no_test_of_a_worker(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """40 ms for each test: two minutes of a run on two cores."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
+    pytester.makepyfile(
+        """
+        import socket
+
+        def test_connection(pytestconfig):
+            assert pytestconfig.failures_db.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        """
+    )
+    plugins = ("-p", "pytest_rerunfailures", "-p", "xdist")
+    result = pytester.runpytest_subprocess(*plugins, "--reruns", "1", "-n", "1", "-m", "", f"--rootdir={pytester.path}")
+    result.assert_outcomes(passed=1)
+
+
 def test_the_summary_has_counts_and_the_ends_of_logs(run) -> None:
     result, outcomes = run(
         """

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from urllib.error import HTTPError
 
@@ -32,6 +33,7 @@ examples:
   millrace launch claude                                 Claude Code, with the model that is served
   millrace launch codex --model qwen3-8b                 starts `millrace serve qwen3-8b` first
   millrace launch qwen -- -p "List the files here."      what follows -- is for the agent
+  millrace launch qwen --few-tools                       less to read for a small model or a CPU
   millrace launch claude --print                         show variables and command, start nothing
   millrace launch opencode --url http://10.0.0.5:8000    a server on another machine"""
 
@@ -52,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="", metavar="URL", help="use this server, and start none")
     parser.add_argument("--api-key", default="", metavar="KEY", help="API key (default: MILLRACE_API_KEY)")
     parser.add_argument(
+        "--few-tools", action="store_true", help="only tools that run a command, read and edit: a shorter prompt"
+    )
+    parser.add_argument(
         "--print", "--dry-run", dest="only_print", action="store_true", help="show what would be started, and exit"
     )
     parser.set_defaults(after_dashes=[])
@@ -63,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     url = args.url.rstrip("/").removesuffix("/v1") or f"http://127.0.0.1:{port}"
     api_key = args.api_key or client_api_key()
     if args.only_print:
-        _print(agent, url, args.model, api_key, args.after_dashes, may_start=not args.url)
+        _print(agent, url, args, api_key)
         return 0
     if shutil.which(agent.program) is None:
         raise NotFound(
@@ -77,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
                 f" {LEAST_CONTEXT:,}.",
                 file=sys.stderr,
             )
-        return _run_agent(agent, agent.start(endpoint), args.after_dashes)
+        return _run_agent(agent, agent.start(replace(endpoint, few_tools=args.few_tools)), args.after_dashes)
 
 
 @contextmanager
@@ -143,15 +148,15 @@ def _run_agent(agent: CodingAgent, start: Start, more: Sequence[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _print(agent: CodingAgent, url: str, model: str, api_key: str, more: Sequence[str], *, may_start: bool) -> None:
-    models = _models(url, api_key, may_be_absent=may_start)
+def _print(agent: CodingAgent, url: str, args: argparse.Namespace, api_key: str) -> None:
+    model = args.model
+    models = _models(url, api_key, may_be_absent=not args.url)
     if models is None:
         model = model or DEFAULT_MODEL
         print(f"# No server runs on {url}. This one would be started, with a context of its own:")
         print(f"# millrace serve {model} --port {url.rpartition(':')[2]}")
         models = [{"id": model}]
-    endpoint = _endpoint(url, model, api_key, models)
-    start = agent.start(endpoint)
+    start = agent.start(replace(_endpoint(url, model, api_key, models), few_tools=args.few_tools))
     for name, value in start.variables.items():
         print(f"export {name}={shlex.quote(value)}")
-    print(shlex.join([agent.program, *start.arguments, *more]))
+    print(shlex.join([agent.program, *start.arguments, *args.after_dashes]))

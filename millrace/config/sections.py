@@ -45,8 +45,9 @@ class ModelConfig:
     )
     quantization: QuantizationSetting = setting(
         "auto",
-        "fp8: the layers' weights in 8 bits (needs a GPU with FP8); int8: a GGUF file's quantised weights times"
-        " activations rounded to INT8 (CPU); auto = int8 on a CPU without AMX unless --dtype is given, else none",
+        "fp8: the layers' weights in 8 bits (needs a GPU with FP8); int8: weights times activations rounded to INT8"
+        " (CPU), for a GGUF file's quantised weights and for encoders; auto = int8 for the former on a CPU without AMX"
+        " unless --dtype is given, else none",
     )
     max_context: int = setting(0, "maximum tokens of prompt and output together; 0 = the model's limit", minimum=0)
     chat_template: str = setting("", "file with a Jinja chat template; if empty, the model's own template")
@@ -310,8 +311,8 @@ class RunConfig:
     )
     tensor_parallel: int = setting(
         1,
-        "split the model over so many processes, each with a part of every layer's weights and of the KV cache; CPU"
-        " only so far",
+        "split the model over so many processes, each with a part of every layer's weights and of the KV cache, and on"
+        " a GPU host with a GPU of its own",
         minimum=1,
     )
     deterministic: bool = setting(False, "use only op versions whose result for a row does not depend on the batch")

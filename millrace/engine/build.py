@@ -31,7 +31,7 @@ from millrace.engine.grammars import make_grammars
 from millrace.engine.loop import Engine
 from millrace.engine.memory_plan import NO_DRAFTER, MemoryPlan, make_memory_plan
 from millrace.engine.parts import EngineParts
-from millrace.engine.ranks.check import check_encoder_ranks, check_ranks, rank_notes
+from millrace.engine.ranks.check import check_device_ranks, check_encoder_ranks, check_ranks, rank_notes
 from millrace.engine.ranks.group import RankGroup
 from millrace.engine.ranks.mirror import Mirror
 from millrace.engine.state_memory import check_states
@@ -59,7 +59,7 @@ from millrace.plan.kv.retention import RetentionSettings
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes.choice import ShapeChoice
 from millrace.run.device.defaults import DeviceDefaults
-from millrace.run.device.device import Device, open_device
+from millrace.run.device.device import Device, open_device, ranks_per_device
 from millrace.run.device.kv_pool import bytes_per_token, resolve_kv_dtype
 from millrace.run.device.precision import Precision, choose_precision
 from millrace.run.device.token_placing import placing_objection
@@ -144,7 +144,7 @@ def build_engine(
     identity = _identity(config, decided)
     store = open_disk(config, identity, decided.plan.block_bytes)
     mirror = Mirror(config) if config.plan.mirror else None
-    ranks = RankGroup(config) if config.run.tensor_parallel > 1 else None
+    ranks = RankGroup(config, decided.device) if config.run.tensor_parallel > 1 else None
     beside = Beside(identity, store, mirror, ranks)
     try:
         engine = _build_decoding(config, decided, beside, channel, build_pool, on_loading)
@@ -172,7 +172,7 @@ def _build_decoding(
     others = None
     if ranks is not None and ranked is not None:
         ranks.wait_until_ready(made.facts.shapes.digest)
-        runner = RankedRunner(runner, ranked)
+        runner = RankedRunner(runner, ranked, ranks.mesh.check)
         if store is not None:
             others = OtherDisks(ranked, ranks.disk_replies, ranks.size - 1)
             if not others.are_usable:
@@ -277,11 +277,7 @@ def _decide(config: Config, files: ModelFiles, on_loading: Callable[[str, int, i
         has_int8_products=precision.quantization == "int8",
     )
     num_ranks = config.run.tensor_parallel
-    if num_ranks > 1 and not device.defaults.can_split:
-        raise ConfigError(
-            f"--tensor-parallel {num_ranks} runs on a CPU only so far; use --device cpu, or leave it out.",
-            param="run.tensor_parallel",
-        )
+    check_device_ranks(config, device)
     shard = None if num_ranks == 1 else shard_of(spec, 0, num_ranks)
     own = spec if shard is None else shard.spec
     num_processes = 2 if config.plan.mirror else num_ranks
@@ -295,7 +291,7 @@ def _decide(config: Config, files: ModelFiles, on_loading: Callable[[str, int, i
         device.defaults,
         dtype=dtype,
         weights_bytes=weight_bytes(files, dtype, precision.quantization, place, shard),
-        free_bytes=device.free_bytes() // num_processes,
+        free_bytes=device.free_bytes() // (2 if config.plan.mirror else ranks_per_device(device, num_ranks)),
         kv_dtype=kv_dtype,
         step_flops=limits.step_flops,
         host_free_bytes=available_bytes() // num_processes,

@@ -120,6 +120,11 @@ class Ledger:
     def entry(self, request_id: int) -> Entry | None:
         return self._entries.get(request_id)
 
+    def adapter_of(self, request_id: int) -> str:
+        """Empty if it has none, or has ended."""
+        entry = self._entries.get(request_id)
+        return "" if entry is None else entry.adapter
+
     def named(self, name: str, tenant: str | None) -> list[Entry]:
         """Open and remembered requests with this name, of this tenant (None = of any)."""
         found = [entry for entry in self._named.get(name, ()) if tenant is None or entry.tenant == tenant]

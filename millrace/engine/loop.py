@@ -107,7 +107,9 @@ class Engine:
         self._outbox = Outbox(channel, self._ledger)
         self._kv_events = KvEventFeed(channel, scheduler.watched_blocks)
         count_steps = StepFigures if parts.has_figures else UncountedSteps
-        self._figures = count_steps(scheduler.rows, self._ledger.histograms, parts.work)
+        self._figures = count_steps(
+            scheduler.rows, self._ledger.histograms, parts.work, self._ledger.adapter_histograms
+        )
         self._drafts = DraftFigures(parts.drafter)
         self._row_drafts = RowDraftCounts(scheduler.rows.capacity, parts.drafter)
         self._ledger.take_drafts = self._row_drafts.take
@@ -237,7 +239,7 @@ class Engine:
         for admission in plan.admitted:
             last_token = self._ledger.on_admitted(admission.request_id, now)
             if last_token is not None:
-                self._figures.on_admitted(admission.row, last_token)
+                self._figures.on_admitted(admission.row, last_token, self._ledger.adapter_of(admission.request_id))
             self._ledger.on_drafts(*self._row_drafts.admit(admission.row, admission.request_id))
         self._rates.on_admitted(len(plan.admitted))
 

@@ -31,19 +31,16 @@ MAX_TURNS = 6
 """Calls of a model that does not stop by itself. Codex has no such option: then its requests forbid calls."""
 HEADLESS: dict[str, tuple[str, ...]] = {
     "claude": (
-        *("-p", TASK, "--system-prompt", SYSTEM, "--max-turns", str(MAX_TURNS), "--strict-mcp-config"),
-        *("--tools", "Bash", "Read", "Edit"),
+        *("-p", TASK, "--system-prompt", SYSTEM, "--max-turns", str(MAX_TURNS)),
         *("--allowedTools", "Bash(ls:*)", "Bash(python3 greeting.py)", "Read", "Edit"),
     ),
     "codex": (
         *("exec", "--sandbox", "workspace-write", "-c", 'model_instructions_file="../instructions.md"'),
-        *(part for name in ("multi_agent", "goals", "skill_search", "apps", "plugins") for part in ("--disable", name)),
         TASK,
     ),
     "opencode": ("run", TASK),
     "qwen": (
-        *("--bare", "--system-prompt", SYSTEM, "--max-session-turns", str(MAX_TURNS), "--approval-mode", "auto-edit"),
-        *("--core-tools", "run_shell_command", "read_file", "edit"),
+        *("--system-prompt", SYSTEM, "--max-session-turns", str(MAX_TURNS), "--approval-mode", "auto-edit"),
         *("--allowed-tools", "run_shell_command(ls)", "run_shell_command(python3 greeting.py)"),
         *("-p", TASK),
     ),
@@ -123,7 +120,7 @@ async def run_agent(name: str, url: str, programs: Path, repository: Path, timeo
     environment = {**os.environ, "PATH": path, "HOME": str(home), "XDG_CONFIG_HOME": str(home / ".config")}
     environment["PWD"] = str(repository)  # opencode works where it says.
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "millrace", "launch", name, "--url", url, "--", *HEADLESS[name]),
+        *(sys.executable, "-m", "millrace", "launch", name, "--few-tools", "--url", url, "--", *HEADLESS[name]),
         cwd=repository,
         env=environment,
         stdin=subprocess.DEVNULL,

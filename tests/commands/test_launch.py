@@ -9,6 +9,7 @@ import sys
 import tomllib
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -158,3 +159,31 @@ def test_every_agent_waits_an_hour_for_a_prompt_on_a_slow_machine(name: str) -> 
 @pytest.mark.parametrize("context", [4096, 32768, 131072])
 def test_an_answer_leaves_most_of_the_context_to_the_conversation(context: int) -> None:
     assert 0 < Endpoint(HERE.url, HERE.model, context).max_output <= min(context // 4, 8192)
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_few_tools_are_the_three_that_run_read_and_edit(name: str) -> None:
+    """Otherwise the prompt of a small model's agent is long, and it calls what the task does not need."""
+    start = AGENTS[name].start(replace(HERE, few_tools=True))
+    if name == "claude":
+        assert start.arguments[:4] == ("--tools", "Bash", "Read", "Edit")
+        assert start.arguments[-1].startswith("--"), "a list at the end would take the user's prompt for a tool"
+    if name == "qwen":
+        words = " ".join(start.arguments)
+        assert (
+            "--core-tools run_shell_command read_file edit --exclude-tools notebook_edit get_goal update_goal" in words
+        )
+    if name == "codex":
+        settings = tomllib.loads("\n".join(start.arguments[1::2]))
+        assert settings["features"]["multi_agent"] is False
+    if name == "opencode":
+        settings = json.loads(start.variables["OPENCODE_CONFIG_CONTENT"])
+        assert settings["tools"] == {"*": False, "bash": True, "read": True, "edit": True}
+
+
+def test_few_tools_reach_the_agent(agent: Path) -> None:
+    with running(FakeServer(models=("one",))) as server:
+        assert main(["launch", "claude", "--url", server.url, "--few-tools", "--", "-p", "hi"]) == 3
+    assert json.loads(agent.read_text())["arguments"] == [
+        *("--tools", "Bash", "Read", "Edit", "--strict-mcp-config", "-p", "hi")
+    ]

@@ -46,6 +46,6 @@ def test_a_gguf_file(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_cannot_be_served_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_checkpoint(tmp_path / "m", {**AWQ, "version": "gemv"}, awq())
+    write_checkpoint(tmp_path / "m", {**AWQ, "version": "gemv_fast"}, awq())
     assert main(["show", str(tmp_path / "m")]) == 0
-    assert "not served here: The checkpoint is quantised with AWQ in the layout gemv" in capsys.readouterr().out
+    assert "not served here: The checkpoint is quantised with AWQ in the layout gemv_fast" in capsys.readouterr().out

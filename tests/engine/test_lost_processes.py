@@ -15,6 +15,7 @@ from millrace.engine.ranks import group as group_module
 from millrace.engine.ranks import mirror as mirror_module
 from millrace.engine.ranks.group import RankGroup
 from millrace.engine.ranks.mirror import Mirror
+from millrace.run.device.device import CpuDevice
 from millrace.run.ranks.ring import RING_BYTES
 
 pytestmark = pytest.mark.live
@@ -40,7 +41,7 @@ def test_closing_does_not_wait_for_a_process_that_cannot_end(
     kind: str, idle_child: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     processes: list[subprocess.Popen[bytes]] = []
-    make: Callable[[], Any] = lambda: RankGroup(Config(run=RunConfig(tensor_parallel=3)))  # noqa: E731
+    make: Callable[[], Any] = lambda: RankGroup(Config(run=RunConfig(tensor_parallel=3)), CpuDevice(1))  # noqa: E731
     if kind == "mirror":
         make = lambda: Mirror(Config())  # noqa: E731
     with monkeypatch.context() as patched:
@@ -61,7 +62,7 @@ def test_closing_does_not_wait_for_a_process_that_cannot_end(
 
 def test_who_waits_for_room_goes_on_when_the_rank_is_lost(idle_child: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_module, "WRITE_LIMIT_S", 3600.0)
-    group = RankGroup(Config(run=RunConfig(tensor_parallel=2)))
+    group = RankGroup(Config(run=RunConfig(tensor_parallel=2)), CpuDevice(1))
     writer = threading.Thread(target=group.write, args=(1, bytes(2 * RING_BYTES)), daemon=True)
     writer.start()
     writer.join(0.2)

@@ -31,8 +31,10 @@ class Driven:
                 expected_output=expected_output,
             )
         )
-        self.histograms = Histograms()
-        self.figures = StepFigures(self.scheduler.rows, self.histograms, ModelWork(1000.0, 10.0, 2.0, 1.0))
+        self.histograms, self.of_adapter = Histograms(), Histograms()
+        """`of_adapter`: of requests whose number is a multiple of 3."""
+        work = ModelWork(1000.0, 10.0, 2.0, 1.0)
+        self.figures = StepFigures(self.scheduler.rows, self.histograms, work, {"third": self.of_adapter})
 
     def submit(self, number: int, *, prompt: int = 4, max_tokens: int = 50, priority: int = 1) -> None:
         tokens = np.arange(prompt, dtype=np.int32) + 100 * number
@@ -53,7 +55,9 @@ class Driven:
             if release.reason == "preempted":
                 preempted[release.request_id] = self.figures.last_token_at(release.row)
         for admission in plan.admitted:
-            self.figures.on_admitted(admission.row, preempted.pop(admission.request_id, math.nan))
+            number = admission.request_id
+            adapter = "" if number % 3 else "third"
+            self.figures.on_admitted(admission.row, preempted.pop(number, math.nan), adapter)
 
     def confirm(self, plan: StepPlan, now: float, num_kinds: int = 1) -> tuple[StepPlan, list[int], float]:
         """Returns the plan, the requests that got a token, and the time. `num_kinds`: one in so many tokens is an end
@@ -141,6 +145,7 @@ class CountedOneByOne:
     def __init__(self) -> None:
         self.last: dict[int, float] = {}
         self.gaps: list[list[float]] = [[], [], []]
+        self.of_adapter: list[float] = []
         self.prefill = self.decode = self.context = self.pairs = 0
 
     def on_step(self, plan: StepPlan, request_ids: list[int], now: float, classes: dict[int, int]) -> None:
@@ -152,6 +157,8 @@ class CountedOneByOne:
         for request_id in request_ids:
             if request_id in self.last:
                 self.gaps[classes[request_id]].append(now - self.last[request_id])
+                if request_id % 3 == 0:
+                    self.of_adapter.append(now - self.last[request_id])
             self.last[request_id] = now
 
 
@@ -187,6 +194,10 @@ def test_many_steps_at_once_count_as_much_as_every_token_by_itself(num_classes: 
     counts, sums = driven.gaps()
     assert counts == [len(own) for own in slow.gaps]
     assert sums == [pytest.approx(sum(own)) for own in slow.gaps]
+    own = driven.of_adapter.values[ITL]
+    assert slow.of_adapter
+    assert own[:, :-1].sum() == len(slow.of_adapter)
+    assert own[:, -1].sum() == pytest.approx(sum(slow.of_adapter))
     places = np.concatenate([np.searchsorted(SPECS[ITL].edges, own) for own in slow.gaps if own])
     buckets = driven.histograms.values[ITL, :, :-1].sum(axis=0)
     assert buckets.tolist() == np.bincount(places, minlength=len(buckets)).tolist()

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.moved_prefixes import ExportedPrefix, exported, imported, transfers_of
 from helpers.toy_device import ToyDevice, lone_run
 
 from millrace.params import Retain
@@ -87,6 +88,8 @@ class World:
         self.is_forgotten = False
         """True while nothing of the tenant that was forgotten may be found."""
         self.num_forgotten: Counter[str] = Counter()
+        self.files: deque[ExportedPrefix] = deque(maxlen=4)
+        self.num_moved: Counter[str] = Counter()
         self.outputs: dict[int, list[int]] = {}
         self.ended: dict[int, str] = {}
         self.cancelled: set[int] = set()
@@ -159,6 +162,42 @@ class World:
     def copy_handle(self) -> None:
         name, owner, copied = (self.rng.choice(names) for names in (["a", "b"], ["", "a", "b"], ["b", "c"]))
         self.scheduler.copy_handle(name, owner, copied, self.now)
+
+    def export(self) -> None:
+        """What is cached of a request leaves as a file, behind the steps that were launched."""
+        while self.launched:
+            self.complete()
+        if not self.requests:
+            return
+        request = self.requests[self.rng.randrange(len(self.requests))]
+        if self.is_forgotten and request.tenant == SECRETIVE:
+            return
+        tokens = request.prompt.tobytes() + np.asarray(self.outputs[request.id], np.int32).tobytes()
+        transfers = transfers_of(self.scheduler, self.device)
+        file = exported(transfers, tokens, request.salt, request.tenant, self.now)
+        if file is not None:
+            self.files.append(file)
+            self.num_moved["exported"] += 1
+
+    def import_file(self) -> None:
+        """A file comes, perhaps after a restart, or for another tenant; its sender may go away in between."""
+        if not self.files:
+            return
+        while self.launched:
+            self.complete()
+        file = self.rng.choice(self.files)
+        owner = SECRETIVE if file.salt == OWN_SALT else self.rng.choice(["", "a", "b"])
+        if self.is_forgotten and owner == SECRETIVE:
+            return
+        retain = Retain(float(self.rng.randrange(1, 40)), self.rng.choice(["a", "b"]), is_hint=False)
+        kept = self.rng.choice([retain, None])
+        transfers = transfers_of(self.scheduler, self.device)
+        if imported(transfers, file, owner, kept, self.now, self.rng.choice([1, 99, 99])):
+            self.num_moved["imported"] += 1
+        else:
+            self.scheduler.drop_handles(retain.name, owner)
+            self.num_moved["refused"] += 1
+        self.check_pools()
 
     def forget(self) -> None:
         """A tenant is forgotten, and later sends requests again."""

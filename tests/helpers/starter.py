@@ -1,9 +1,10 @@
 """Starts programs of Millrace from a process that has imported them: a start then takes 0.1 s instead of 3 to 5.
 
-`install()` changes how `subprocess.Popen` starts `python -m millrace…`: a process per test worker, which has imported
-what servers and engines need and has one thread, forks (twice, so that the new process becomes a child of the one that
-asked). The new process is what the real start would make: own arguments, environment, folder, standard streams,
-passed descriptors, session and signals. It has a starter of its own, for the programs that it starts.
+`install()` changes how `subprocess.Popen` starts `python -m millrace…` and `helpers/gpu_compiler.py`: a process per
+test worker, which has imported what servers and engines need and has one thread, forks (twice, so that the new process
+becomes a child of the one that asked). The new process is what the real start would make: own arguments, environment,
+folder, standard streams, passed descriptors, session and signals. It has a starter of its own, for the programs that it
+starts.
 
 The real start is for tests marked `fresh` and whatever the fork could not do: a function to run before the program,
 variables that libraries read when they are imported, a GPU, whose driver does not survive a fork.
@@ -35,8 +36,9 @@ IMPORTED = (
     *("aiohttp", "jinja2", "llguidance", "numpy", "prometheus_client", "rich.console", "tokenizers", "torch", "uvloop"),
 )
 READ_BY_IMPORTS = ("CUDA_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "OMP_", "OPENBLAS_", "PYTHON")
-READ_BY_IMPORTS += ("TORCH_", "TRITON_", "TZ")
-"""Beginnings of variables that Python or a library reads once."""
+READ_BY_IMPORTS += ("TORCH_", "TZ")
+"""Beginnings of variables that Python or a library reads once. Triton's are read later: it is not imported here."""
+GPU_COMPILER = "helpers.gpu_compiler"
 PLACE = 1 << 16
 """Bytes for arguments, and for variables, where the system shows those of a process."""
 IGNORABLE = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -128,7 +130,8 @@ def _start(
 
 
 def _is_ours(arguments: list[Any]) -> bool:
-    return arguments[:2] == [sys.executable, "-m"] and str(arguments[2]).partition(".")[0] == "millrace"
+    is_module = arguments[:2] == [sys.executable, "-m"]
+    return is_module and (arguments[2] == GPU_COMPILER or str(arguments[2]).partition(".")[0] == "millrace")
 
 
 def _can_fork(request: dict[str, Any], starter: Starter) -> bool:
@@ -174,6 +177,8 @@ def main() -> None:
     gc.freeze()  # Collections in the new processes then leave the shared memory alone.
     if len(os.listdir("/proc/self/task")) > 1:
         raise AssertionError("a process with threads cannot fork safely")
+    if "triton" in sys.modules:
+        raise AssertionError("Triton reads at its import whether it compiles or interprets")
     connection = socket.socket(fileno=int(sys.argv[-1]))
     request, descriptors = _serve(connection)
     _run(request, descriptors)

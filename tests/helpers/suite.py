@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import socket
 import sys
 import threading
 from collections import Counter
@@ -36,6 +37,14 @@ def seed_generators(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(seed)
+
+
+def send_at_once(config: pytest.Config) -> None:
+    """A worker tells the plugin for second tries about each test in two small packets. The second would wait for the
+    first one's acknowledgement: 40 ms for each of 9,000 tests."""
+    counts = getattr(config, "failures_db", None)  # pytest-rerunfailures' own; only that of a worker has a connection
+    if hasattr(counts, "sock"):
+        counts.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 class Outcomes:

@@ -35,6 +35,15 @@ _LLAMA3 = {
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32}
 
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.25, 2.5],
+    "long_factor": [1.1, 2.0, 7.0],
+    "original_max_position_embeddings": 96,
+}
+
 _DELTA = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     "linear_num_key_heads": 2,
@@ -140,6 +149,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4_moe": _sized("Glm4Moe", **_EXPERTS, use_qk_norm=True, attention_bias=True),
     "glm4": _sized("Glm4", pad_token_id=0),
+    "phi3": _sized("Phi3", sliding_window=6, pad_token_id=0, bos_token_id=1, eos_token_id=2),
+    "phi3_longrope": _sized(
+        "Phi3",
+        head_dim=8,
+        rope_parameters=_LONGROPE,
+        original_max_position_embeddings=96,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    ),
     "glm": _sized("Glm", pad_token_id=0, attention_bias=False, tie_word_embeddings=True),
     "smollm3": _sized("SmolLM3", num_hidden_layers=5, pad_token_id=0, bos_token_id=1, eos_token_id=2),
     "smollm3_window": _sized(

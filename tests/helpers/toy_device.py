@@ -105,6 +105,12 @@ class ToyDevice:
             if not failed:
                 self._write(copies.target, slot, self._read_at(copies.source, block))
 
+    def read_blocks(self, blocks: list[int]) -> list[list[tuple[int, int] | None]]:
+        return [self._read_at("device", block) for block in blocks]
+
+    def write_block(self, block: int, content: list[tuple[int, int] | None]) -> None:
+        self._write("device", block, content)
+
     def _read_at(self, location: Location, at: int) -> list[tuple[int, int] | None]:
         if location == "device":
             return self.slots[at * self.block_size : (at + 1) * self.block_size]

@@ -122,14 +122,14 @@ def _block_token_bytes(spec: ModelSpec, kv_dtype: str) -> int:
 
 def _formats(spec: ModelSpec) -> list[str]:
     from millrace.ops.kv.packed import can_pack
-    from millrace.run.device.kv_pool import HEAD_UNIT
+    from millrace.run.device.kv_pool import HEAD_UNIT, shifts_keys
 
     def holds(kv_dtype: str) -> bool:
         if spec.latent is not None:
             return kv_dtype in ("float32", "bfloat16", "float16")
         if kv_dtype == "packed":
             return can_pack(spec.head_dim) and spec.rotates_whole_heads
-        if kv_dtype == "int4" and spec.qkv_bias:
+        if kv_dtype == "int4" and not shifts_keys(spec):
             return False
         return kv_dtype not in ("fp8", "int8", "int4") or spec.head_dim % HEAD_UNIT == 0
 

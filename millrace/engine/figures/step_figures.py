@@ -6,6 +6,7 @@ array operations then take the place of a few in every step.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ from millrace.engine.figures.token_gaps import MAX_STEPS, TokenGaps
 from millrace.observe.histograms import NUM_CLASSES, Floats, Histograms
 from millrace.plan.planner.protocol import RunningRows
 from millrace.plan.step import Int32s, Int64s, StepOutcome, StepPlan
+
+NONE: Mapping[str, Histograms] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +38,17 @@ class ModelWork:
 class StepFigures:
     """Totals of all steps up to the last `count`, except `output_tokens` and those of drafts, which are up to date."""
 
-    def __init__(self, rows: RunningRows, histograms: Histograms, work: ModelWork) -> None:
+    def __init__(
+        self, rows: RunningRows, histograms: Histograms, work: ModelWork, of_adapters: Mapping[str, Histograms] = NONE
+    ) -> None:
+        """`of_adapters`: histograms of their own, by name of the adapter."""
         self._rows, self._work = rows, work
         self._gaps = TokenGaps(rows, histograms)
+        self._of_adapters = {
+            name: (TokenGaps(rows, own, of_some=True), np.zeros(rows.capacity, np.bool_))
+            for name, own in of_adapters.items()
+        }
+        """Gaps, and the rows whose requests have the adapter."""
         self._log = StepHistory()
         self._noted: list[tuple[float, ...]] = []
         """Steps since the last count: number, launch, end, time on the device, rows, tokens with padding and places for
@@ -54,8 +65,12 @@ class StepFigures:
     def last_token_at(self, row: int) -> float:
         return self._gaps.last_token_at(row)
 
-    def on_admitted(self, row: int, last_token: float) -> None:
+    def on_admitted(self, row: int, last_token: float, adapter: str = "") -> None:
         self._gaps.on_admitted(row, last_token)
+        for name, (gaps, is_own) in self._of_adapters.items():
+            is_own[row] = name == adapter
+            if name == adapter:
+                gaps.on_admitted(row, last_token)
 
     def on_step(self, done: Confirmed) -> None:
         plan, outcome = done.plan, done.outcome
@@ -89,6 +104,9 @@ class StepFigures:
                 num_last += ended.num_output > 0
                 num_first -= ended.num_output == 0
         self._gaps.note(rows, now, num_first=num_first, num_last=num_last, is_distinct=is_distinct)
+        for gaps, is_own in self._of_adapters.values():
+            if len(own := rows[is_own[rows]]):
+                gaps.note(own, now, num_first=0, num_last=0, is_distinct=is_distinct)
 
     def _count_drafts(self, num_drafts: int, outcome: StepOutcome) -> None:
         self.drafted_tokens += num_drafts
@@ -98,6 +116,8 @@ class StepFigures:
     def count(self) -> None:
         """Count the steps noted since the last time."""
         self._gaps.count()
+        for gaps, _ in self._of_adapters.values():
+            gaps.count()
         if not self._noted:
             return
         noted, starts, counts = np.array(self._noted), np.concatenate(self._starts), np.concatenate(self._counts)

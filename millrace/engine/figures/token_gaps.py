@@ -23,8 +23,9 @@ Marks = npt.NDArray[np.int16]
 
 
 class TokenGaps:
-    def __init__(self, rows: RunningRows, histograms: Histograms) -> None:
-        self._rows, self._histograms = rows, histograms
+    def __init__(self, rows: RunningRows, histograms: Histograms, *, of_some: bool = False) -> None:
+        """`of_some`: only some of the running requests are noted, whose rows are always looked at."""
+        self._rows, self._histograms, self._of_some = rows, histograms, of_some
         self._times = [math.nan]
         """When the noted steps delivered tokens. The first is the last step of the count before."""
         self._noted: list[Int32s] = [np.zeros(0, np.int32)]
@@ -88,7 +89,7 @@ class TokenGaps:
 
     def _count_numbers(self) -> bool:
         """Count the gaps if every request that has tokens got one in every step. Else returns False."""
-        if not (self._is_current and self._is_plain) or self._resumed or len(self._known_classes) > 1:
+        if self._of_some or not (self._is_current and self._is_plain) or self._resumed or len(self._known_classes) > 1:
             return False
         tokens, firsts, lasts = np.array(self._numbers).T
         nums = (tokens - firsts)[1:]

@@ -14,7 +14,7 @@ class UncountedSteps(StepFigures):
     def last_token_at(self, row: int) -> float:
         return math.nan
 
-    def on_admitted(self, row: int, last_token: float) -> None:
+    def on_admitted(self, row: int, last_token: float, adapter: str = "") -> None:
         pass
 
     def on_step(self, done: Confirmed) -> None:

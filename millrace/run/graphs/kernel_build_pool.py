@@ -118,6 +118,8 @@ class KernelBuildPool:
 
 def start_build_pool(config: Config) -> KernelBuildPool | None:
     """Start the build server; None without a GPU or Triton, or if all kernels are compiled already."""
+    if config.run.tensor_parallel > 1:
+        return None  # Ranks compile at the first launch: a dry run on one of them would wait for the others.
     if config.run.device == "cpu" or not has_gpu() or util.find_spec("triton") is None:
         return None
     mark = cache_dir() / "kernels-built" / _fingerprint(config)

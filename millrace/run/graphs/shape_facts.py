@@ -24,6 +24,8 @@ def shape_facts(
     drafter_spec = None if drafter is None else kv_spec_of(drafter)
     # Layers with a window read these steps in their own way, see PagedAttention.
     has_full = any(window is None for window in spec.windows)
+    # Ranks may have different numbers of heads, and all must declare the same shapes.
+    splits = has_full and decoder.mesh.size == 1
     takes_long_rows = (
         not is_tiled
         and settings.token_budget >= CUDNN_MIN_QUERIES
@@ -41,7 +43,7 @@ def shape_facts(
         sizes=sizes,
         tile_decode_rows=is_tiled,
         max_context=state.table.block_tables.shape[2] * settings.block_size,
-        max_parts=_max_parts(sizes, attention.queries_per_tile, spec.num_kv_heads, device) if has_full else (),
+        max_parts=_max_parts(sizes, attention.queries_per_tile, spec.num_kv_heads, device) if splits else (),
         can_share_prefix=not is_tiled and has_full,
         takes_long_rows=takes_long_rows,
         has_drafts=state.drafts is not None,

@@ -15,6 +15,12 @@ TIMEOUT_MS = 3_600_000
 """For one request: on a CPU the prompt of an agent takes minutes."""
 NO_KEY = "millrace"
 """Sent where the server needs no key: agents refuse to start without one."""
+CODEX_FEATURES = ("multi_agent", "goals", "skill_search", "apps", "plugins")
+"""Bring tools beside those that run a command and change files."""
+QWEN_TOOLS = ("run_shell_command", "read_file", "edit")
+QWEN_OTHER_TOOLS = ("notebook_edit", "get_goal", "update_goal")
+"""Present although it is started with QWEN_TOOLS alone."""
+OPENCODE_TOOLS = ("bash", "read", "edit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,8 @@ class Endpoint:
     context: int
     """Tokens."""
     api_key: str = ""
+    few_tools: bool = False
+    """True if the agent is to have only the tools that run a command and read and edit files."""
 
     @property
     def max_output(self) -> int:
@@ -65,7 +73,8 @@ def _claude(endpoint: Endpoint) -> Start:
             "CLAUDE_CODE_ATTRIBUTION_HEADER": "0",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "API_TIMEOUT_MS": str(TIMEOUT_MS),
-        }
+        },
+        ("--tools", "Bash", "Read", "Edit", "--strict-mcp-config") if endpoint.few_tools else (),
     )
 
 
@@ -83,6 +92,7 @@ def _codex(endpoint: Endpoint) -> Start:
         **{f"model_providers.millrace.{name}": value for name, value in provider.items()},
         "model_context_window": endpoint.context,
         "web_search": "disabled",
+        **{f"features.{name}": False for name in CODEX_FEATURES if endpoint.few_tools},
     }
     # The values are TOML, in which these strings and numbers look as in JSON.
     options = [part for name, value in settings.items() for part in ("-c", f"{name}={json.dumps(value)}")]
@@ -90,6 +100,7 @@ def _codex(endpoint: Endpoint) -> Start:
 
 
 def _qwen(endpoint: Endpoint) -> Start:
+    tools = ("--bare", "--core-tools", *QWEN_TOOLS, "--exclude-tools", *QWEN_OTHER_TOOLS) if endpoint.few_tools else ()
     return Start(
         {
             "OPENAI_BASE_URL": f"{endpoint.url}/v1",
@@ -101,7 +112,7 @@ def _qwen(endpoint: Endpoint) -> Start:
             "QWEN_STREAM_IDLE_TIMEOUT_MS": str(TIMEOUT_MS),
             "QWEN_STREAM_MAX_LIFETIME_MS": str(TIMEOUT_MS),
         },
-        ("--auth-type", "openai", "--openai-base-url", f"{endpoint.url}/v1", "--model", endpoint.model),
+        (*tools, "--auth-type", "openai", "--openai-base-url", f"{endpoint.url}/v1", "--model", endpoint.model),
     )
 
 
@@ -114,13 +125,10 @@ def _opencode(endpoint: Endpoint) -> Start:
         "models": {endpoint.model: {"name": endpoint.model, "limit": limit}},
     }
     name = f"millrace/{endpoint.model}"
-    return Start(
-        {
-            "OPENCODE_CONFIG_CONTENT": json.dumps(
-                {"model": name, "small_model": name, "provider": {"millrace": provider}}
-            )
-        }
-    )
+    settings: dict[str, object] = {"model": name, "small_model": name, "provider": {"millrace": provider}}
+    if endpoint.few_tools:
+        settings["tools"] = {"*": False, **dict.fromkeys(OPENCODE_TOOLS, True)}
+    return Start({"OPENCODE_CONFIG_CONTENT": json.dumps(settings)})
 
 
 AGENTS: Mapping[str, CodingAgent] = {
