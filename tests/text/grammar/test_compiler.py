@@ -275,7 +275,7 @@ def test_a_check_process_that_somebody_ended_is_replaced() -> None:
 
 
 def check_processes() -> set[int]:
-    """Ids of this process's children that check grammars and run; not those of servers that other tests left running."""
+    """Ids of this process's children that check grammars and run, without those of servers of other tests."""
     return {child.pid for child in psutil.Process().children() if "check_server" in command_line(child.pid)}
 
 
