@@ -28,6 +28,7 @@ from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.http.connection import FrontRunner
 from millrace.serve.http.error_bodies import error_response, from_aiohttp
 from millrace.serve.http.ids import request_id_of
+from millrace.serve.http.path_hints import path_hint
 from millrace.serve.tenancy.access import authorise, refuse_cross_site
 from millrace.web.pages import GATEWAY_PAGES, add_pages
 
@@ -124,7 +125,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         if isinstance(error, web.HTTPException):
             if status < 400:
                 raise
-            error = from_aiohttp(error, request, [])
+            error = from_aiohttp(error, request, path_hint(request.path, ()))
         return error_response(error, request_id, _error_writer(request))
     except ConnectionError:
         return web.Response(status=499)  # The client has disconnected.

@@ -16,6 +16,7 @@ from millrace.serve.http.app_keys import ADAPTER, FINISH_REASON, REQUEST_ID, STR
 from millrace.serve.http.body import check_headers
 from millrace.serve.http.error_bodies import AllowedMethods, error_response, from_aiohttp
 from millrace.serve.http.ids import request_id_of
+from millrace.serve.http.path_hints import path_hint
 from millrace.serve.ollama.create import BLOBS_PATH, check_blob
 from millrace.serve.responses.background import open_tasks
 from millrace.serve.state import STATE, FrontState
@@ -125,7 +126,8 @@ def _http_error(error: web.HTTPException, request: web.Request) -> MillraceError
             f"This server does not allow cross-origin requests from {origin!r}; start it with --cors-origins {origin}.",
             sorted(error.allowed_methods),
         )
-    return from_aiohttp(error, request, [resource.canonical for resource in request.app.router.resources()])
+    paths = [resource.canonical for resource in request.app.router.resources()]
+    return from_aiohttp(error, request, path_hint(request.path, paths, routes_absent.ABSENT))
 
 
 def _error_writer(request: web.Request) -> Callable[[MillraceError], bytes]:

@@ -12,6 +12,7 @@ from serve.wire import CHAT, connected, post, read_all
 
 from millrace.serve.anthropic.schemas import MessagesRequest
 from millrace.serve.http.field_hints import field_hint
+from millrace.serve.http.path_hints import path_hint
 from millrace.serve.ollama.schemas import OllamaChatRequest, OllamaGenerateRequest
 from millrace.serve.openai.schemas import ChatRequest, CompletionRequest
 from millrace.serve.responses.schemas import ResponsesRequest
@@ -26,6 +27,8 @@ from millrace.serve.responses.schemas import ResponsesRequest
         (ChatRequest, "stop_sequences", "Here it is called 'stop'."),
         (ChatRequest, "include_usage", "It belongs in 'stream_options'."),
         (ChatRequest, "system", "Send it as a message whose role is 'system'."),
+        (ChatRequest, "ebnf", "Here it is 'structured_outputs.grammar'."),
+        (ChatRequest, "regex", "It belongs in 'structured_outputs'."),
         (ChatRequest, "temprature", "Did you mean 'temperature'?"),
         (ChatRequest, "frobnicate", "Remove it; unknown fields are not ignored."),
         (ResponsesRequest, "messages", "Here it is called 'input'."),
@@ -68,6 +71,14 @@ def test_a_byte_order_mark_is_named(front: Front) -> None:
 def test_the_content_type_is_quoted_as_it_was_sent(front: Front) -> None:
     error = post(front.port, CHAT, b"{}", {"Content-Type": "garbage"}).error
     assert error["message"] == "The body has Content-Type 'garbage'; send it as application/json."
+
+
+def test_unknown_paths_lead_to_endpoints_that_answer() -> None:
+    paths = ["/v1/completions", "/v1/containers", "/v1/models"]
+    assert path_hint("/v1/completion", paths, ["/v1/containers"]) == "Did you mean /v1/completions?"
+    assert path_hint("/v1/container", paths, ["/v1/containers"]) == ""
+    assert path_hint("/infill", paths) == "Here it is /v1/completions with 'suffix'."
+    assert path_hint("/frobnicate", paths) == ""
 
 
 @pytest.mark.live

@@ -63,13 +63,11 @@ class AllowedMethods(MethodNotAllowed):
         self.methods = methods
 
 
-def from_aiohttp(error: web.HTTPException, request: web.Request, paths: list[str]) -> MillraceError:
-    """An exception of aiohttp's router or reader as one of our errors."""
+def from_aiohttp(error: web.HTTPException, request: web.Request, hint: str = "") -> MillraceError:
+    """An exception of aiohttp's router or reader as one of our errors. `hint`: what to do if the path is unknown."""
     if isinstance(error, web.HTTPNotFound):
-        return NotFound(
-            f"There is no {request.method[:20]} {request.path[:200]!r} here; GET /docs lists all endpoints."
-            + _nearest_path(request.path, paths)
-        )
+        missing = f"There is no {request.method[:20]} {request.path[:200]!r} here; GET /docs lists all endpoints."
+        return NotFound(f"{missing} {hint}".rstrip())
     if isinstance(error, web.HTTPMethodNotAllowed):
         methods = sorted(error.allowed_methods)
         return AllowedMethods(
@@ -86,10 +84,3 @@ class OtherHttpError(BadRequest):
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(f"The request was refused: {reason}. Correct it and send it again.", code="http_error")
         self.status = status
-
-
-def _nearest_path(path: str, paths: list[str]) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(path[:200], paths, n=1, cutoff=0.7)
-    return f" Did you mean {close[0]}?" if close else ""

@@ -21,6 +21,8 @@ _SYNONYMS = (
     _SYSTEM,
     ("repetition_penalty", "repeat_penalty"),
     ("response_format", "format", "output_format", "json_schema", "guided_json"),
+    ("grammar", "ebnf", "guided_grammar"),
+    ("regex", "guided_regex"),
     ("reasoning_effort", "effort", "think", "thinking", "enable_thinking"),
 )
 """Names of one meaning in the dialects and in other engines; those that an endpoint has are preferred from the left."""
