@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from millrace.errors import MillraceError, Overloaded
 from millrace.host.cores import usable_cores
-from millrace.link.messages import GrammarStats
+from millrace.link.engine_stats import GrammarStats
 from millrace.params import FinishReason, Grammar
 from millrace.sources.resolve import ModelFiles
 from millrace.text.grammar.compiler import GrammarCompiler, GrammarError, Unusable

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 
 from millrace.errors import MillraceError
-from millrace.link.client import ANONYMOUS, Caller, EngineClient
+from millrace.link.caller import ANONYMOUS, Caller
+from millrace.link.client import EngineClient
 from millrace.link.messages import Finish, TokenLogprobs
 from millrace.params import FinishReason, SamplingParams
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from millrace.link.messages import EngineStats
+from millrace.link.engine_stats import EngineStats
 from millrace.observe import histograms
 from millrace.observe.histograms import Floats, Integers, values_of
 from millrace.observe.sketch import Sketch, quantile

@@ -6,7 +6,8 @@ import msgspec
 import numpy as np
 
 from millrace.engine.ledger import Ledger
-from millrace.link.messages import FRONT_SHIFT, EngineStats, Finish, NewRequest, pack_tokens
+from millrace.link.engine_stats import EngineStats
+from millrace.link.messages import FRONT_SHIFT, Finish, NewRequest, pack_tokens
 from millrace.observe.histograms import SEQUENCE, TTFT
 from millrace.observe.slo.objective import parse_objectives
 from millrace.observe.slo.tracker import SloTracker

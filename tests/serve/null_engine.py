@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from millrace.link.channel import OnMessage
+from millrace.link.engine_stats import EngineStats
 from millrace.link.forgotten import ForgottenTenant
 from millrace.link.messages import (
     Abort,
@@ -22,7 +23,6 @@ from millrace.link.messages import (
     EngineFailed,
     EngineReady,
     EngineRetired,
-    EngineStats,
     Finish,
     Idleness,
     NewRequest,

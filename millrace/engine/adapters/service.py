@@ -17,7 +17,8 @@ from millrace.engine.adapters.watch import Found, Signature, scan
 from millrace.engine.figures.shares import Shares
 from millrace.errors import AdapterError
 from millrace.link.adapter_messages import AdapterAnswer, AdapterFigures, AddAdapter, AddCanary
-from millrace.link.messages import AdapterStats, Finish, Query, Reply, TenantFigures
+from millrace.link.engine_stats import AdapterStats, TenantFigures
+from millrace.link.messages import Finish, Query, Reply
 from millrace.params import FinishReason, SamplingParams
 from millrace.plan.request import Request
 

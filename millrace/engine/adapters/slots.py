@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from millrace.engine.adapters.store import AdapterStore
 from millrace.errors import DeviceFull
-from millrace.link.messages import RankClass
+from millrace.link.engine_stats import RankClass
 from millrace.models.adapters.read import Adapter
 from millrace.plan.step import ALL_LINEARS, QKV_ALONE
 

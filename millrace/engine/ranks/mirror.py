@@ -15,7 +15,7 @@ import threading
 from millrace.config import Config, as_dict
 from millrace.errors import ConfigError
 from millrace.host.children import end_of
-from millrace.link.messages import MirrorStats
+from millrace.link.engine_stats import MirrorStats
 from millrace.run.ranks.recorder import RESULT
 from millrace.run.ranks.ring import RingClosed, RingWriter
 

@@ -9,7 +9,8 @@ import msgspec
 from aiohttp import web
 
 from millrace.errors import BadRequest
-from millrace.link.messages import EngineReady, EngineStats, TenantFigures
+from millrace.link.engine_stats import EngineStats, TenantFigures
+from millrace.link.messages import EngineReady
 from millrace.observe.engine_metrics import tokens_by_tier
 from millrace.observe.history import (
     MAX_POINTS,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from millrace.errors import BadRequest
-from millrace.link.limits import text_too_long
+from millrace.link.front.limits import text_too_long
 from millrace.link.vectors import Float32s, sparse_of
 from millrace.params import Pooling
 from millrace.serve.encode.token_texts import TokenTexts, known_prompt, role_inputs

@@ -13,7 +13,7 @@ import msgspec
 from aiohttp import web
 
 from millrace.errors import BadRequest, Forbidden, Overloaded
-from millrace.link.client import Caller
+from millrace.link.caller import Caller
 from millrace.params import CLASS_NAMES
 from millrace.serve.generate.fields.priority import STANDARD
 from millrace.serve.generate.generation import Generation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from millrace.link.client import ANONYMOUS, Caller
+from millrace.link.caller import ANONYMOUS, Caller
 from millrace.params import BeamParams, Documents, Retain, SamplingParams
 from millrace.serve.generate.choosing.beam_fields import SelfConsistency
 from millrace.serve.generate.fields.session import Turn

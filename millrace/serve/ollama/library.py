@@ -85,7 +85,7 @@ async def forget_adapter(state: FrontState, made: CreatedModel | None) -> None:
         return
     if state.models.serves(made.model):
         with contextlib.suppress(EngineUnavailable):  # The next engine is not told of it.
-            await state.models.find(made.model).client.drop_adapter(made.adapter)
+            await state.models.find(made.model).client.adapters.drop(made.adapter)
     await asyncio.to_thread(state.models.created.remove_files, made)
 
 

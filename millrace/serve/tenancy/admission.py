@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from millrace.config import Config
 from millrace.errors import Overloaded
-from millrace.link.messages import EngineStats
+from millrace.link.engine_stats import EngineStats
 from millrace.params import CLASS_NAMES
 
 INTERACTIVE, BATCH = CLASS_NAMES.index("interactive"), CLASS_NAMES.index("batch")

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from millrace.errors import BadRequest, CacheFull, Conflict, EngineUnavailable, NotFound, RequestTimeout
 from millrace.link.block_parts import PartAnswer, PartOfPrefix, PrefixFacts
-from millrace.link.client import Caller
+from millrace.link.caller import Caller
 from millrace.link.messages import Finish, TokenLogprobs
 from millrace.params import Retain, SamplingParams
 from millrace.serve.generate.job import CACHE_RETRY_S

@@ -13,7 +13,7 @@ from aiohttp import web
 from msgspec import UNSET, Raw, UnsetType
 
 from millrace.errors import BadRequest, CacheFull, MillraceError, NotFound
-from millrace.link.messages import HandleFigures, HandleList
+from millrace.link.handle_messages import HandleFigures, HandleList
 from millrace.params import Retain
 from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice
 from millrace.serve.generate.events import TextDelta, Usage

@@ -12,7 +12,7 @@ from aiohttp import web
 from msgspec import Raw
 
 from millrace.errors import BadRequest, EngineUnavailable
-from millrace.link.messages import HandleFigures, HandleList
+from millrace.link.handle_messages import HandleFigures, HandleList
 from millrace.params import CLASS_NAMES
 from millrace.serve.generate.checks import check_metadata
 from millrace.serve.generate.fields.priority import PriorityClass, priority_of

@@ -46,3 +46,8 @@ def texts_alone(documents: Documents, token_ids: Sequence[int], block_size: int)
         if num_whole and text not in seen:
             seen.add(text)
             yield text
+
+
+def params_alone(adapter: str) -> SamplingParams:
+    """Of the request for such a text."""
+    return SamplingParams(temperature=0.0, max_tokens=0, pooling="last", adapter=adapter)
