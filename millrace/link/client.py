@@ -241,13 +241,12 @@ class EngineClient:
             for text in texts_alone(documents, token_ids.tolist(), ready.block_size):
                 alone = params_alone(params.adapter)
                 self.submit(text, alone, UNREAD, priority=priority, cache_salt=cache_salt, caller=unnamed)
-        request_id = self._new_id()
         if not self.requests.by_id:
             self._last_progress = time.monotonic()  # An idle engine sends nothing, so its silence counts from now.
         now = time.monotonic()
         resumed = Resumption(pack_tokens(checked_ids(output, ready.vocab_size)), now, now, 0) if output else None
         message = NewRequest(
-            id=request_id,
+            id=self._new_id(),
             prompt=pack_tokens(token_ids),
             params=params,
             end_token_ids=end_token_ids,
@@ -268,7 +267,7 @@ class EngineClient:
         self._channel.send(message)
         self.num_unreported += 1
         self.want()
-        return request_id
+        return message.id
 
     def begin_search(self) -> int:
         """Id of a new beam search, until `end_search`."""

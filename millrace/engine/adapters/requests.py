@@ -58,7 +58,8 @@ class AdaptedRequests:
         max_bytes: int | None = None,
     ) -> None:
         """`max_bytes`: of the device's memory, for all slots; None if they take none."""
-        self.store, self._clock = store, clock
+        self.store = store
+        self._clock = clock
         self.slots = DeviceSlots(store, num_slots, fill, max_bytes)
         self._slot_of: dict[int, Slot] = {}
         """By open request."""

@@ -52,8 +52,12 @@ class EngineAdapters:
     ) -> None:
         """`shares`: figures by adapter. `folder`: watched. `allows_adding`: while the engine runs. `on_end`: what is
         being read fails."""
-        self._requests, self._store, self._shares, self._folder = requests, requests.store, shares, folder
-        self._allows_adding, self._on_end = allows_adding, on_end
+        self._requests = requests
+        self._store = requests.store
+        self._shares = shares
+        self._folder = folder
+        self._allows_adding = allows_adding
+        self._on_end = on_end
         self._adding: list[_Adding] = []
         self.canaries = canaries or Canaries()
         for known in self._store.all():

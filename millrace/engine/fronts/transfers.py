@@ -80,7 +80,8 @@ class Transfers:
         self, planner: MovingPrefixes, contents: Contents, *, identity: str, block_tokens: int, refused: str
     ) -> None:
         """`refused`: why blocks of this engine cannot move; empty if they can."""
-        self._planner, self._contents = planner, contents
+        self._planner = planner
+        self._contents = contents
         column_bytes = planner.num_groups * contents.block_bytes
         part_blocks = max(1, PART_BYTES // column_bytes)
         self._facts = PrefixFacts(

@@ -45,7 +45,9 @@ class Mirror:
         self, config: Config, *, reply_limit_s: float = REPLY_LIMIT_S, load_limit_s: float = LOAD_LIMIT_S
     ) -> None:
         """Starts the process. `wait_until_ready` before the first step."""
-        self._ring, self._reply_limit_s, self._load_limit_s = RingWriter(), reply_limit_s, load_limit_s
+        self._ring = RingWriter()
+        self._reply_limit_s = reply_limit_s
+        self._load_limit_s = load_limit_s
         fds = self._ring.far_fds
         self._process = subprocess.Popen(
             [sys.executable, "-m", CHILD, *map(str, fds)],

@@ -24,7 +24,8 @@ class StatePool:
     ) -> None:
         own = spec.recurrent
         assert own is not None
-        self._device, self.num_places = device, num_places
+        self._device = device
+        self.num_places = num_places
         rows, slots = (spec.num_recurrent, num_rows, num_places), (spec.num_recurrent, num_slots)
         inputs, matrix = (own.conv_channels, own.conv_width - 1), (own.heads, own.key_dim, own.value_dim)
         place = device.torch_device

@@ -59,7 +59,9 @@ class DeviceFeatures(DeviceDrafter):
 
     def __init__(self, setup: ChainSetup, drafter: EagleDrafter, kv: Sequence[Tensor], dtype: torch.dtype) -> None:
         super().__init__(setup)
-        self._drafter, self._kv, self._attention = drafter, list(kv), paged(drafter.attention)
+        self._drafter = drafter
+        self._kv = list(kv)
+        self._attention = paged(drafter.attention)
         self.taps = drafter.spec.target_layers
         device, num_rows = self._tables.device, self._tables.shape[1]
         self._states = RowStates(num_rows, drafter.spec.hidden_size, dtype, device)

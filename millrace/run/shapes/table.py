@@ -59,7 +59,8 @@ class ShapeFacts:
 class ShapeTable:
     def __init__(self, facts: ShapeFacts) -> None:
         max_rows, token_budget, sizes = facts.max_rows, facts.token_budget, facts.sizes
-        self.facts, self._sizes = facts, sizes
+        self.facts = facts
+        self._sizes = sizes
         self.keys: list[ShapeKey] = []
         """What each key stands for. The same facts give the same keys, on every rank."""
         self._numbers: dict[ShapeKey, int] = {}

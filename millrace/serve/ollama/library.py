@@ -147,7 +147,8 @@ class _Reports:
         self.queue: asyncio.Queue[OllamaPullStatus | None] = asyncio.Queue()
         self.is_stopped = False
         self._loop = loop
-        self._what, self._at = "", 0.0
+        self._what = ""
+        self._at = 0.0
 
     def __call__(self, what: str, done: int, total: int) -> None:
         if self.is_stopped:

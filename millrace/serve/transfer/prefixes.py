@@ -258,7 +258,13 @@ async def put_in(state: FrontState, received: Received, tenant: Tenant, retain: 
             part, at = msgspec.msgpack.decode(data, type=KvFilePart), at + length
             answer = await state.client.move_part(
                 PartOfPrefix(
-                    *(0, 0, tenant.name, scope.encode(), header.tokens, part.first, part.count),
+                    0,
+                    0,
+                    tenant.name,
+                    scope.encode(),
+                    header.tokens,
+                    part.first,
+                    part.count,
                     blocks=part.blocks,
                     has=part.has,
                     retain=None if number else retain,

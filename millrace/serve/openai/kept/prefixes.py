@@ -161,7 +161,8 @@ class CacheWriter(TextOnly):
 
     def __init__(self, job: Job, retain: Retain) -> None:
         self.limit_names: dict[str, str] = {}
-        self._job, self._retain = job, retain
+        self._job = job
+        self._retain = retain
 
     def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
         finish, block = choices[0].finish, self._job.state.config.plan.block_size
