@@ -18,12 +18,13 @@ from millrace.models.adapters.targets import targets_of
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.plan.kv.groups import KvGroups
 from millrace.run.device.defaults import DeviceDefaults
-from millrace.run.device.kv_pool import KvFormat, KvKind, kv_specs
+from millrace.run.device.kv_pool import KvKind, kv_specs
+from millrace.run.settings import KvFormat
 
 GIB = 1 << 30
 MIN_KV_TOKENS = 256
 PADDING_STATES = 1
-"""Rows of the state pool beside those of requests (`run/states.py`)."""
+"""Rows of the state pool beside those of requests (`run/device/state_pool.py`)."""
 SMOOTH_SHARE = 0.5
 """The default mixed budget fills this share of a step's target time; the rest is for decode rows and context."""
 USUAL_RANK, MAX_ADAPTER_SHARE = 16, 0.1

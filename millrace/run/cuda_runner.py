@@ -31,7 +31,7 @@ from millrace.plan.step import (
     StepPlan,
     StepShape,
 )
-from millrace.run.adapter_slots import IsReady
+from millrace.run.device.adapter_slots import IsReady
 from millrace.run.device.block_contents import BlockContents
 from millrace.run.device.device import Device, Pending
 from millrace.run.device.host_blocks import HostBlocks

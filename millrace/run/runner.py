@@ -26,13 +26,14 @@ from millrace.plan.step import (
     StepInputs,
     StepPlan,
 )
-from millrace.run.adapter_slots import IsReady, OrderedFiller, make_slots
 from millrace.run.cpu.model_drafter import make_model_drafter
 from millrace.run.cpu.native_step import NativeStep
+from millrace.run.device.adapter_slots import IsReady, OrderedFiller, make_slots
 from millrace.run.device.block_contents import BlockContents
 from millrace.run.device.block_copier import JointCopier, OrderedCopier
 from millrace.run.device.device import Device, Pending
 from millrace.run.device.host_blocks import HostBlocks
+from millrace.run.device.state_pool import make_state_pool
 from millrace.run.device.token_placing import TokenPlacing
 from millrace.run.drafting.drafted_rows import DraftedRows, VerifiedStep
 from millrace.run.drafting.drafter import Drafter, DraftGuide
@@ -46,7 +47,6 @@ from millrace.run.sampling.pooling import PooledPart, pool_states
 from millrace.run.sampling.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.sampling.sampler import Drawn, Sampler
 from millrace.run.settings import RunnerSettings
-from millrace.run.states import make_state_pool
 from millrace.run.table.batch import StepRows
 from millrace.run.table.inputs import gather_inputs, last_tokens
 from millrace.run.table.request_table import RequestTable

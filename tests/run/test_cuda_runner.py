@@ -38,12 +38,11 @@ from millrace.plan.step import HeadShape, StepInputs, StepPlan, StepShape
 from millrace.run import cuda_runner
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import CpuDevice, open_device
-from millrace.run.device.kv_pool import KvFormat
 from millrace.run.graphs import shape_facts
 from millrace.run.packet import decode_rows, layout
 from millrace.run.runner import Runner
 from millrace.run.sampling.masks import Masks, words_per_mask
-from millrace.run.settings import RunnerSettings
+from millrace.run.settings import KvFormat, RunnerSettings
 from millrace.run.shapes.padded import PaddedShapes
 from millrace.run.shapes.sizes import measured_sizes
 

@@ -36,9 +36,9 @@ from millrace.plan.shapes.choice import ShapeChoice
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.defaults import CUDA_DEFAULTS
 from millrace.run.device.device import CpuDevice, open_device
-from millrace.run.device.kv_pool import KvFormat, allocate_kv, bytes_per_token, resolve_kv_dtype
+from millrace.run.device.kv_pool import allocate_kv, bytes_per_token, resolve_kv_dtype
 from millrace.run.graphs.device_state import make_device_state
-from millrace.run.settings import RunnerSettings
+from millrace.run.settings import KvFormat, RunnerSettings
 
 CPU = torch.device("cpu")
 MEAN_ERROR, WORST_ERROR = 0.06, 0.25

@@ -31,9 +31,9 @@ from millrace.plan.shapes.choice import ShapeChoice
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.defaults import CUDA_DEFAULTS
 from millrace.run.device.device import CpuDevice, open_device
-from millrace.run.device.kv_pool import KvFormat, resolve_kv_dtype
+from millrace.run.device.kv_pool import resolve_kv_dtype
 from millrace.run.graphs.device_state import make_device_state
-from millrace.run.settings import RunnerSettings
+from millrace.run.settings import KvFormat, RunnerSettings
 
 GPU = torch.device("cuda")
 SMALL = {"head_dim": 32, "num_hidden_layers": 2}

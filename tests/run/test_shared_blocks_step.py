@@ -15,9 +15,8 @@ from millrace.ops.cpp import native
 from millrace.params import RowParams, SamplingParams
 from millrace.plan.step import Admission, StepPlan, exact_shape
 from millrace.run.device.device import open_device
-from millrace.run.device.kv_pool import KvFormat
 from millrace.run.runner import Runner
-from millrace.run.settings import RunnerSettings
+from millrace.run.settings import KvFormat, RunnerSettings
 
 BLOCK, SHARED, WIDTH, ROWS, STEPS = 16, 192, 15, 7, 6
 

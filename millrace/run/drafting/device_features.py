@@ -16,7 +16,7 @@ from millrace.models.batch import ForwardBatch
 from millrace.models.drafters.program import EagleDrafter, MedusaDrafter
 from millrace.ops.attention.rows import TiledRows
 from millrace.run.drafting.device_chain import ChainSetup, DeviceDrafter, DueRows, FedRows, paged
-from millrace.run.shapes.sizes import PLACES
+from millrace.run.settings import PLACES
 
 _NOWHERE = -(1 << 20)
 

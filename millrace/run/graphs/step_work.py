@@ -35,9 +35,8 @@ from millrace.run.packet.packet_ring import PacketRing, TokenRing
 from millrace.run.packet.step_packet import PacketWriter
 from millrace.run.sampling.draw_plan import DrawPlan
 from millrace.run.sampling.masks import Masks, Uint32s, words_per_mask
-from millrace.run.settings import RunnerSettings
+from millrace.run.settings import PLACES, RunnerSettings
 from millrace.run.shapes.keys import ShapeKey
-from millrace.run.shapes.sizes import PLACES
 
 UPDATES_IN_PACKET = 1 << 15
 """Maximum number of block-table updates in one packet."""

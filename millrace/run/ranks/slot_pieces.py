@@ -14,7 +14,7 @@ import torch
 from millrace.models.adapters.files import Packed, PackedLinear
 from millrace.models.adapters.read import Adapter, dtype_of, name_of, unpacked
 from millrace.models.adapters.shard import AdapterShard
-from millrace.run.adapter_slots import IsReady
+from millrace.run.device.adapter_slots import IsReady
 from millrace.run.ranks.recorder import SlotPiece, StepRecorder
 from millrace.run.ranks.slot_fills import TakesAdapters
 

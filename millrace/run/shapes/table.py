@@ -9,15 +9,9 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from millrace.plan.step import ALL_LINEARS, QKV_ALONE, StepShape
+from millrace.run.settings import PLACES
 from millrace.run.shapes.keys import ShapeKey
-from millrace.run.shapes.sizes import (
-    MAX_CHUNKS,
-    MIN_TOKENS_PER_ROW,
-    PLACES,
-    SPARE_TILES,
-    MeasuredSizes,
-    measured_sizes,
-)
+from millrace.run.shapes.sizes import MAX_CHUNKS, MIN_TOKENS_PER_ROW, SPARE_TILES, MeasuredSizes, measured_sizes
 
 NO_LIMIT = 1 << 31
 ADAPTED = (QKV_ALONE, ALL_LINEARS)
