@@ -54,7 +54,8 @@ from millrace.link.messages import (
     ToEngine,
     WatchKv,
 )
-from millrace.params import FinishReason, SamplingParams
+from millrace.params.classes import FinishReason
+from millrace.params.sampling import SamplingParams
 from millrace.plan.planner.protocol import Planner
 from millrace.plan.request import Request, end_of
 from millrace.plan.step import Ended, StepPlan

@@ -57,7 +57,9 @@ from millrace.link.messages import (
     pack_tokens,
 )
 from millrace.observe.sketch import Sketch
-from millrace.params import Documents, FinishReason, Retain, SamplingParams
+from millrace.params.classes import FinishReason
+from millrace.params.keeping import Documents, Retain
+from millrace.params.sampling import SamplingParams
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,9 @@ import numpy.typing as npt
 from millrace.link.block_parts import PartOfPrefix
 from millrace.link.engine_stats import EngineStats
 from millrace.link.frames import HEADER
-from millrace.params import Documents, FinishReason, Retain, SamplingParams
+from millrace.params.classes import FinishReason
+from millrace.params.keeping import Documents, Retain
+from millrace.params.sampling import SamplingParams
 
 FRONT_SHIFT = 48
 KV_KEY_BYTES = 8

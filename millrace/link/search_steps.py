@@ -11,7 +11,8 @@ from millrace.errors import MillraceError
 from millrace.link.caller import ANONYMOUS, Caller
 from millrace.link.client import EngineClient
 from millrace.link.messages import Finish, TokenLogprobs
-from millrace.params import FinishReason, SamplingParams
+from millrace.params.classes import FinishReason
+from millrace.params.sampling import SamplingParams
 
 
 class SearchSteps:

@@ -17,7 +17,7 @@ from millrace.observe.engine_metrics import EngineView
 from millrace.observe.history import History
 from millrace.observe.slo.objective import Objective
 from millrace.observe.slo.tracker import SloTracker
-from millrace.params import CLASS_NAMES
+from millrace.params.classes import CLASS_NAMES
 
 _TOTALS_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480, 960)
 

@@ -11,7 +11,7 @@ from millrace.link.messages import FRONT_SHIFT, Finish, NewRequest, pack_tokens
 from millrace.observe.histograms import SEQUENCE, TTFT
 from millrace.observe.slo.objective import parse_objectives
 from millrace.observe.slo.tracker import SloTracker
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.request import Request, end_of
 
 SEARCH = 5

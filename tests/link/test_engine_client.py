@@ -26,7 +26,7 @@ from millrace.link.messages import (
     pack_tokens,
     unpack_tokens,
 )
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 
 READY = EngineReady(
     model_name="m",

@@ -30,7 +30,8 @@ from millrace.ops.attention.qkv import NativePrepareQkv
 from millrace.ops.base.greedy_head import DrawnTokens
 from millrace.ops.linear.dense import Head as LmHead
 from millrace.ops.triton.attention.qkv import PrepareQkvKernel
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes.choice import ShapeChoice

@@ -29,7 +29,8 @@ from millrace.models import load
 from millrace.models.decoder import Decoder
 from millrace.models.spec.families import spec_from_config
 from millrace.ops.kv.cache import SCALE_BYTES
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes.choice import ShapeChoice

@@ -24,7 +24,8 @@ from millrace.engine.memory_plan import GIB, make_memory_plan
 from millrace.errors import ConfigError
 from millrace.models.decoder import Decoder
 from millrace.ops.kv.cache import SCALE_INT32
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes.choice import ShapeChoice

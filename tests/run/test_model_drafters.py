@@ -24,7 +24,8 @@ from millrace.models.drafters.load import load_drafter, open_drafter
 from millrace.models.drafters.program import EagleDrafter
 from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.request import Request

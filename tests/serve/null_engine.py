@@ -35,7 +35,7 @@ from millrace.link.messages import (
     unpack_tokens,
 )
 from millrace.observe.histograms import TTFT, Histograms
-from millrace.params import FinishReason
+from millrace.params.classes import FinishReason
 from millrace.plan.planner.protocol import BlockMap
 
 VECTOR = np.array([0.6, 0.8], np.float32).tobytes()

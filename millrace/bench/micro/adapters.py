@@ -22,7 +22,8 @@ from millrace.models.adapters.read import Adapter
 from millrace.models.adapters.slots import AdapterSlots
 from millrace.models.adapters.targets import NUM_KINDS, QKV
 from millrace.ops.lora.weights import LinearLora, LoraPart, join, pack
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.shapes.choice import ShapeChoice
 from millrace.plan.shapes.declared import StepSizes
 from millrace.plan.shapes.heads import DueRows

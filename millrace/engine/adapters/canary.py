@@ -13,7 +13,7 @@ from millrace.engine.adapters.canary_journal import KeptCanary, KeptVersion
 from millrace.engine.adapters.store import Known
 from millrace.link.adapter_messages import AddCanary, CanaryFigures, VersionFigures
 from millrace.link.messages import Finish
-from millrace.params import FinishReason
+from millrace.params.classes import FinishReason
 
 State = Literal["running", "promoted", "aborted", "returned"]
 GOOD: tuple[FinishReason, ...] = ("stop", "length")

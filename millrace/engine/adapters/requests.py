@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from millrace.engine.adapters.slots import DeviceSlots, Fill, Slot
 from millrace.engine.adapters.store import AdapterStore, Known
 from millrace.errors import DeviceFull
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.request import Request
 
 log = logging.getLogger(__name__)

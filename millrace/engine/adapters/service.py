@@ -19,7 +19,8 @@ from millrace.errors import AdapterError
 from millrace.link.adapter_messages import AdapterAnswer, AdapterFigures, AddAdapter, AddCanary
 from millrace.link.engine_stats import AdapterStats, TenantFigures
 from millrace.link.messages import Finish, Query, Reply
-from millrace.params import FinishReason, SamplingParams
+from millrace.params.classes import FinishReason
+from millrace.params.sampling import SamplingParams
 from millrace.plan.request import Request
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from millrace.engine.disk.copier import DiskCopier
 from millrace.engine.ledger import Ledger
 from millrace.link.forgotten import ForgottenTenant
 from millrace.link.messages import Query
-from millrace.params import FinishReason
+from millrace.params.classes import FinishReason
 from millrace.plan.planner.protocol import Planner
 
 FORGOTTEN = "The request's tenant was forgotten by the operator."

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from millrace.link.block_parts import PartAnswer, PartOfPrefix, PrefixFacts
-from millrace.params import Retain
+from millrace.params.keeping import Retain
 from millrace.plan.request import Request
 from millrace.plan.step import Int32s
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from millrace.errors import BadRequest
 from millrace.link.messages import EngineReady, Finish, TokenLogprobs
-from millrace.params import Documents, SamplingParams
+from millrace.params.keeping import Documents
+from millrace.params.sampling import SamplingParams
 
 
 class _Unread:

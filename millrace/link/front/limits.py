@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from millrace.errors import BadRequest, ContextOverflow
 from millrace.link.messages import EngineReady
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 
 
 def checked_ids(prompt: Sequence[int], vocab_size: int) -> npt.NDArray[np.int64]:

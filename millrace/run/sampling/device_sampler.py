@@ -26,7 +26,7 @@ from millrace.ops.triton.row_records import (
 )
 from millrace.ops.triton.sampling.draw import Cut, MaskLines, draw_full
 from millrace.ops.triton.sampling.greedy import RACE_START, draw_greedy
-from millrace.params import DrawParams
+from millrace.params.draws import DrawParams
 from millrace.plan.step import Admission, Int32s, StepPlan, Variant
 from millrace.run.device.device import Device
 from millrace.run.sampling.draw_plan import DrawPlan

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.params import DrawParams
+from millrace.params.draws import DrawParams
 from millrace.plan.step import Admission, Int32s, Release
 from millrace.run.device.device import Device
 from millrace.run.sampling.cuts import (

@@ -24,7 +24,7 @@ from millrace.observe.history import (
     window_latency,
 )
 from millrace.observe.token_use import token_use
-from millrace.params import CLASS_NAMES
+from millrace.params.classes import CLASS_NAMES
 from millrace.serve.describe.asked_model import asked_model, figures_of
 from millrace.serve.http.json_answer import json_answer
 from millrace.serve.http.queries import check_query

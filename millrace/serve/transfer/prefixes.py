@@ -17,7 +17,8 @@ from millrace.errors import BadRequest, CacheFull, Conflict, EngineUnavailable, 
 from millrace.link.block_parts import PartAnswer, PartOfPrefix, PrefixFacts
 from millrace.link.caller import Caller
 from millrace.link.messages import Finish, TokenLogprobs
-from millrace.params import Retain, SamplingParams
+from millrace.params.keeping import Retain
+from millrace.params.sampling import SamplingParams
 from millrace.serve.generate.job import CACHE_RETRY_S
 from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.http.body import BODY_TIMEOUT_S

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from millrace.errors import ModelError
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 from millrace.sources.resolve import ModelFiles
 from millrace.text.grammar.compiled import CompiledGrammar
 from millrace.text.grammar.compiler import GrammarError

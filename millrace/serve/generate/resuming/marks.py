@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from millrace.link.messages import Finish, TokenLogprobs
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 
 
 class FrameSink(Protocol):

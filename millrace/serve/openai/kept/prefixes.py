@@ -14,7 +14,7 @@ from msgspec import UNSET, Raw, UnsetType
 
 from millrace.errors import BadRequest, CacheFull, MillraceError, NotFound
 from millrace.link.handle_messages import HandleFigures, HandleList
-from millrace.params import Retain
+from millrace.params.keeping import Retain
 from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice
 from millrace.serve.generate.events import TextDelta, Usage
 from millrace.serve.generate.fields.retaining import MAX_TTL_S
