@@ -8,7 +8,7 @@ from millrace.version import __version__
 
 if TYPE_CHECKING:
     from millrace.llm import LLM, AsyncLLM, Choice, Generation, GenerationStream, Ranked, Score, StreamPart, ToolCall
-    from millrace.params import SamplingParams
+    from millrace.params.sampling import SamplingParams
 
 __all__ = [
     "LLM",
@@ -28,7 +28,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     # `millrace.llm` imports torch, which fronts and `millrace.__version__` do not need.
     if name == "SamplingParams":
-        from millrace.params import SamplingParams
+        from millrace.params.sampling import SamplingParams
 
         return SamplingParams
     if name in __all__:

@@ -15,7 +15,8 @@ import msgspec
 
 from millrace.errors import BadRequest
 from millrace.link.messages import TokenLogprobs
-from millrace.params import MAX_LOGPROBS, BeamParams, SamplingParams
+from millrace.params.beams import BeamParams
+from millrace.params.sampling import MAX_LOGPROBS, SamplingParams
 
 Expand = Callable[[list[list[int]]], Awaitable[list[TokenLogprobs]]]
 """Output tokens of each live beam -> the likeliest tokens that follow each."""

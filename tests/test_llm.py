@@ -21,7 +21,9 @@ from helpers.tiny_models import config_of, make_reference
 
 from millrace.errors import BadRequest, ConfigError, RequestFailed
 from millrace.llm import LLM, Choice, Generation
-from millrace.params import MAX_GRAMMAR_BYTES, SamplingDefaults, SamplingParams, ThinkingLimit
+from millrace.params.defaults import SamplingDefaults
+from millrace.params.grammar import MAX_GRAMMAR_BYTES, ThinkingLimit
+from millrace.params.sampling import SamplingParams
 from millrace.text.grammar.python_types import grammar_of
 
 

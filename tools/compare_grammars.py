@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 from millrace.sources.resolve import resolve_model
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.environment import GrammarEnvironment

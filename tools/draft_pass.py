@@ -19,7 +19,8 @@ from millrace.models.drafters.load import drafter_bytes, load_drafter, open_draf
 from millrace.models.drafters.program import EagleDrafter
 from millrace.models.load import load_decoder
 from millrace.models.spec.families import spec_from_config
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.step import Admission, StepPlan, exact_shape
 from millrace.run.cpu.draft_pass import NativeEaglePass
 from millrace.run.cpu.native_step import NativeStep

@@ -6,7 +6,8 @@ import argparse
 import json
 
 from millrace.config import Config
-from millrace.params import NEUTRAL_DEFAULTS, SamplingDefaults, SamplingParams
+from millrace.params.defaults import NEUTRAL_DEFAULTS, SamplingDefaults
+from millrace.params.sampling import SamplingParams
 from millrace.sources.known_models import find_known
 from millrace.sources.sampling_defaults import from_tables, sampling_defaults
 from millrace.terminal.folding import folded, terminal_width

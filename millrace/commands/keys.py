@@ -64,7 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="KV memory that its handles may keep; 0 = no own limit",
     )
     parser.add_argument(
-        *("--models", "--adapters"),
+        "--models",
+        "--adapters",
         type=lambda text: tuple(filter(None, text.split(","))),
         metavar="NAME,…",
         help="models and adapters (MODEL:NAME) that its keys may ask for, with * for any text; default: all",

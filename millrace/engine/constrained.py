@@ -6,8 +6,9 @@ import numpy as np
 
 from millrace.engine.grammars import NEVER, Failure, Grammars
 from millrace.engine.thinking import ThinkingLimits
-from millrace.link.messages import GrammarStats, unpack_tokens
-from millrace.params import SamplingParams
+from millrace.link.engine_stats import GrammarStats
+from millrace.link.messages import unpack_tokens
+from millrace.params.sampling import SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.step import Int32s, StepOutcome
 from millrace.run.drafting.drafter import DraftAsk

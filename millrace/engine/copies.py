@@ -49,7 +49,10 @@ class BlockCopying:
         self, scheduler: Planner, copier: Copier, clock: Callable[[], float], sleep: Callable[[float], None]
     ) -> None:
         """`sleep` passes seconds of `clock`."""
-        self._scheduler, self._copier, self._clock, self._sleep = scheduler, copier, clock, sleep
+        self._scheduler = scheduler
+        self._copier = copier
+        self._clock = clock
+        self._sleep = sleep
         self._started: dict[Route, deque[_Started]] = {}
         """In the order of their start: those of one route end in it, and no route holds up another."""
 

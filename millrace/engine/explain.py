@@ -6,7 +6,7 @@ from typing import Any
 
 from millrace.engine.ledger import Entry
 from millrace.link.messages import Resumption, unpack_tokens
-from millrace.params import CLASS_NAMES
+from millrace.params.classes import CLASS_NAMES
 from millrace.plan.request import Diagnostics
 
 _CAUSES = {

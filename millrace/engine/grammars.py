@@ -20,8 +20,9 @@ import numpy.typing as npt
 
 from millrace.errors import MillraceError, Overloaded
 from millrace.host.cores import usable_cores
-from millrace.link.messages import GrammarStats
-from millrace.params import FinishReason, Grammar
+from millrace.link.engine_stats import GrammarStats
+from millrace.params.classes import FinishReason
+from millrace.params.grammar import Grammar
 from millrace.sources.resolve import ModelFiles
 from millrace.text.grammar.compiler import GrammarCompiler, GrammarError, Unusable
 from millrace.text.grammar.masks import ALL_TOKENS, MaskAsk, MaskBatch, Uint32s

@@ -34,6 +34,7 @@ from millrace.host import idle_memory
 from millrace.host.time_slice import request_short_slices
 from millrace.link.block_parts import PartOfPrefix
 from millrace.link.channel import EngineChannel
+from millrace.link.engine_stats import EngineStats, GrammarStats
 from millrace.link.messages import (
     Abort,
     AbortFront,
@@ -42,9 +43,7 @@ from millrace.link.messages import (
     EndSearch,
     EngineReady,
     EngineRetired,
-    EngineStats,
     Finish,
-    GrammarStats,
     Hello,
     Idleness,
     NewRequest,
@@ -55,7 +54,8 @@ from millrace.link.messages import (
     ToEngine,
     WatchKv,
 )
-from millrace.params import FinishReason, SamplingParams
+from millrace.params.classes import FinishReason
+from millrace.params.sampling import SamplingParams
 from millrace.plan.planner.protocol import Planner
 from millrace.plan.request import Request, end_of
 from millrace.plan.step import Ended, StepPlan

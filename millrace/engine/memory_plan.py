@@ -18,12 +18,13 @@ from millrace.models.adapters.targets import targets_of
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.plan.kv.groups import KvGroups
 from millrace.run.device.defaults import DeviceDefaults
-from millrace.run.device.kv_pool import KvFormat, KvKind, kv_specs
+from millrace.run.device.kv_pool import KvKind, kv_specs
+from millrace.run.settings import KvFormat
 
 GIB = 1 << 30
 MIN_KV_TOKENS = 256
 PADDING_STATES = 1
-"""Rows of the state pool beside those of requests (`run/states.py`)."""
+"""Rows of the state pool beside those of requests (`run/device/state_pool.py`)."""
 SMOOTH_SHARE = 0.5
 """The default mixed budget fills this share of a step's target time; the rest is for decode rows and context."""
 USUAL_RANK, MAX_ADAPTER_SHARE = 16, 0.1
@@ -133,14 +134,13 @@ def make_memory_plan(
     kv = kv_specs(spec, block_size, dtype, kv_dtype)
     groups = KvGroups(tuple(own.window for own in kv))
     block_bytes = kv[0].block_bytes + drafter.block_token_bytes * block_size
-    batch_bytes, host_slots = 0, _host_slots(config, block_bytes)
-    if host_slots:
-        batch_bytes = max(block_bytes, defaults.copy_batch_bytes)
-        if defaults.has_own_memory:
-            _free_beside_host_blocks(config, host_free_bytes)
-            activation_bytes += 2 * batch_bytes  # a buffer for each direction
-        else:
-            free_bytes = _free_beside_host_blocks(config, free_bytes)
+    host_slots = _host_slots(config, block_bytes)
+    batch_bytes = max(block_bytes, defaults.copy_batch_bytes) if host_slots else 0
+    if host_slots and defaults.has_own_memory:
+        _free_beside_host_blocks(config, host_free_bytes)
+        activation_bytes += 2 * batch_bytes  # a buffer for each direction
+    elif host_slots:
+        free_bytes = _free_beside_host_blocks(config, free_bytes)
     all_weights = weights_bytes + drafter.weights_bytes
     history_bytes = _history_bytes(config, max_running, max_context, defaults)
     states = make_state_memory(
@@ -150,9 +150,7 @@ def make_memory_plan(
     fixed = all_weights + activation_bytes + history_bytes + states.row_bytes + states.slot_bytes + adapter_bytes
     if fixed + groups.blocks_for(MIN_KV_TOKENS, block_size) * block_bytes > free_bytes:
         raise _too_big(spec, dtype, all_weights, fixed - all_weights, free_bytes)
-    most_useful = max_running * groups.blocks_for(max_context, block_size)
-    if defaults.max_kv_tokens is not None and not config.memory.fraction:
-        most_useful = min(most_useful, groups.blocks_for(max(defaults.max_kv_tokens, max_context), block_size))
+    most_useful = _most_useful_blocks(config, defaults, groups, max_running, max_context)
     num_blocks = _num_blocks(config, defaults, free_bytes - fixed, block_bytes, groups, most_useful)
     _check_pool(num_blocks * block_bytes, fixed, free_bytes)
     kv_tokens = groups.tokens_in(num_blocks, block_size, most=max_running * max_context)
@@ -179,6 +177,17 @@ def make_memory_plan(
         adapter_bytes=adapter_bytes,
         notes=tuple(_notes(config, defaults, kv_tokens, num_blocks * block_bytes, max_context, fitting_context)),
     )
+
+
+def _most_useful_blocks(
+    config: Config, defaults: DeviceDefaults, groups: KvGroups, max_running: int, max_context: int
+) -> int:
+    """More are of no use: so many rows of the longest context, or what the device keeps by default."""
+    block_size = config.plan.block_size
+    blocks = max_running * groups.blocks_for(max_context, block_size)
+    if defaults.max_kv_tokens is None or config.memory.fraction:
+        return blocks
+    return min(blocks, groups.blocks_for(max(defaults.max_kv_tokens, max_context), block_size))
 
 
 def _check_pool(pool_bytes: int, fixed_bytes: int, free_bytes: int) -> None:

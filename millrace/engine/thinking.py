@@ -8,7 +8,7 @@ from copy import copy
 import numpy as np
 import numpy.typing as npt
 
-from millrace.params import ThinkingLimit
+from millrace.params.grammar import ThinkingLimit
 
 MAX_TOKENS_BEFORE_START = 4
 """Reasoning that has not begun within this many tokens of an answer does not begin any more."""

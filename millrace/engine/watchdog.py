@@ -38,8 +38,10 @@ class Watchdog:
     ) -> None:
         self._oldest = oldest
         self._stall_s = stall_s
-        self._hang_s, self._on_hang = hang_s, on_hang
-        self._check_every_s, self._clock = check_every_s, clock
+        self._hang_s = hang_s
+        self._on_hang = on_hang
+        self._check_every_s = check_every_s
+        self._clock = clock
         self._stopped = threading.Event()
         self._last_logged = -1
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)

@@ -308,12 +308,11 @@ async def _stream(session: aiohttp.ClientSession, url: str, prompt: str, result:
                 now = time.monotonic()
                 result.longest_gap_s = max(result.longest_gap_s, now - last)
                 last = now
-                if line.startswith(b"data: {"):
-                    event = json.loads(line[6:])
-                    if "error" in event:
-                        return f"error {event['error']}"
-                    text += "".join(choice["text"] for choice in event["choices"])
                 is_done = is_done or line.startswith(b"data: [DONE]")
+                event = json.loads(line[6:]) if line.startswith(b"data: {") else {"choices": ()}
+                if "error" in event:
+                    return f"error {event['error']}"
+                text += "".join(choice["text"] for choice in event["choices"])
     except (aiohttp.ClientError, OSError) as error:
         return f"cut off: {error!r}"
     expected = answer_text(prompt, _OUTPUT_TOKENS)

@@ -31,7 +31,10 @@ class AutoModel:
     def __init__(
         self, settings: RouterSettings, fleet: Fleet, limits: Limits, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.settings, self._fleet, self._limits, self._clock = settings, fleet, limits, clock
+        self.settings = settings
+        self._fleet = fleet
+        self._limits = limits
+        self._clock = clock
         self.budgets = Budgets(settings.budget_per_hour, settings.budgets)
         self.tenants: dict[str, dict[str, int]] = {}
         """By tenant, how many requests each model got."""

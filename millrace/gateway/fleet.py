@@ -87,17 +87,7 @@ class Fleet:
         matched = next(one.matched_tokens for one in candidates if one.name == choice.replica)
         kv_from = self._kv_source(asked, choice.replica, matched, excluded)
         decision = Decision(
-            *(
-                time.time(),
-                self.settings.policy,
-                asked,
-                moment,
-                candidates,
-                choice,
-                len(record.decisions),
-                cause,
-                kv_from,
-            )
+            time.time(), self.settings.policy, asked, moment, candidates, choice, len(record.decisions), cause, kv_from
         )
         self.decisions.decided(record, decision)
         attempt = OpenAttempt(asked, asked.prompt_tokens - matched + asked.output_tokens)

@@ -98,7 +98,9 @@ class StreamRelay:
     replica can continue after exactly what the client has."""
 
     def __init__(self, sender: Sender, raw: bytes, on_resume: OnResume) -> None:
-        self._sender, self._raw, self._on_resume = sender, raw, on_resume
+        self._sender = sender
+        self._raw = raw
+        self._on_resume = on_resume
         self._request = sender.request
         self._clock = sender.fleet.clock
         self._is_lines = self._request.path.startswith("/api/")

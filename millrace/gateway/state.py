@@ -35,7 +35,9 @@ class GatewayState:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         """`tls`: for replicas on https."""
-        self.settings, self.fleet, self.session = settings, fleet, session
+        self.settings = settings
+        self.fleet = fleet
+        self.session = session
         self.client = ReplicaClient(settings.connect_s, fleet.clock, tls)
         """Carries requests of clients; `session` carries the gateway's own questions."""
         self.watch = Watch(fleet, session)

@@ -49,15 +49,20 @@ def serve_with_workers(
             for one in workers:
                 one.wait_until_listening()
             on_listening(host, port)
-            with _stopping() as stop:
-                while not wait([stop], RESTART_S):
-                    for one in workers:
-                        one.restart_if_ended()
+            _watch(workers)
         finally:
             for one in workers:
                 one.ask_to_stop()
             for one in workers:
                 one.end(settings.drain_s + END_GRACE_S)
+
+
+def _watch(workers: Sequence[_Worker]) -> None:
+    """Replace those that end, until SIGTERM or SIGINT."""
+    with _stopping() as stop:
+        while not wait([stop], RESTART_S):
+            for one in workers:
+                one.restart_if_ended()
 
 
 @contextlib.contextmanager
@@ -91,7 +96,8 @@ class _Worker:
     ) -> None:
         if number and settings.decision_log:
             settings = msgspec.structs.replace(settings, decision_log=f"{settings.decision_log}.{number}")
-        self._number, self._arguments = number, (settings, tuple(replicas), fleet_file)
+        self._number = number
+        self._arguments = (settings, tuple(replicas), fleet_file)
         self._start()
 
     def _start(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from millrace.params import Retain
+from millrace.params.keeping import Retain
 
 
 class PrefixFacts(msgspec.Struct, frozen=True):

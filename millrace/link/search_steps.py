@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable
 
 from millrace.errors import MillraceError
-from millrace.link.client import ANONYMOUS, Caller, EngineClient
+from millrace.link.caller import ANONYMOUS, Caller
+from millrace.link.client import EngineClient
 from millrace.link.messages import Finish, TokenLogprobs
-from millrace.params import FinishReason, SamplingParams
+from millrace.params.classes import FinishReason
+from millrace.params.sampling import SamplingParams
 
 
 class SearchSteps:
@@ -26,8 +28,13 @@ class SearchSteps:
         caller: Caller = ANONYMOUS,
     ) -> None:
         """`error_of`: the error of a search one of whose steps ended like this."""
-        self._client, self._prompt, self._error_of = client, prompt, error_of
-        self._priority, self._deadline, self._cache_salt, self._caller = priority, deadline, cache_salt, caller
+        self._client = client
+        self._prompt = prompt
+        self._error_of = error_of
+        self._priority = priority
+        self._deadline = deadline
+        self._cache_salt = cache_salt
+        self._caller = caller
         self._id = client.begin_search()
         self._began = time.monotonic()
         self._open: set[int] = set()

@@ -9,9 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from millrace.errors import BadRequest, RequestFailed
-from millrace.link.client import ANONYMOUS, Caller, EngineClient
+from millrace.link.caller import ANONYMOUS, Caller
+from millrace.link.client import EngineClient
 from millrace.link.messages import Finish, TokenLogprobs
-from millrace.params import Pooling, SamplingParams
+from millrace.params.draws import Pooling
+from millrace.params.sampling import SamplingParams
 
 Float32s = npt.NDArray[np.float32]
 

@@ -13,7 +13,8 @@ import msgspec
 
 from millrace.config import Config, all_settings, load_config
 from millrace.errors import BadRequest, ConfigError
-from millrace.params import SamplingDefaults, SamplingParams
+from millrace.params.defaults import SamplingDefaults
+from millrace.params.sampling import SamplingParams
 from millrace.text.grammar.python_types import FORMATS, grammar_of
 
 Prompt = str | Sequence[int]

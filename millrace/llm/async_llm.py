@@ -20,7 +20,9 @@ from millrace.llm.outputs import Generation, ToolCall
 from millrace.llm.ranking import Ranked, RankingMethod, Score
 from millrace.llm.stream import GenerationStream
 from millrace.llm.tools import Tool, Toolbox, failure, result_message
-from millrace.params import BeamParams, Pooling, SamplingParams
+from millrace.params.beams import BeamParams
+from millrace.params.draws import Pooling
+from millrace.params.sampling import SamplingParams
 from millrace.sources.encoders.retrieval_files import Role
 
 T = TypeVar("T")

@@ -11,7 +11,8 @@ from millrace.link.client import EngineClient
 from millrace.link.messages import Finish, TokenLogprobs
 from millrace.link.search_steps import SearchSteps
 from millrace.llm.outputs import Choice, Generation
-from millrace.params import BeamParams, SamplingParams
+from millrace.params.beams import BeamParams
+from millrace.params.sampling import SamplingParams
 from millrace.text.text_stream import TextStream, stop_finder
 from millrace.text.tokenizers.tokenizer import Tokenizer
 

@@ -36,15 +36,11 @@ from millrace.llm.ranking import (
 from millrace.llm.stream import Submit
 from millrace.llm.tools import Toolbox
 from millrace.observe.progress import count_progress, is_watched
-from millrace.params import (
-    NEUTRAL_DEFAULTS,
-    BeamParams,
-    Documents,
-    Pooling,
-    SamplingDefaults,
-    SamplingParams,
-    check_drafter,
-)
+from millrace.params.beams import BeamParams
+from millrace.params.defaults import NEUTRAL_DEFAULTS, SamplingDefaults
+from millrace.params.draws import Pooling
+from millrace.params.keeping import Documents
+from millrace.params.sampling import SamplingParams, check_drafter
 from millrace.serve.generate.chat.open_chat import Chat
 from millrace.serve.generate.vectors import NOT_TRAINED
 from millrace.sources.encoders.encoder_files import EncoderFiles, EncoderTask

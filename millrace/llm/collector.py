@@ -10,7 +10,8 @@ from millrace.errors import BadRequest, MillraceError, RequestFailed
 from millrace.link.client import EngineClient
 from millrace.link.messages import Finish, TokenLogprobs
 from millrace.llm.outputs import Choice, StreamPart, ToolCall
-from millrace.params import Documents, SamplingParams
+from millrace.params.keeping import Documents
+from millrace.params.sampling import SamplingParams
 from millrace.serve.generate.chat.answer_reader import AnswerReader
 from millrace.serve.generate.chat.tools import arguments_of
 from millrace.text.answer_events import ReasoningSaid, TextSaid

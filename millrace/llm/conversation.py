@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from millrace.errors import BadRequest
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 from millrace.serve.generate.chat.open_chat import Chat, open_prompt
 from millrace.serve.generate.chat.tools import ToolUse
 from millrace.serve.generate.generation import Prompt as TokenPrompt

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from millrace.errors import BadRequest
 from millrace.link.client import EngineClient
 from millrace.link.vectors import Float32s, SparseVector, VectorRequest, sparse_of
-from millrace.params import Pooling
+from millrace.params.draws import Pooling
 from millrace.serve.encode.pairs import (
     Compare,
     activated,

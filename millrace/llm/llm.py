@@ -30,7 +30,10 @@ from millrace.llm.ranking import Ranked, RankingMethod, Score
 from millrace.llm.stream import GenerationStream, check_open
 from millrace.llm.tools import Tool, Toolbox, result_message
 from millrace.observe.progress import is_watched, stage_progress
-from millrace.params import BeamParams, Pooling, SamplingDefaults, SamplingParams
+from millrace.params.beams import BeamParams
+from millrace.params.defaults import SamplingDefaults
+from millrace.params.draws import Pooling
+from millrace.params.sampling import SamplingParams
 from millrace.sources.encoders.embedding_models import is_trained_to_embed
 from millrace.sources.encoders.encoder_files import read_encoder
 from millrace.sources.encoders.retrieval_files import Role

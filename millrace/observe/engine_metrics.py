@@ -15,11 +15,12 @@ from prometheus_client.core import (
 )
 
 from millrace.link.adapter_messages import CanaryStats
-from millrace.link.messages import EngineReady, EngineStats, TenantFigures
+from millrace.link.engine_stats import EngineStats, TenantFigures
+from millrace.link.messages import EngineReady
 from millrace.observe.histograms import SPECS, Floats, Histograms, HistogramSpec
 from millrace.observe.sketch import Sketch
 from millrace.observe.token_use import token_use
-from millrace.params import CLASS_NAMES
+from millrace.params.classes import CLASS_NAMES
 from millrace.version import __version__
 
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from millrace.link.messages import Finish
 from millrace.observe.sketch import Sketch
-from millrace.params import CLASS_NAMES
+from millrace.params.classes import CLASS_NAMES
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.integer]

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from millrace.link.messages import EngineStats
+from millrace.link.engine_stats import EngineStats
 from millrace.observe import histograms
 from millrace.observe.histograms import Floats, Integers, values_of
 from millrace.observe.sketch import Sketch, quantile
 from millrace.observe.token_use import CAUSES, token_use
-from millrace.params import CLASS_NAMES
+from millrace.params.classes import CLASS_NAMES
 
 SAMPLE_EVERY_S = 1.0
 MAX_WINDOW_S = 900

@@ -17,7 +17,7 @@ from millrace.observe.engine_metrics import EngineView
 from millrace.observe.history import History
 from millrace.observe.slo.objective import Objective
 from millrace.observe.slo.tracker import SloTracker
-from millrace.params import CLASS_NAMES
+from millrace.params.classes import CLASS_NAMES
 
 _TOTALS_S = (0.05, 0.1, 0.25, 0.5, 1, 2, 4, 8, 15, 30, 60, 120, 240, 480, 960)
 
@@ -74,15 +74,12 @@ class ModelFigures:
             one.adapter: AdapterRequests() for one in objectives if one.adapter and one.is_about_errors
         }
         """By adapter with an objective about errors."""
-        self._adapters_asked, self._adapters_failed = (
-            Counter(f"millrace_adapter_{kind}_requests", text, ("adapter",), registry=registry)
-            for kind, text in (
-                ("asked", "Requests for an adapter that has an objective about errors."),
-                ("failed", "Those of them that failed for a reason of the server, also in the middle of a stream."),
-            )
+        self._adapters_asked = self._adapter_counter(
+            "asked", "Requests for an adapter that has an objective about errors."
         )
-        for name in self.adapter_requests:
-            self._adapters_asked.labels(name), self._adapters_failed.labels(name)
+        self._adapters_failed = self._adapter_counter(
+            "failed", "Those of them that failed for a reason of the server, also in the middle of a stream."
+        )
         self.prompt_tokens = Counter(
             "millrace_request_prompt_tokens", "Prompt tokens of ended sequences.", registry=registry
         )
@@ -97,6 +94,12 @@ class ModelFigures:
         self.output_tokens = Counter(
             "millrace_request_output_tokens", "Generated tokens of ended sequences.", registry=registry
         )
+
+    def _adapter_counter(self, kind: str, text: str) -> Counter:
+        counter = Counter(f"millrace_adapter_{kind}_requests", text, ("adapter",), registry=self.registry)
+        for name in self.adapter_requests:
+            counter.labels(name)
+        return counter
 
     def count_asked(self, adapter: str, *, has_failed: bool) -> None:
         if (own := self.adapter_requests.get(adapter)) is None:
@@ -127,7 +130,8 @@ class ByModel(Collector):
     """The metrics of each model, with a label `model` if there are several models."""
 
     def __init__(self, models: dict[str, ModelFigures], metrics_of: Callable[[ModelFigures], Iterator[Metric]]) -> None:
-        self._models, self._metrics_of = models, metrics_of
+        self._models = models
+        self._metrics_of = metrics_of
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace.link.messages import EngineStats
+from millrace.link.engine_stats import EngineStats
 
 CAUSES = ("cancelled", "rejected_drafts", "recomputed", "padding")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from millrace.link.messages import EngineStats
+from millrace.link.engine_stats import EngineStats
 from millrace.observe import histograms
 from millrace.observe.engine_metrics import EngineView, buckets_of
 from millrace.observe.histograms import SPECS, Histograms

@@ -6,7 +6,9 @@ import math
 import sys
 from dataclasses import dataclass, field
 
-from millrace.params import DEFAULT_ROW_PARAMS, Documents, FinishReason, Retain, RowParams
+from millrace.params.classes import FinishReason
+from millrace.params.keeping import Documents, Retain
+from millrace.params.rows import DEFAULT_ROW_PARAMS, RowParams
 from millrace.plan.step import ALL_LINEARS, Ended, Int32s
 
 INTERACTIVE, STANDARD, BATCH = 0, 1, 2

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from millrace.config import PolicyName
-from millrace.params import FinishReason
+from millrace.params.classes import FinishReason
 from millrace.plan.admitting import Admitting
 from millrace.plan.budget import StepBudget, StepTarget
 from millrace.plan.choosing import Choosing

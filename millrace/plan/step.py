@@ -11,7 +11,8 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from millrace.params import FinishReason, RowParams
+from millrace.params.classes import FinishReason
+from millrace.params.rows import RowParams
 
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]

@@ -31,7 +31,7 @@ from millrace.plan.step import (
     StepPlan,
     StepShape,
 )
-from millrace.run.adapter_slots import IsReady
+from millrace.run.device.adapter_slots import IsReady
 from millrace.run.device.block_contents import BlockContents
 from millrace.run.device.device import Device, Pending
 from millrace.run.device.host_blocks import HostBlocks
@@ -78,13 +78,18 @@ class CudaRunner:
         build_pool: KernelBuildPool | None = None,
     ) -> None:
         """`drafter`: for the kinds of `settings.speculate` that are models."""
-        self._decoder, self._device = decoder, device
+        self._decoder = decoder
+        self._device = device
         state = make_device_state(decoder, device, settings, drafter)
-        self._table, self._sampler, self._drafts, self._chain = state.table, state.sampler, state.drafts, state.chain
+        self._table = state.table
+        self._sampler = state.sampler
+        self._drafts = state.drafts
+        self._chain = state.chain
         self._states = state.states
         self._copier = make_copier(state, device, settings)
         self._placing = TokenPlacing(decoder, state.kv, settings.block_size, device)
-        self._adapter_slots, self._filler = state.slots, make_filler(state, device)
+        self._adapter_slots = state.slots
+        self._filler = make_filler(state, device)
         self.contents = BlockContents([state.kv, state.draft_kv], device, settings.kv_dtype)
         shapes = PaddedShapes(shape_facts(decoder, state, settings, drafter))
         self._writer = PacketWriter(shapes.table)

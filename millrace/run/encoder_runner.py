@@ -30,7 +30,9 @@ class EncoderRunner:
     is_built = True
 
     def __init__(self, model: LoadedEncoder, device: Device, graphs: EncoderGraphs | None = None) -> None:
-        self._model, self._device, self._graphs = model, device, graphs
+        self._model = model
+        self._device = device
+        self._graphs = graphs
 
     def forward(self, plan: StepPlan, given: tuple[Int32s, ...] | None = None) -> None:
         """All work is one launch, which `draw` queues."""

@@ -26,13 +26,14 @@ from millrace.plan.step import (
     StepInputs,
     StepPlan,
 )
-from millrace.run.adapter_slots import IsReady, OrderedFiller, make_slots
 from millrace.run.cpu.model_drafter import make_model_drafter
 from millrace.run.cpu.native_step import NativeStep
+from millrace.run.device.adapter_slots import IsReady, OrderedFiller, make_slots
 from millrace.run.device.block_contents import BlockContents
 from millrace.run.device.block_copier import JointCopier, OrderedCopier
 from millrace.run.device.device import Device, Pending
 from millrace.run.device.host_blocks import HostBlocks
+from millrace.run.device.state_pool import make_state_pool
 from millrace.run.device.token_placing import TokenPlacing
 from millrace.run.drafting.drafted_rows import DraftedRows, VerifiedStep
 from millrace.run.drafting.drafter import Drafter, DraftGuide
@@ -46,7 +47,6 @@ from millrace.run.sampling.pooling import PooledPart, pool_states
 from millrace.run.sampling.prompt_scores import PromptLogprobs, score_prompts
 from millrace.run.sampling.sampler import Drawn, Sampler
 from millrace.run.settings import RunnerSettings
-from millrace.run.states import make_state_pool
 from millrace.run.table.batch import StepRows
 from millrace.run.table.inputs import gather_inputs, last_tokens
 from millrace.run.table.request_table import RequestTable
@@ -103,8 +103,11 @@ class Runner:
     ) -> None:
         """`drafter`: for the kinds of `settings.speculate` that are models. `guide`: the grammars, on rank 0.
         `tell_drafts`: on rank 0 of several, called on the device's thread for every step with draft places."""
-        self._decoder, self._device, self._block_size = decoder, device, settings.block_size
-        self._mesh, self._tell_drafts = decoder.mesh, tell_drafts
+        self._decoder = decoder
+        self._device = device
+        self._block_size = settings.block_size
+        self._mesh = decoder.mesh
+        self._tell_drafts = tell_drafts
         self._kv, self._draft_kv = allocate_pools(decoder, device.torch_device, settings, drafter)
         self._state_pool = make_state_pool(decoder, device, settings)
         pools, slots = [kv for kv in (self._kv, self._draft_kv) if kv], settings.host_slots
@@ -120,14 +123,13 @@ class Runner:
         self._native: NativeStep | None = None
         stack = decoder.native_stack
         if stack is not None and stack.can_run_whole_steps:
-            self._native = NativeStep(
-                *(stack, self._kv, self._table, self._sampler), max_rows=max_rows, slots=self._slots
-            )
+            self._native = NativeStep(stack, self._kv, self._table, self._sampler, max_rows=max_rows, slots=self._slots)
         model: Drafter | None = None
         if drafter is not None:
             parts = (decoder, self._draft_kv, self._table, self._sampler, device)
             model = make_model_drafter(drafter, *parts, block_size=settings.block_size, max_rows=max_rows)
-        self._read_layers, self._all_states = read_layers(drafter), settings.all_states
+        self._read_layers = read_layers(drafter)
+        self._all_states = settings.all_states
         drafters = make_drafters(settings.speculate, model, "" if drafter is None else kind_of(drafter))
         self._drafted = DraftedRows(self._table, max_rows, drafters, guide) if drafters is not None else None
         self._no_states = torch.zeros((0, decoder.spec.hidden_size), dtype=decoder.dtype, device=device.torch_device)
@@ -238,7 +240,12 @@ class Runner:
         """The result of a step with places for which no drafts were found."""
         none = np.zeros(len(tokens), np.int32)
         return StepResult(
-            *(plan.step_no, tokens, None, _NO_INDEX, _NO_COUNTS, ()),
+            plan.step_no,
+            tokens,
+            None,
+            _NO_INDEX,
+            _NO_COUNTS,
+            (),
             counts=none + np.int32(1),
             num_drafts=none,
             trained=drafted.trained_of(plan, none),

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from millrace.config import Speculation
-from millrace.run.device.kv_pool import KvFormat
+
+KvFormat = Literal["full", "packed", "fp8", "float16", "int8", "int4"]
+"""memory.kv_dtype with `auto` resolved."""
+PLACES = (1, 2, 4, 8)
+"""Places of a row in decode shapes with drafts: its last token and up to seven drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +28,10 @@ class RunnerSettings:
     max_copied: int = 1
     """KV blocks copied to or from host memory in one batch."""
     adapter_slots: int = 0
+    """Adapters on the device at once; 0: steps have none."""
     all_states: bool = False
     """Over ranks, whose steps must be alike: every step computes the final states of all tokens, as rank 0's drafter
     needs them."""
-    """Adapters on the device at once; 0: steps have none."""
     state_places: int = 1
     """Places of a row's recurrent state: one for each token that it may draw in a step."""
     state_slots: int = 0

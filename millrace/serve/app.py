@@ -266,7 +266,7 @@ def load_state(
     for model in models:
         state.models.add(_served_model(state, model, clients[model.name], is_first=model is first))
         if client.front_index == 0:
-            clients[model.name].known_adapters.lasting = partial(uploaded_adapters, created, model.name)
+            clients[model.name].adapters.known.lasting = partial(uploaded_adapters, created, model.name)
     return state
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from millrace.errors import BadRequest
 from millrace.link.adapter_messages import AddAdapter
-from millrace.params import SamplingDefaults
+from millrace.params.defaults import SamplingDefaults
 
 FOLDER = "created"
 UNUSED_BLOBS_S = 24 * 3600.0

@@ -149,7 +149,7 @@ class ServedModels(Generic[State]):
             found += [(model, name, "") for name in (model.name, *model.aliases)]
             made = [one for one in created if one.model == model.name and self._can_answer(model, one)]
             own = {one.adapter for one in made if one.digests}
-            adapters = (adapter for adapter in model.client.adapters or () if adapter not in own)
+            adapters = (adapter for adapter in model.client.adapters.names or () if adapter not in own)
             found += [(model, f"{model.name}:{adapter}", adapter) for adapter in adapters]
             found += [(model, one.name, one.adapter) for one in made]
         return [one for one in found if may_use((one[1], *self.names_of(one[0], one[2])))]
@@ -166,7 +166,7 @@ class ServedModels(Generic[State]):
     @staticmethod
     def _can_answer(model: ServedModel[State], made: CreatedModel) -> bool:
         """A model that was never loaded has no list of adapters."""
-        adapters = model.client.adapters
+        adapters = model.client.adapters.names
         return not made.adapter or made.adapter in (adapters or ()) or (adapters is None and model.client.ready is None)
 
     def find(self, name: str) -> ServedModel[State]:
@@ -195,11 +195,11 @@ class ServedModels(Generic[State]):
         base, colon, adapter = name.partition(":")
         while colon:
             model = self._named.get(base)
-            if model is not None and adapter in (model.client.adapters or ()):
+            if model is not None and adapter in (model.client.adapters.names or ()):
                 return model, adapter
             more, colon, adapter = adapter.partition(":")
             base = f"{base}:{more}"
-        return next(((model, name) for model in self._models if name in (model.client.adapters or ())), None)
+        return next(((model, name) for model in self._models if name in (model.client.adapters.names or ())), None)
 
     def shown(self) -> str:
         """The first names, for messages."""

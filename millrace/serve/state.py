@@ -21,7 +21,7 @@ from millrace.observe.audit import AuditLog
 from millrace.observe.metrics import FrontMetrics
 from millrace.observe.model_figures import ModelFigures
 from millrace.observe.tracing.exporter import SpanExporter
-from millrace.params import NEUTRAL_DEFAULTS, SamplingDefaults
+from millrace.params.defaults import NEUTRAL_DEFAULTS, SamplingDefaults
 from millrace.serve.created_models import CreatedModel
 from millrace.serve.data_directory import data_directory
 from millrace.serve.database import Store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from millrace.engine.build import model_work
+from millrace.engine.decisions.settings import model_work
 from millrace.engine.step_target import first_rates
 from millrace.errors import ConfigError
 from millrace.host.device_limits import known_device

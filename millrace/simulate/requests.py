@@ -15,7 +15,7 @@ from millrace.load.arrivals import ArrivalKind, arrival_times
 from millrace.load.lengths import Lengths
 from millrace.load.sources import TracedRequest, read_trace
 from millrace.load.workload import BLOCK_TOKENS
-from millrace.params import CLASS_NAMES
+from millrace.params.classes import CLASS_NAMES
 from millrace.plan.request import STANDARD
 from millrace.plan.step import Int32s
 

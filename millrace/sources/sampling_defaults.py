@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from millrace.config import GenerationDefaults
 from millrace.errors import BadRequest, ModelError
-from millrace.params import NEUTRAL_DEFAULTS, SamplingDefaults, SamplingParams
+from millrace.params.defaults import NEUTRAL_DEFAULTS, SamplingDefaults
+from millrace.params.sampling import SamplingParams
 from millrace.sources.catalogue import entry_of_files
 from millrace.sources.hf_config import read_json_object
 from millrace.sources.known_models import find_known

@@ -154,7 +154,8 @@ class EngineProcess:
             code = child.process.wait()
             child.discard()
             raise EngineUnavailable(f"The engine process ended with code {code} before it had read its settings.")
-        self._directory, self.process = child.directory, child.process
+        self._directory = child.directory
+        self.process = child.process
 
     @property
     def directory(self) -> str:

@@ -75,7 +75,9 @@ class Parent:
     """The supervising process, as this front sees it. Implements `serve.model_control.ModelControl`."""
 
     def __init__(self, models: Sequence[ModelSettings], index: int, orders: int, unread: bytes) -> None:
-        self._models, self._index, self._orders = models, index, orders
+        self._models = models
+        self._index = index
+        self._orders = orders
         self._clients: dict[str, EngineClient] = {}
         self._turns: dict[str, asyncio.Lock] = {model.name: asyncio.Lock() for model in models}
         """Events about one model are handled in order."""

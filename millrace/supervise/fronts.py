@@ -122,7 +122,8 @@ class Fronts:
     """All fronts but the first, which is this process."""
 
     def __init__(self, models: Sequence[ModelSettings], directory: str) -> None:
-        self._models, self._directory = models, directory
+        self._models = models
+        self._directory = directory
         self._stopping = False
         self._on_order: OnOrder = lambda order: None
         self._on_lost: Callable[[int], None] = lambda index: None

@@ -43,7 +43,9 @@ class ManagedModel:
         self.keep_alive_changed = asyncio.Event()
         self.turn = asyncio.Lock()
         """Held while the engine is started or retired."""
-        self._start, self._on_started, self._on_given_up = start, on_started, on_given_up
+        self._start = start
+        self._on_started = on_started
+        self._on_given_up = on_given_up
         self._on_unloaded = on_unloaded
         self._supervisor: EngineSupervisor | None = None
         self._short_of_memory = asyncio.Event()

@@ -52,7 +52,9 @@ class ModelSupervisor:
         """`start` starts an engine with these settings. `on_only_model_lost`: nothing is left to serve. `prepare`: an
         engine will be started some time, and nothing else is going on."""
         self._prepare = prepare
-        self._start, self._announce, self._on_only_model_lost = start, announce, on_only_model_lost
+        self._start = start
+        self._announce = announce
+        self._on_only_model_lost = on_only_model_lost
         self._server = models[0].config.server
         self._models = {model.name: self._managed(model, clients[model.name]) for model in models}
         self._loading: dict[str, asyncio.Task[None]] = {}
@@ -223,7 +225,9 @@ class ModelSupervisor:
         if reserved_gib > 0:
             log.info(
                 "%s is planned beside %d loaded models, for which %.2f GiB of the free memory stay reserved.",
-                *(name, len(others), reserved_gib),
+                name,
+                len(others),
+                reserved_gib,
             )
         return self._start(ModelSettings(name, settings.aliases, config, settings.loads_at_start))
 

@@ -30,8 +30,12 @@ class Reloader:
         read: Callable[[], ServerSettings],
         on_done: Callable[[ServerSettings], None],
     ) -> None:
-        self._settings, self._use, self._use_models = settings, use, use_models
-        self._fronts, self._read, self._on_done = fronts, read, on_done
+        self._settings = settings
+        self._use = use
+        self._use_models = use_models
+        self._fronts = fronts
+        self._read = read
+        self._on_done = on_done
 
     def reload(self) -> None:
         """Settings that cannot be read change nothing."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 
 SamplingFields = Mapping[str, object]
 """Sampling that the user asked for, by the names of `SamplingParams`. The model or the server chooses the rest."""

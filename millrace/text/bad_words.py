@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import msgspec
 
 from millrace.errors import BadRequest
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 from millrace.text.tokenizers.tokenizer import Tokenizer
 
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 
 import msgspec
 
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 from millrace.text.tokenizers.tokenizer import Tokenizer
 
 CACHED_SETS = 16

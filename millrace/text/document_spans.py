@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from millrace.errors import BadRequest
-from millrace.params import MAX_DOCUMENTS, Documents, DocumentSpan
+from millrace.params.keeping import MAX_DOCUMENTS, Documents, DocumentSpan
 from millrace.text.tokenizers.tokenizer import Tokenizer
 
 DEFAULT_RECOMPUTE = 0.15

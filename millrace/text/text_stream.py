@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Mapping, Sequence
 
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 from millrace.text.detokenizer import Detokenizer
 from millrace.text.stop_strings import StopStrings
 from millrace.text.tokenizers.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from millrace.errors import ConfigError
 from millrace.llm import LLM
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 from millrace.training.built_in import built_in_prompts
 from millrace.training.options import Reporter, TrainOptions
 from millrace.training.prompts import TrainingPrompt, hold_out, read_prompts

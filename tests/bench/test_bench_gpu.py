@@ -31,7 +31,8 @@ from millrace.bench.gpu.run import GpuOptions, run_models
 from millrace.cli import main
 from millrace.config import load_config
 from millrace.errors import ConfigError
-from millrace.link.messages import EngineStats, Finish
+from millrace.link.engine_stats import EngineStats
+from millrace.link.messages import Finish
 from millrace.models.spec.families import spec_from_config
 
 TINY = {

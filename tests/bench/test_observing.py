@@ -10,7 +10,7 @@ import pytest
 
 from millrace.bench.http.observing import Round, SpanReceiver, ratio_of, server_cpu_per_token
 from millrace.bench.http.serving import ServingFigures
-from millrace.commands import bench_observe
+from millrace.commands.benchmarks import bench_observe
 from millrace.config import Config, MemoryConfig
 
 

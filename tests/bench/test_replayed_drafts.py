@@ -21,7 +21,8 @@ from millrace.bench.gpu.speculating import (
 )
 from millrace.config import load_config
 from millrace.models.weights.random_weights import RandomWeights
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.step import Admission, StepPlan, exact_shape
 from millrace.run.device.device import CpuDevice
 from millrace.run.drafting.device_drafts import DeviceDrafts

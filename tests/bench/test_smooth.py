@@ -8,7 +8,7 @@ import pytest
 
 from millrace.bench.http import smooth
 from millrace.bench.http.smooth import Run
-from millrace.commands.bench import _bench_smooth
+from millrace.commands.benchmarks import bench_smooth
 from millrace.terminal.parser import UsageError
 
 
@@ -50,4 +50,4 @@ def test_every_bar_has_a_line() -> None:
 
 def test_rounds_out_of_range_are_refused() -> None:
     with pytest.raises(UsageError, match="--rounds is 0"):
-        _bench_smooth(argparse.Namespace(rounds=0))
+        bench_smooth.run(argparse.Namespace(rounds=0))

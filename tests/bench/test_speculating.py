@@ -9,7 +9,7 @@ import pytest
 
 from millrace.bench.http.paired import half_width, paired_ratio
 from millrace.bench.http.speculating import STREAMS, WORKLOADS, Point, Side, SpeculateBench, messages_of, plot_svg
-from millrace.commands.bench_speculate import _workloads
+from millrace.commands.benchmarks.bench_speculate import _workloads
 from millrace.terminal.parser import UsageError
 
 

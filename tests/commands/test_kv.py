@@ -17,7 +17,8 @@ from millrace.engine.memory_plan import GIB, PADDING_STATES, make_memory_plan
 from millrace.models.spec.families import spec_from_config
 from millrace.plan.kv.groups import KvGroups
 from millrace.run.device.defaults import CPU_DEFAULTS
-from millrace.run.device.kv_pool import KvFormat, allocate_kv
+from millrace.run.device.kv_pool import allocate_kv
+from millrace.run.settings import KvFormat
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -19,10 +19,12 @@ from millrace.engine.figures.shares import Shares
 from millrace.engine.loop import Engine
 from millrace.engine.parts import EngineParts
 from millrace.errors import AdapterError, DeviceFull
-from millrace.link.messages import GrammarStats, NewRequest, Query, pack_tokens
+from millrace.link.engine_stats import GrammarStats
+from millrace.link.messages import NewRequest, Query, pack_tokens
 from millrace.models.adapters.read import Adapter
 from millrace.ops.lora.weights import LoraPart, join, pack
-from millrace.params import Grammar, SamplingParams
+from millrace.params.grammar import Grammar
+from millrace.params.sampling import SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 

@@ -22,7 +22,7 @@ from millrace.errors import ConfigError, ModelNotFound
 from millrace.models.spec.families import spec_from_config
 from millrace.models.weights.random_weights import RandomWeights
 from millrace.observe.histograms import SEQUENCE, TTFT, Histograms
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 from millrace.plan.scheduler import Scheduler
 from millrace.plan.shapes.declared import OwnSizes
 

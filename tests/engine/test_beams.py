@@ -10,7 +10,7 @@ from helpers.tiny_files import write_tiny
 
 from millrace import LLM, SamplingParams
 from millrace.errors import BadRequest
-from millrace.params import BeamParams
+from millrace.params.beams import BeamParams
 
 PROMPTS = ([5, 17, 40, 2, 71], [60, 3, 3, 9, 28, 33, 80, 11])
 KINDS = (

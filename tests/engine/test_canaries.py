@@ -22,7 +22,8 @@ from millrace.link.adapter_messages import AdapterAnswer, AddAdapter, AddCanary,
 from millrace.link.messages import Finish, Query
 from millrace.models.adapters.read import Adapter
 from millrace.observe.engine_metrics import _canaries
-from millrace.params import FinishReason, SamplingParams
+from millrace.params.classes import FinishReason
+from millrace.params.sampling import SamplingParams
 from millrace.plan.request import Request
 
 

@@ -19,7 +19,8 @@ from millrace.engine.grammars import ALL_TOKENS, Grammars
 from millrace.engine.loop import Engine
 from millrace.engine.parts import EngineParts
 from millrace.link.messages import NewRequest, pack_tokens
-from millrace.params import Grammar, SamplingParams
+from millrace.params.grammar import Grammar
+from millrace.params.sampling import SamplingParams
 from millrace.plan.planner.protocol import ChosenRows
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings

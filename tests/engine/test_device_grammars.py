@@ -32,7 +32,8 @@ from millrace.engine.figures.draft_figures import DraftFigures
 from millrace.engine.fronts.requests import to_request
 from millrace.engine.grammars import Grammars
 from millrace.link.messages import NewRequest, pack_tokens
-from millrace.params import Grammar, SamplingParams
+from millrace.params.grammar import Grammar
+from millrace.params.sampling import SamplingParams
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings

@@ -14,7 +14,7 @@ from helpers.engine_stats import stats_after
 from helpers.tiny_models import VOCAB, config_of, make_reference
 
 from millrace import LLM, SamplingParams
-from millrace.link.messages import EngineStats
+from millrace.link.engine_stats import EngineStats
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]
 

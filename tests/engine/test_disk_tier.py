@@ -16,7 +16,8 @@ from millrace.config import load_config
 from millrace.engine.build import build_engine
 from millrace.engine.disk.files import OpenFile
 from millrace.errors import EngineUnavailable
-from millrace.link.messages import EngineStats, Query, Reply
+from millrace.link.engine_stats import EngineStats
+from millrace.link.messages import Query, Reply
 
 KV_TOKENS, PROMPT, BLOCK, OUTPUT = 512, 96, 16, 8
 NUM_PROMPTS = 2 * KV_TOKENS // PROMPT

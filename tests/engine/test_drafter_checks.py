@@ -14,7 +14,7 @@ from helpers.drafter_files import HIDDEN, layer_config, layer_tensors, write
 from helpers.tiny_models import VOCAB, config_of, make_reference
 
 from millrace.config import Config, PlanConfig
-from millrace.engine.build import draft_settings
+from millrace.engine.decisions.settings import draft_settings
 from millrace.engine.drafting.find import DraftModelSource, find_drafter
 from millrace.errors import ConfigError
 from millrace.models.spec.families import spec_from_config

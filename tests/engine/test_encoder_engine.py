@@ -15,7 +15,7 @@ from millrace.engine.build import build_engine
 from millrace.errors import ConfigError, ModelError
 from millrace.link.messages import Abort, EngineReady, Finish, NewRequest, StepTokens, ToEngine, pack_tokens
 from millrace.ops.cpp.native import native_missing
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 
 needs_kernels = pytest.mark.skipif(bool(native_missing(torch.device("cpu"))), reason="no C++ kernels")
 TEXTS = [[2, 5, 6, 7, 3], [2, 9, 3], [2, *range(10, 60), 3], [2, 11, 12, 13, 3]]

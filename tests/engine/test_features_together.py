@@ -21,7 +21,7 @@ import pytest
 from helpers.engine_stats import stats_after
 
 from millrace import LLM, SamplingParams
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 from millrace.plan.scheduler import Scheduler
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(1800)]

@@ -20,7 +20,8 @@ pytest.importorskip("llguidance")
 from millrace.engine import grammars as grammars_module
 from millrace.engine.grammars import ALL_TOKENS, COMPILE_LIMIT_S, FIRST_LIMIT_S, NEVER, Failure, Grammars
 from millrace.link.messages import NewRequest, decode_to_engine
-from millrace.params import Grammar, SamplingParams
+from millrace.params.grammar import Grammar
+from millrace.params.sampling import SamplingParams
 from millrace.text.grammar import compiler as compiler_module
 from millrace.text.grammar.environment import GrammarEnvironment
 from millrace.text.tokenizers.stand_in import build_stand_in

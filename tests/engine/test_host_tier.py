@@ -11,7 +11,7 @@ from helpers.engine_stats import stats_after
 from helpers.tiny_models import VOCAB, config_of, make_reference
 
 from millrace import LLM, SamplingParams
-from millrace.link.messages import EngineStats
+from millrace.link.engine_stats import EngineStats
 from millrace.run.device.block_copier import OrderedCopier
 
 KV_TOKENS, PROMPT, BLOCK, OUTPUT = 512, 96, 16, 8

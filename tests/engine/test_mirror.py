@@ -21,7 +21,7 @@ from helpers.tiny_server import CONFIG, tiny_source
 from millrace import LLM, SamplingParams
 from millrace.engine.ranks.mirror import Mirror
 from millrace.errors import EngineUnavailable, RequestFailed
-from millrace.link.messages import MirrorStats
+from millrace.link.engine_stats import MirrorStats
 from millrace.observe.engine_metrics import engine_metrics
 from millrace.plan.queue.admission_forecast import AdmissionForecast
 from millrace.plan.shapes.declared import OwnSizes

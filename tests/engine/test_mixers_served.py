@@ -14,7 +14,7 @@ from helpers.tiny_files import greedy, write_tiny
 from helpers.tiny_models import HYBRIDS, VOCAB
 
 from millrace import LLM, SamplingParams
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 from millrace.plan.queue.admission_forecast import AdmissionForecast
 
 pytestmark = [pytest.mark.live, pytest.mark.timeout(600)]

@@ -16,7 +16,7 @@ from millrace.engine.fronts.outbox import Outbox
 from millrace.engine.ledger import Ledger
 from millrace.engine.loop import STATS_EVERY_S, Engine
 from millrace.link.messages import FRONT_SHIFT, NewRequest, pack_tokens, unpack_tokens
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.run.sampling.logprobs import LogprobColumns

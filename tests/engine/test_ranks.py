@@ -25,7 +25,7 @@ from millrace import LLM, SamplingParams
 from millrace.engine.ranks import group as group_module
 from millrace.engine.ranks.group import RankGroup
 from millrace.errors import ConfigError, EngineUnavailable, RequestFailed
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 from millrace.plan.queue.admission_forecast import AdmissionForecast
 from millrace.plan.shapes.declared import OwnSizes
 

@@ -19,7 +19,8 @@ from millrace.engine.loop import Engine
 from millrace.engine.parts import EngineParts
 from millrace.link.frames import HEADER
 from millrace.link.messages import Finish, NewRequest, Resumption, decode_to_engine, encode_frame, pack_tokens
-from millrace.params import Grammar, SamplingParams, ThinkingLimit
+from millrace.params.grammar import Grammar, ThinkingLimit
+from millrace.params.sampling import SamplingParams
 from millrace.plan.request import Request, end_of
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.text.grammar.environment import GrammarEnvironment

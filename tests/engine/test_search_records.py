@@ -6,11 +6,12 @@ import msgspec
 import numpy as np
 
 from millrace.engine.ledger import Ledger
-from millrace.link.messages import FRONT_SHIFT, EngineStats, Finish, NewRequest, pack_tokens
+from millrace.link.engine_stats import EngineStats
+from millrace.link.messages import FRONT_SHIFT, Finish, NewRequest, pack_tokens
 from millrace.observe.histograms import SEQUENCE, TTFT
 from millrace.observe.slo.objective import parse_objectives
 from millrace.observe.slo.tracker import SloTracker
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.request import Request, end_of
 
 SEARCH = 5

@@ -18,7 +18,7 @@ from millrace.bench.errors import BenchError
 from millrace.bench.micro.replay import replay_log
 from millrace.config import RunConfig
 from millrace.errors import ConfigError
-from millrace.params import RowParams
+from millrace.params.rows import RowParams
 from millrace.plan.codec.encoder import encode_inputs, encode_plan
 from millrace.plan.queue.admission_forecast import AdmissionForecast
 from millrace.plan.scheduler import Scheduler

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from millrace.engine.thinking import ThinkingLimits
-from millrace.params import ThinkingLimit
+from millrace.params.grammar import ThinkingLimit
 
 START, END = 40, 41
 

@@ -13,7 +13,7 @@ from millrace import LLM, SamplingParams
 from millrace.engine.fronts.requests import to_request
 from millrace.errors import BadRequest
 from millrace.link.messages import NewRequest, pack_tokens
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 from millrace.run.facts import RunnerFacts
 
 PROMPT = "abcabcabcabc"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from helpers.served import wait_until
 
 from millrace import LLM
-from millrace.link.messages import EngineStats
+from millrace.link.engine_stats import EngineStats
 
 
 def stats_after(llm: LLM, num_requests: int) -> EngineStats:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from millrace import SamplingParams
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 
 MIXED_SETTINGS: dict[str, Any] = {
     "speculate": "ngram",

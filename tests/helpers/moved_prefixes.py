@@ -10,7 +10,7 @@ from helpers.toy_device import ToyDevice, digest
 
 from millrace.engine.fronts.transfers import Transfers
 from millrace.link.block_parts import PartAnswer, PartOfPrefix
-from millrace.params import Retain
+from millrace.params.keeping import Retain
 from millrace.plan.scheduler import Scheduler
 
 PART_BLOCKS = 2

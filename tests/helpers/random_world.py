@@ -12,7 +12,7 @@ import pytest
 from helpers.moved_prefixes import ExportedPrefix, exported, imported, transfers_of
 from helpers.toy_device import ToyDevice, lone_run
 
-from millrace.params import Retain
+from millrace.params.keeping import Retain
 from millrace.plan.budget import StepTarget
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.kv.block_hash import owner_mark

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 
 
 @dataclass

@@ -9,7 +9,9 @@ import msgspec
 import numpy as np
 from hypothesis import strategies as st
 
-from millrace.params import DrawParams, FinishReason, RowParams
+from millrace.params.classes import FinishReason
+from millrace.params.draws import DrawParams
+from millrace.params.rows import RowParams
 from millrace.plan.step import (
     Admission,
     Appended,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers.toy_device import ToyDevice, lone_run
 
-from millrace.params import Retain
+from millrace.params.keeping import Retain
 from millrace.plan.kv.disk_tier import DiskTier, DiskTierSettings
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.host_tier import HostTier, HostTierSettings

@@ -15,7 +15,7 @@ from millrace.errors import BadRequest
 from millrace.link import client as client_module
 from millrace.link.channel import InProcessLink
 from millrace.link.client import EngineClient
-from millrace.link.limits import checked_ids
+from millrace.link.front.limits import checked_ids
 from millrace.link.messages import (
     EngineReady,
     Finish,
@@ -26,7 +26,7 @@ from millrace.link.messages import (
     pack_tokens,
     unpack_tokens,
 )
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 
 READY = EngineReady(
     model_name="m",

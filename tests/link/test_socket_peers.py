@@ -31,7 +31,7 @@ from millrace.link.messages import (
     ToFront,
     encode_frame,
 )
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 
 pytestmark = pytest.mark.live
 

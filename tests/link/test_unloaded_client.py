@@ -13,7 +13,7 @@ from millrace.errors import EngineUnavailable
 from millrace.link.channel import InProcessLink
 from millrace.link.client import EngineClient
 from millrace.link.messages import EngineFailed, EngineReady, EngineRetired, Finish, NewRequest, StepTokens
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 
 
 def run(work: Callable[[EngineClient, InProcessLink], Awaitable[None]]) -> None:

@@ -19,7 +19,7 @@ import millrace
 from millrace.errors import BadRequest, EngineUnavailable, RequestFailed
 from millrace.link.messages import EngineLoading
 from millrace.llm import LLM, AsyncLLM, Choice, Generation, llm
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 
 
 class Point(msgspec.Struct):

@@ -11,7 +11,7 @@ import pytest
 
 from millrace.cli import main
 from millrace.commands.figures.cost import report_lines, usd_text
-from millrace.link.messages import AdapterStats, EngineStats, TenantFigures
+from millrace.link.engine_stats import AdapterStats, EngineStats, TenantFigures
 from millrace.observe.cost.fit import changes, fit
 from millrace.observe.cost.report import cost_report
 from millrace.observe.history import FrontCounts, Sample

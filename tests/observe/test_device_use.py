@@ -4,7 +4,7 @@ import msgspec
 import pytest
 from link.test_engine_client import READY
 
-from millrace.link.messages import EngineStats
+from millrace.link.engine_stats import EngineStats
 from millrace.observe.device_use import device_use
 from millrace.observe.history import FrontCounts, Sample
 

@@ -11,7 +11,8 @@ import pytest
 
 from millrace.cli import main
 from millrace.errors import ConfigError
-from millrace.link.messages import EngineStats, Finish
+from millrace.link.engine_stats import EngineStats
+from millrace.link.messages import Finish
 from millrace.observe.histograms import QUEUE, TTFT, Histograms
 from millrace.observe.model_figures import is_good
 from millrace.observe.slo.dashboard import grafana_dashboard

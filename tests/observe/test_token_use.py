@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import msgspec
 
-from millrace.link.messages import EngineStats
+from millrace.link.engine_stats import EngineStats
 from millrace.observe.history import FrontCounts, Sample, engine_series
 from millrace.observe.token_use import token_use
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from millrace.params import Documents, DocumentSpan
+from millrace.params.keeping import Documents, DocumentSpan
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import StepPlan

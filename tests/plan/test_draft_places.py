@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.params import DEFAULT_ROW_PARAMS
+from millrace.params.rows import DEFAULT_ROW_PARAMS
 from millrace.plan.drafting.control import NO_DRAFTS, DraftDecision
 from millrace.plan.drafting.trained import TrainedDecision
 from millrace.plan.drafts import NO_TEXT, DraftPlaces, DraftSettings

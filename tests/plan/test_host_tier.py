@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.tier_bench import BLOCK, NUM_BLOCKS, PROMPT, ROUTES, WORKING_SET, TierBench, prompts, spill
 
-from millrace.params import Retain
+from millrace.params.keeping import Retain
 from millrace.plan.kv.host_tier import PATIENCE_S
 from millrace.plan.kv.slot_index import SlotIndex
 

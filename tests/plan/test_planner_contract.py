@@ -16,7 +16,8 @@ from helpers.fake_clock import FakeClock
 from helpers.fake_runner import FakeRunner, FakeStep
 
 from millrace.engine.cycle import Confirmed, Cycle
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.codec.encoder import encode_plan
 from millrace.plan.encoding.planner import EncodePlanner, EncodeSettings
 from millrace.plan.planner.protocol import Planner

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from plan.test_retention import BLOCK, NUM_BLOCKS, Bench, flood, prompt_of
 
-from millrace.params import Retain
+from millrace.params.keeping import Retain
 from millrace.plan.kv import prefix_tree
 from millrace.plan.planner.protocol import BlockMap, PrefixNode
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 from helpers.toy_device import ToyDevice
 
-from millrace.params import Retain
+from millrace.params.keeping import Retain
 from millrace.plan.kv.host_tier import HostTierSettings
 from millrace.plan.kv.retention import RetentionSettings
 from millrace.plan.request import Request

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from millrace import LLM
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 
 
 def main() -> None:

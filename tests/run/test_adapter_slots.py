@@ -10,7 +10,7 @@ import torch
 
 from millrace.errors import DeviceFull
 from millrace.models.adapters.read import Adapter
-from millrace.run.adapter_slots import room_for
+from millrace.run.device.adapter_slots import room_for
 
 
 def test_a_full_device_refuses_the_adapter_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,8 @@ import pytest
 import torch
 from run.test_model_drafters import BLOCK, BUDGET, OUTPUT, ROWS, eagle, eagle3, load, medusa, requests, runner_of
 
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.drafting import trained as trained_control
 from millrace.plan.drafting.trained import TrainedControl
 from millrace.plan.drafts import DraftSettings

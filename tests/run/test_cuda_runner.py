@@ -30,7 +30,8 @@ from millrace.ops.attention.qkv import NativePrepareQkv
 from millrace.ops.base.greedy_head import DrawnTokens
 from millrace.ops.linear.dense import Head as LmHead
 from millrace.ops.triton.attention.qkv import PrepareQkvKernel
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes.choice import ShapeChoice
@@ -38,12 +39,11 @@ from millrace.plan.step import HeadShape, StepInputs, StepPlan, StepShape
 from millrace.run import cuda_runner
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.device import CpuDevice, open_device
-from millrace.run.device.kv_pool import KvFormat
 from millrace.run.graphs import shape_facts
 from millrace.run.packet import decode_rows, layout
 from millrace.run.runner import Runner
 from millrace.run.sampling.masks import Masks, words_per_mask
-from millrace.run.settings import RunnerSettings
+from millrace.run.settings import KvFormat, RunnerSettings
 from millrace.run.shapes.padded import PaddedShapes
 from millrace.run.shapes.sizes import measured_sizes
 

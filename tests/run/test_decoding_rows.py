@@ -22,7 +22,8 @@ from millrace.models.decode_spans import spans_of
 from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
 from millrace.ops.cpp import native
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.step import Admission, StepPlan, exact_shape
 from millrace.run.device.device import open_device
 from millrace.run.runner import Runner

@@ -23,7 +23,8 @@ from millrace.config import RunConfig
 from millrace.models.decoder import Decoder
 from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings

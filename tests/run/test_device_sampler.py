@@ -14,7 +14,8 @@ from helpers.triton_mode import device, interpreted
 from millrace.config import RunConfig
 from millrace.errors import RequestFailed
 from millrace.ops.triton.sampling.draw import Cut, MaskLines
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.step import Admission, Release, StepPlan, exact_shape
 from millrace.run.device.device import open_device
 from millrace.run.sampling.device_sampler import DeviceSampler

@@ -18,7 +18,9 @@ from helpers.triton_mode import device as place
 from helpers.triton_mode import interpreted
 
 from millrace.config import RunConfig
-from millrace.params import Documents, DocumentSpan, RowParams, SamplingParams
+from millrace.params.keeping import Documents, DocumentSpan
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes.choice import ShapeChoice

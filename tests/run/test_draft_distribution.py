@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from millrace.config import RunConfig
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.step import Admission, Int32s, StepPlan, exact_shape
 from millrace.run.device.device import open_device
 from millrace.run.drafting.drafted_rows import DraftedRows, VerifiedStep

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.step import Admission, Bools, StepPlan, exact_shape
 from millrace.run.sampling.draw_plan import NO_MASK, DrawPlan, plan_draws
 from millrace.run.sampling.row_params import RowParamTable

@@ -29,16 +29,17 @@ from millrace.models import load
 from millrace.models.decoder import Decoder
 from millrace.models.spec.families import spec_from_config
 from millrace.ops.kv.cache import SCALE_BYTES
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes.choice import ShapeChoice
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.defaults import CUDA_DEFAULTS
 from millrace.run.device.device import CpuDevice, open_device
-from millrace.run.device.kv_pool import KvFormat, allocate_kv, bytes_per_token, resolve_kv_dtype
+from millrace.run.device.kv_pool import allocate_kv, bytes_per_token, resolve_kv_dtype
 from millrace.run.graphs.device_state import make_device_state
-from millrace.run.settings import RunnerSettings
+from millrace.run.settings import KvFormat, RunnerSettings
 
 CPU = torch.device("cpu")
 MEAN_ERROR, WORST_ERROR = 0.06, 0.25

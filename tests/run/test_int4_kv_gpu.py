@@ -24,16 +24,17 @@ from millrace.engine.memory_plan import GIB, make_memory_plan
 from millrace.errors import ConfigError
 from millrace.models.decoder import Decoder
 from millrace.ops.kv.cache import SCALE_INT32
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes.choice import ShapeChoice
 from millrace.run.cuda_runner import CudaRunner
 from millrace.run.device.defaults import CUDA_DEFAULTS
 from millrace.run.device.device import CpuDevice, open_device
-from millrace.run.device.kv_pool import KvFormat, resolve_kv_dtype
+from millrace.run.device.kv_pool import resolve_kv_dtype
 from millrace.run.graphs.device_state import make_device_state
-from millrace.run.settings import RunnerSettings
+from millrace.run.settings import KvFormat, RunnerSettings
 
 GPU = torch.device("cuda")
 SMALL = {"head_dim": 32, "num_hidden_layers": 2}

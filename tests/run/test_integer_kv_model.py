@@ -23,7 +23,8 @@ from millrace.models.spec.families import spec_from_config
 from millrace.ops.kv.cache import SCALE_BYTES, SCALE_INT32
 from millrace.run.device import kv_pool
 from millrace.run.device.defaults import CPU_DEFAULTS
-from millrace.run.device.kv_pool import KvFormat, allocate_kv, bytes_per_token, resolve_kv_dtype
+from millrace.run.device.kv_pool import allocate_kv, bytes_per_token, resolve_kv_dtype
+from millrace.run.settings import KvFormat
 
 CPU = torch.device("cpu")
 TOKENS = 80

@@ -24,19 +24,19 @@ from millrace.models.drafters.load import load_drafter, open_drafter
 from millrace.models.drafters.program import EagleDrafter
 from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import Int32s
 from millrace.run.device.device import CpuDevice
-from millrace.run.device.kv_pool import KvFormat
 from millrace.run.drafting.chain import ChainDrafter
 from millrace.run.drafting.drafter import DraftAsk
 from millrace.run.drafting.models import DrafterModel
 from millrace.run.runner import Runner
-from millrace.run.settings import RunnerSettings
+from millrace.run.settings import KvFormat, RunnerSettings
 
 CPU = torch.device("cpu")
 BLOCK, ROWS, BUDGET, CONTEXT, OUTPUT = 4, 5, 24, 96, 18

@@ -17,7 +17,8 @@ from millrace.models.adapters.read import read_adapter
 from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
 from millrace.ops.cpp import native
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.shapes.declared import OwnSizes
 from millrace.plan.step import Admission, StepPlan, exact_shape
 from millrace.run.device.device import open_device

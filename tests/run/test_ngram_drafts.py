@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from millrace.params import DEFAULT_ROW_PARAMS
+from millrace.params.rows import DEFAULT_ROW_PARAMS
 from millrace.plan.step import Admission, StepPlan, exact_shape
 from millrace.run.device.device import CpuDevice
 from millrace.run.drafting.drafted_rows import DraftedRows

@@ -27,7 +27,8 @@ from millrace.models.spec.model_spec import LayerSpec, ModelSpec
 from millrace.ops.kv.cache import SCALE_WORDS, head_dim_of
 from millrace.ops.kv.packed import packed_items
 from millrace.run.device.defaults import CUDA_DEFAULTS
-from millrace.run.device.kv_pool import KvFormat, allocate_kv, bytes_per_token, resolve_kv_dtype
+from millrace.run.device.kv_pool import allocate_kv, bytes_per_token, resolve_kv_dtype
+from millrace.run.settings import KvFormat
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 TOKENS = 48

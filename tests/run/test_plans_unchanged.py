@@ -10,7 +10,8 @@ import torch
 from helpers.plan_contents import contents
 from helpers.small_decoder import decoder_for
 
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings

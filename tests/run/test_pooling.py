@@ -15,7 +15,8 @@ from millrace.engine.ledger import Ledger
 from millrace.link.messages import NewRequest, pack_tokens, unpack_ids
 from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.drafts import DraftSettings
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.request import Request

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millrace.ops.attention.decode_rule import LIST_COLUMNS
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.step import Admission, Int32s, StepPlan, StepShape, exact_shape
 from millrace.run.device.device import CpuDevice
 from millrace.run.packet import decode_rows

@@ -9,7 +9,8 @@ import pytest
 import torch
 from helpers.plan_contents import contents
 
-from millrace.params import DEFAULT_ROW_PARAMS, RowParams, SamplingParams
+from millrace.params.rows import DEFAULT_ROW_PARAMS, RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.step import Admission, Appended, Int32s, Release, StepPlan, exact_shape
 from millrace.run.device.device import CpuDevice
 from millrace.run.sampling.sampler import Sampler

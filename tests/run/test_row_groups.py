@@ -8,7 +8,7 @@ from pathlib import Path
 from helpers.tiny_models import config_of, make_reference
 
 from millrace.llm import LLM
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 
 KINDS = [
     SamplingParams(temperature=0),

@@ -9,7 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from millrace.params import DrawParams, Grammar, RowParams, SamplingParams, ThinkingLimit
+from millrace.params.draws import DrawParams
+from millrace.params.grammar import Grammar, ThinkingLimit
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.step import Admission
 from millrace.run.sampling.row_params import RowParamTable, RowValues
 

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from millrace.config import RunConfig
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.step import Admission, StepPlan, exact_shape
 from millrace.run.device.device import open_device
 from millrace.run.sampling.masks import Masks

@@ -22,14 +22,14 @@ from millrace.models import kept_weights
 from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
 from millrace.ops.cpp import native
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.step import Admission, StepPlan, exact_shape
 from millrace.run.cpu.native_step import NativeStep
 from millrace.run.device.device import open_device
-from millrace.run.device.kv_pool import KvFormat
 from millrace.run.runner import Runner
 from millrace.run.sampling.masks import Masks
-from millrace.run.settings import RunnerSettings
+from millrace.run.settings import KvFormat, RunnerSettings
 from millrace.run.table.request_table import ON_DEVICE
 
 ROWS, BLOCK, WIDTH = 5, 4, 12

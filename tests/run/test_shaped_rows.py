@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from run.test_sampler import SamplerUnderTest
 
 from millrace.errors import ConfigError
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.step import Admission, Release, StepPlan, exact_shape
 from millrace.run.sampling.cuts import draw_from
 from millrace.run.sampling.processors import load_processor

@@ -9,7 +9,8 @@ import pytest
 
 from millrace.ops.attention.context_rule import context_parts
 from millrace.ops.attention.decode_rule import LIST_COLUMNS, SHARED_UNIT
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.step import ALL_LINEARS, QKV_ALONE, Admission, Int32s, Int64s, StepPlan, StepShape, exact_shape
 from millrace.run.device.device import CpuDevice
 from millrace.run.packet.layout import ALIGN, PacketLayout

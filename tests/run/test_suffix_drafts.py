@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.step import Admission
 from millrace.run.drafting.drafter import DraftAsk, RowProgress
 from millrace.run.drafting.suffix import MAX_SCOPE_TOKENS, MAX_SCOPES, SuffixDrafter

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from run.test_sampler import SamplerUnderTest
 
 from millrace.config import RunConfig
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.step import Admission, Release, StepPlan, exact_shape
 from millrace.run.device.device import open_device
 from millrace.run.sampling.token_limits import bad_words_of, forbidden_tokens

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from millrace.link.channel import OnMessage
+from millrace.link.engine_stats import EngineStats
 from millrace.link.forgotten import ForgottenTenant
 from millrace.link.messages import (
     Abort,
@@ -22,7 +23,6 @@ from millrace.link.messages import (
     EngineFailed,
     EngineReady,
     EngineRetired,
-    EngineStats,
     Finish,
     Idleness,
     NewRequest,
@@ -35,7 +35,7 @@ from millrace.link.messages import (
     unpack_tokens,
 )
 from millrace.observe.histograms import TTFT, Histograms
-from millrace.params import FinishReason
+from millrace.params.classes import FinishReason
 from millrace.plan.planner.protocol import BlockMap
 
 VECTOR = np.array([0.6, 0.8], np.float32).tobytes()

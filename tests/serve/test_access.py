@@ -21,7 +21,7 @@ from serve.wire import CHAT, COMPLETIONS, eventually, get, post, request, stream
 from millrace.cli import main
 from millrace.config import Config, replace
 from millrace.errors import ConfigError
-from millrace.link.messages import TenantFigures
+from millrace.link.engine_stats import TenantFigures
 from millrace.observe.audit import AuditLog
 from millrace.serve.app import tls_context
 from millrace.serve.created_models import CreatedModel, CreatedModels
@@ -389,7 +389,7 @@ def test_figures_of_other_tenants_need_an_operators_key(tmp_path: Path) -> None:
 
 def test_keys_for_some_models_only(tmp_path: Path) -> None:
     with guarded(tmp_path, acme=f'models = ["{MODEL}:pirate", "small*"]', boss="operator = true") as front:
-        known = front.state.client.known_adapters
+        known = front.state.client.adapters.known
         front.call(lambda: known.on_new_engine(("legal", "pirate")))
 
         def status(key: str, model: str, path: str = COMPLETIONS) -> int:
@@ -412,7 +412,7 @@ def test_keys_may_name_a_model_by_any_of_its_names(tmp_path: Path) -> None:
         models._named["short"] = model
         models.created = CreatedModels(tmp_path)
         models.created.put(CreatedModel(name="mario", model=MODEL, system="You jump."))
-        front.call(lambda: model.client.known_adapters.on_new_engine(("legal", "pirate")))
+        front.call(lambda: model.client.adapters.known.on_new_engine(("legal", "pirate")))
 
         def used(key: str) -> set[str]:
             """The models that the key may use, by asking for them and by the list of models."""
@@ -442,7 +442,7 @@ def test_limits_may_name_an_adapter_by_any_of_its_names(tmp_path: Path, name: st
     with guarded(tmp_path, acme=f'[models."{name}"]\ntokens_per_minute = 1') as front:
         front.state.models._named["short"] = model = next(iter(front.state.models))
         model.aliases = ("short",)
-        front.call(lambda: model.client.known_adapters.on_new_engine(("pirate",)))
+        front.call(lambda: model.client.adapters.known.on_new_engine(("pirate",)))
         assert post(front.port, COMPLETIONS, {**body(), "model": f"{MODEL}:pirate"}, bearer("key-acme")).status == 400
         assert post(front.port, COMPLETIONS, body(), bearer("key-acme")).status == 200
 
@@ -450,7 +450,7 @@ def test_limits_may_name_an_adapter_by_any_of_its_names(tmp_path: Path, name: st
 def test_limits_of_an_adapter_hold_for_all_tenants_together(tmp_path: Path) -> None:
     limits = f'[models."{MODEL}:pirate"]\ntokens_per_minute = 30'
     with guarded(tmp_path, acme="", other=limits) as front:
-        known = front.state.client.known_adapters
+        known = front.state.client.adapters.known
         front.call(lambda: known.on_new_engine(("legal", "pirate")))
 
         def ask(key: str, name: str) -> Any:

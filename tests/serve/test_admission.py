@@ -12,7 +12,7 @@ from serve.wire import COMPLETIONS, get, post
 from millrace.config import Config, replace
 from millrace.engine.figures.rates import MeasuredRates
 from millrace.errors import Overloaded
-from millrace.link.messages import EngineStats
+from millrace.link.engine_stats import EngineStats
 from millrace.observe.histograms import TTFT, Histograms
 from millrace.observe.slo.tracker import SloTracker
 from millrace.serve.tenancy.admission import AdmissionControl, forecast

@@ -11,7 +11,7 @@ import pytest
 from millrace.config import Config, replace
 from millrace.engine.figures.rates import MeasuredRates
 from millrace.errors import Overloaded
-from millrace.link.messages import EngineStats
+from millrace.link.engine_stats import EngineStats
 from millrace.plan.request import STANDARD, Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.serve.tenancy.admission import AdmissionControl

@@ -13,7 +13,8 @@ from serve.wire import CHAT, COMPLETIONS, post
 
 from millrace.beams import BeamSearch
 from millrace.link.messages import TokenLogprobs, unpack_tokens
-from millrace.params import BeamParams, SamplingParams
+from millrace.params.beams import BeamParams
+from millrace.params.sampling import SamplingParams
 from millrace.text.text_stream import stop_finder
 
 pytestmark = pytest.mark.live

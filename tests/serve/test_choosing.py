@@ -14,7 +14,9 @@ from millrace.beams import check_beams
 from millrace.config import Config, replace
 from millrace.errors import BadRequest
 from millrace.link.messages import NewRequest, TokenLogprobs, unpack_tokens
-from millrace.params import BeamParams, SamplingParams, ThinkingLimit
+from millrace.params.beams import BeamParams
+from millrace.params.grammar import ThinkingLimit
+from millrace.params.sampling import SamplingParams
 from millrace.serve.generate.choices import CollectedChoice
 from millrace.serve.generate.choosing.beam_fields import SelfConsistency
 from millrace.serve.generate.choosing.best import MATCH_S, Ballot, elect

@@ -9,7 +9,7 @@ import pytest
 from serve.front_under_test import MODEL, Front, running_front, saying
 from serve.wire import Reply, post
 
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.tools.formats import FORMATS, Function
 from millrace.text.tools.grammar import forced_calls, strict_calls

@@ -10,7 +10,7 @@ import pytest
 from serve.front_under_test import MODEL, Front, running_front, saying
 from serve.wire import Reply, post, request
 
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 
 pytestmark = pytest.mark.live
 

@@ -15,7 +15,7 @@ from serve.front_under_test import END, MODEL, Front, running_front, saying
 from serve.wire import eventually, post
 
 from millrace.link.messages import NewRequest
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 from millrace.serve.generate import grammars, heartbeat
 from millrace.serve.openai import routes as openai_routes
 from millrace.text.grammar.compiler import GrammarCompiler, Unusable

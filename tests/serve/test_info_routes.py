@@ -13,7 +13,7 @@ from serve.front_under_test import MODEL, Front, running_front, saying
 from serve.wire import CHAT, COMPLETIONS, get, post, request, stream
 
 from millrace.config import Config, replace
-from millrace.params import SamplingDefaults
+from millrace.params.defaults import SamplingDefaults
 from millrace.serve import api_routes
 from millrace.serve.describe import routes_models
 from millrace.sources.suggestion import Suggestion

@@ -9,7 +9,7 @@ import pytest
 from serve.front_under_test import MODEL, Front, endless, running_front
 from serve.wire import CHAT, connected, eventually, get, raw_post
 
-from millrace.link.messages import EngineStats
+from millrace.link.engine_stats import EngineStats
 from millrace.version import __version__
 
 pytestmark = pytest.mark.live

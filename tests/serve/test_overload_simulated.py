@@ -14,7 +14,7 @@ import pytest
 from millrace.config import Config, replace
 from millrace.engine.figures.rates import MeasuredRates
 from millrace.errors import Overloaded
-from millrace.link.messages import EngineStats
+from millrace.link.engine_stats import EngineStats
 from millrace.plan.queue.waiting import WaitingQueue
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings

@@ -13,7 +13,7 @@ from serve.front_under_test import MODEL, Front, running_front, saying
 from serve.wire import post
 
 from millrace.link.messages import NewRequest
-from millrace.params import MAX_GRAMMAR_BYTES, Grammar
+from millrace.params.grammar import MAX_GRAMMAR_BYTES, Grammar
 from millrace.serve.generate import grammars
 from millrace.text.grammar.compiler import NUM_THREADS, GrammarCompiler
 

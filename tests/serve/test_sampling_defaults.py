@@ -9,7 +9,7 @@ import pytest
 from serve.front_under_test import MODEL, Front, running_front, saying
 from serve.wire import post
 
-from millrace.params import SamplingDefaults
+from millrace.params.defaults import SamplingDefaults
 
 pytestmark = pytest.mark.live
 

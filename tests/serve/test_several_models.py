@@ -20,7 +20,8 @@ from serve.wire import eventually
 
 from millrace.errors import BadRequest, EngineUnavailable
 from millrace.link.client import EngineClient
-from millrace.params import NEUTRAL_DEFAULTS, Grammar
+from millrace.params.defaults import NEUTRAL_DEFAULTS
+from millrace.params.grammar import Grammar
 from millrace.serve.describe.sampler import take_sample
 from millrace.serve.generate import grammars, heartbeat
 from millrace.serve.ollama.keep_alive import keep_alive_s

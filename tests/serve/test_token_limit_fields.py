@@ -10,14 +10,8 @@ from serve.front_under_test import END, MODEL, VOCAB, Front, running_front, sayi
 from serve.wire import CHAT, COMPLETIONS, post
 
 from millrace.errors import BadRequest
-from millrace.params import (
-    MAX_ALLOWED_TOKENS,
-    MAX_BAD_WORD_CHARS,
-    MAX_BAD_WORDS,
-    Grammar,
-    SamplingParams,
-    ThinkingLimit,
-)
+from millrace.params.grammar import Grammar, ThinkingLimit
+from millrace.params.sampling import MAX_ALLOWED_TOKENS, MAX_BAD_WORD_CHARS, MAX_BAD_WORDS, SamplingParams
 
 pytestmark = pytest.mark.live
 

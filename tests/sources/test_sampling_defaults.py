@@ -10,7 +10,7 @@ import pytest
 from helpers.gguf_files import write_gguf
 
 from millrace.errors import ModelError
-from millrace.params import SamplingDefaults
+from millrace.params.defaults import SamplingDefaults
 from millrace.sources.resolve import ModelFiles
 from millrace.sources.sampling_defaults import sampling_defaults
 

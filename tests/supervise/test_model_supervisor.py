@@ -18,7 +18,7 @@ from millrace.link.channel import FrontChannel
 from millrace.link.client import EngineClient
 from millrace.link.messages import Retire, ToEngine
 from millrace.model_settings import ModelSettings
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 from millrace.supervise import engine_supervisor, model_supervisor
 from millrace.supervise.engine_process import OnDeath
 from millrace.supervise.model_supervisor import ModelSupervisor

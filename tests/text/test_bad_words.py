@@ -7,7 +7,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
 from millrace.errors import BadRequest
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 from millrace.text.bad_words import with_bad_word_ids
 from millrace.text.tokenizers.tokenizer import Tokenizer
 

@@ -6,7 +6,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.models import BPE
 
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 from millrace.text.breakers import with_breaker_ids
 from millrace.text.fill_in_middle import fill_in_tokens
 from millrace.text.tokenizers.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import pytest
 from helpers.served import wait_until
 from text import corpus
 
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 from millrace.text.text_stream import TextStream
 from millrace.text.tokenizers.tokenizer import Tokenizer
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 from millrace.text.text_stream import TextStream
 from millrace.text.tokenizers.tokenizer import Tokenizer
 

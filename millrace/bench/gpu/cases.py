@@ -15,7 +15,7 @@ from typing import Any
 
 from millrace.bench.errors import BenchError
 from millrace.bench.gpu.client import EngineSession, Prompts, TimedRow, decode_pace
-from millrace.link.messages import EngineStats
+from millrace.link.engine_stats import EngineStats
 
 Measured = dict[str, object]
 BATCHES = (1, 8, 32, 128, 256)

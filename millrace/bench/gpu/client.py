@@ -17,8 +17,9 @@ import numpy as np
 from millrace.bench.errors import BenchError
 from millrace.config import Config
 from millrace.link.client import EngineClient
-from millrace.link.messages import EngineLoading, EngineReady, EngineStats, Finish, TokenLogprobs
-from millrace.params import SamplingParams
+from millrace.link.engine_stats import EngineStats
+from millrace.link.messages import EngineLoading, EngineReady, Finish, TokenLogprobs
+from millrace.params.sampling import SamplingParams
 from millrace.supervise.engine_process import EngineHandle, start_engine
 
 DRAIN_TIMEOUT_S = 30.0

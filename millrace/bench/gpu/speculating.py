@@ -29,7 +29,7 @@ from millrace.bench.gpu.models import GpuModel
 from millrace.config import Config, Speculation
 from millrace.link.messages import TokenLogprobs
 from millrace.models.weights.random_weights import RESIDUAL_KEY
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 
 BATCHES, ACCEPTANCES, LENGTHS = (1, 8, 32, 128), (0.0, 0.6, 0.8), (1, 3, 7)
 OFF, AUTO = "off", "auto"

@@ -203,10 +203,9 @@ class Target:
         for body in ({"model": self.model, "prompt": text, "add_special_tokens": False}, {"content": text}):
             try:
                 async with self.session.post(f"{self.url}/tokenize", json=body) as response:
-                    if response.status == 200:
-                        ids = json.loads(await response.text()).get("tokens")
-                        if isinstance(ids, list) and ids and all(isinstance(x, int) for x in ids):
-                            return ids
+                    ids = json.loads(await response.text()).get("tokens") if response.status == 200 else None
+                if isinstance(ids, list) and ids and all(isinstance(x, int) for x in ids):
+                    return ids
             except (aiohttp.ClientError, TimeoutError, ValueError, AttributeError):
                 continue
         return []

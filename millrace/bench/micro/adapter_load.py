@@ -25,7 +25,7 @@ from millrace.llm import LLM
 from millrace.models.adapters.config import CONFIG_FILE, WEIGHTS_FILE
 from millrace.models.adapters.targets import QKV, targets_of
 from millrace.models.spec.families import spec_from_config
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 from millrace.sources.resolve import resolve_model
 
 NUM_ADAPTERS, ROOM, RANK = 1000, 64, 8

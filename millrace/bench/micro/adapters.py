@@ -22,7 +22,8 @@ from millrace.models.adapters.read import Adapter
 from millrace.models.adapters.slots import AdapterSlots
 from millrace.models.adapters.targets import NUM_KINDS, QKV
 from millrace.ops.lora.weights import LinearLora, LoraPart, join, pack
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.shapes.choice import ShapeChoice
 from millrace.plan.shapes.declared import StepSizes
 from millrace.plan.shapes.heads import DueRows
@@ -170,7 +171,11 @@ class _Steps:
         self._changes = (QKV_ALONE if self.targets == Q_AND_V else ALL_LINEARS) if num_adapters else 0
         return tuple(
             Admission(
-                *(row, row, tokens, length, params),
+                row,
+                row,
+                tokens,
+                length,
+                params,
                 limit=length + case.steps + WARM_STEPS + 2,
                 num_computed=case.context,
                 adapter=1 + row % num_adapters if num_adapters else 0,
@@ -188,7 +193,11 @@ class _Steps:
         blocks = -(-(case.context + case.count + case.steps + WARM_STEPS + 1) // self._block_size) if admitted else 0
         self._step_no += 1
         return StepPlan(
-            *(self._step_no, rows, starts, counts, np.ones(case.rows, np.bool_)),
+            self._step_no,
+            rows,
+            starts,
+            counts,
+            np.ones(case.rows, np.bool_),
             block_rows=np.repeat(rows, blocks),
             block_cols=np.tile(np.arange(blocks, dtype=np.int32), case.rows),
             block_ids=1 + np.arange(case.rows * blocks, dtype=np.int32),

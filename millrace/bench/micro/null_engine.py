@@ -12,17 +12,8 @@ from typing import Any
 import numpy as np
 
 from millrace.link.engine_end import SocketEngineChannel
-from millrace.link.messages import (
-    FRONT_SHIFT,
-    Abort,
-    EngineReady,
-    EngineStats,
-    Finish,
-    Hello,
-    NewRequest,
-    StepTokens,
-    Stop,
-)
+from millrace.link.engine_stats import EngineStats
+from millrace.link.messages import FRONT_SHIFT, Abort, EngineReady, Finish, Hello, NewRequest, StepTokens, Stop
 
 STATS_EVERY_S = 0.25
 NUM_TOKENS = 4099

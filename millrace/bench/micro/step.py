@@ -18,7 +18,8 @@ from millrace.errors import ConfigError
 from millrace.models.load import has_quantised_weights, load_decoder
 from millrace.models.native_stack import KINDS
 from millrace.models.spec.families import spec_from_config
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.step import Admission, StepPlan, exact_shape
 from millrace.run.cpu.native_step import NativeStep
 from millrace.run.device.device import CpuDevice

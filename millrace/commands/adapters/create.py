@@ -22,9 +22,7 @@ examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="name of the new model")
-    parser.add_argument(
-        *("-f", "--file"), type=Path, default=Path("Modelfile"), metavar="FILE", help="default: Modelfile"
-    )
+    parser.add_argument("-f", "--file", type=Path, default=Path("Modelfile"), metavar="FILE", help="default: Modelfile")
     parser.add_argument("--json", action="store_true", help="print the server's answer")
     add_server(parser, with_model=False)
 

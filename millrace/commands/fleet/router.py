@@ -41,14 +41,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--at-once", type=int, default=8, metavar="N", help="ask: requests at once (default: %(default)s)"
     )
     parser.add_argument(
-        *("--tolerance",),
+        "--tolerance",
         type=float,
         default=0.0,
         metavar="Q",
         help="quality by which the small model's answer may be worse (default: 0)",
     )
     parser.add_argument(
-        *("--price-ratio",),
+        "--price-ratio",
         type=float,
         default=10.0,
         metavar="R",

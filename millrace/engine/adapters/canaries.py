@@ -11,7 +11,7 @@ from millrace.engine.adapters.canary_journal import CanaryJournal, Line
 from millrace.engine.adapters.store import Known
 from millrace.link.adapter_messages import AddCanary, CanaryFigures, CanaryStats
 from millrace.link.messages import Finish
-from millrace.params import FinishReason
+from millrace.params.classes import FinishReason
 
 log = logging.getLogger(__name__)
 

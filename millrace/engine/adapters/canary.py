@@ -13,7 +13,7 @@ from millrace.engine.adapters.canary_journal import KeptCanary, KeptVersion
 from millrace.engine.adapters.store import Known
 from millrace.link.adapter_messages import AddCanary, CanaryFigures, VersionFigures
 from millrace.link.messages import Finish
-from millrace.params import FinishReason
+from millrace.params.classes import FinishReason
 
 State = Literal["running", "promoted", "aborted", "returned"]
 GOOD: tuple[FinishReason, ...] = ("stop", "length")
@@ -62,13 +62,15 @@ class _Version:
 class Canary:
     def __init__(self, asked: AddCanary, known: Known) -> None:
         """`known`: the new version, whose files were read."""
-        self.asked, self.known = asked, known
+        self.asked = asked
+        self.known = known
         self.state: State = "running"
         self.why = ""
         """Why it was taken back."""
         self.old_path = ""
         """Where the adapter was when this version took its place."""
-        self._old, self._new = _Version(), _Version()
+        self._old = _Version()
+        self._new = _Version()
         self._due = 0.0
 
     @classmethod
@@ -118,7 +120,11 @@ class Canary:
 
     def figures(self) -> CanaryFigures:
         return CanaryFigures(
-            *(self.asked.name, self.state, self.asked.share, str(self.known.path), self.why),
+            self.asked.name,
+            self.state,
+            self.asked.share,
+            str(self.known.path),
+            self.why,
             old=self._old.figures(),
             new=self._new.figures(),
         )

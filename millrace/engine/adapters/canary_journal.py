@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from millrace.link.adapter_messages import AddCanary
-from millrace.params import FinishReason
+from millrace.params.classes import FinishReason
 
 log = logging.getLogger(__name__)
 

@@ -46,7 +46,8 @@ class AdapterReader:
         """`is_pinned`: into memory that a GPU copies from beside its steps."""
         linears = [None if linear is None else asdict(linear) for linear in targets.linears]
         self._settings = {"linears": linears, "dtype": name_of(dtype), **asdict(limits)}
-        self._is_pinned, self._limit_s = is_pinned, limit_s
+        self._is_pinned = is_pinned
+        self._limit_s = limit_s
         self._is_closed = False
         self._process = self._start()
 

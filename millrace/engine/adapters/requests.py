@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from millrace.engine.adapters.slots import DeviceSlots, Fill, Slot
 from millrace.engine.adapters.store import AdapterStore, Known
 from millrace.errors import DeviceFull
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.request import Request
 
 log = logging.getLogger(__name__)
@@ -58,7 +58,8 @@ class AdaptedRequests:
         max_bytes: int | None = None,
     ) -> None:
         """`max_bytes`: of the device's memory, for all slots; None if they take none."""
-        self.store, self._clock = store, clock
+        self.store = store
+        self._clock = clock
         self.slots = DeviceSlots(store, num_slots, fill, max_bytes)
         self._slot_of: dict[int, Slot] = {}
         """By open request."""

@@ -17,8 +17,10 @@ from millrace.engine.adapters.watch import Found, Signature, scan
 from millrace.engine.figures.shares import Shares
 from millrace.errors import AdapterError
 from millrace.link.adapter_messages import AdapterAnswer, AdapterFigures, AddAdapter, AddCanary
-from millrace.link.messages import AdapterStats, Finish, Query, Reply, TenantFigures
-from millrace.params import FinishReason, SamplingParams
+from millrace.link.engine_stats import AdapterStats, TenantFigures
+from millrace.link.messages import Finish, Query, Reply
+from millrace.params.classes import FinishReason
+from millrace.params.sampling import SamplingParams
 from millrace.plan.request import Request
 
 log = logging.getLogger(__name__)
@@ -51,8 +53,12 @@ class EngineAdapters:
     ) -> None:
         """`shares`: figures by adapter. `folder`: watched. `allows_adding`: while the engine runs. `on_end`: what is
         being read fails."""
-        self._requests, self._store, self._shares, self._folder = requests, requests.store, shares, folder
-        self._allows_adding, self._on_end = allows_adding, on_end
+        self._requests = requests
+        self._store = requests.store
+        self._shares = shares
+        self._folder = folder
+        self._allows_adding = allows_adding
+        self._on_end = on_end
         self._adding: list[_Adding] = []
         self.canaries = canaries or Canaries()
         for known in self._store.all():

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from millrace.engine.adapters.store import AdapterStore
 from millrace.errors import DeviceFull
-from millrace.link.messages import RankClass
+from millrace.link.engine_stats import RankClass
 from millrace.models.adapters.read import Adapter
 from millrace.plan.step import ALL_LINEARS, QKV_ALONE
 
@@ -42,8 +42,10 @@ class Slot:
 class DeviceSlots:
     def __init__(self, store: AdapterStore, num_slots: int, fill: Fill, max_bytes: int | None) -> None:
         """`max_bytes`: of the device's memory, for all slots; None if they take none."""
-        self.num_slots, self.max_bytes = num_slots, max_bytes
-        self._store, self._fill = store, fill
+        self.num_slots = num_slots
+        self.max_bytes = max_bytes
+        self._store = store
+        self._fill = fill
         self._free = list(range(num_slots, 0, -1))
         self._slots: OrderedDict[str, Slot] = OrderedDict()
         """By digest, the least recently used first."""
@@ -106,7 +108,11 @@ class DeviceSlots:
             self.num_refused += 1
             raise
         slot = self._slots[adapter.digest] = Slot(
-            *(number, name, adapter.digest, adapter.num_bytes, adapter.max_rank),
+            number,
+            name,
+            adapter.digest,
+            adapter.num_bytes,
+            adapter.max_rank,
             changes=QKV_ALONE if adapter.qkv_alone else ALL_LINEARS,
             since=now,
         )

@@ -49,7 +49,8 @@ class _Loading:
 class AdapterStore:
     def __init__(self, read: Read, max_bytes: int) -> None:
         """`max_bytes`: of the adapters in memory that nobody uses; those in slots count too and are never dropped."""
-        self._read, self.max_bytes = read, max_bytes
+        self._read = read
+        self.max_bytes = max_bytes
         self._known: dict[str, Known] = {}
         self._held: OrderedDict[str, Adapter] = OrderedDict()
         """By digest, the least recently used first."""

@@ -30,7 +30,9 @@ class _DiskCopy:
     """A `PendingCopy`."""
 
     def __init__(self, work: Callable[[], None], on_end: OnEnd | None = None) -> None:
-        self._work, self._on_end, self._ended = work, on_end, threading.Event()
+        self._work = work
+        self._on_end = on_end
+        self._ended = threading.Event()
         self._error: Exception | None = None
         self._seconds = 0.0
 
@@ -59,7 +61,8 @@ class DiskThreads:
     """Move blocks between one process's host memory and its share of the disk."""
 
     def __init__(self, store: BlockStore, host: Sequence[HostBlocks]) -> None:
-        self._store, self._host = store, host
+        self._store = store
+        self._host = host
         self._reads: queue.SimpleQueue[_DiskCopy | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[_DiskCopy | None] = queue.SimpleQueue()
         parts = [(self._reads, 0)] * NUM_READERS + [(self._writes, WRITER_NICENESS)]
@@ -104,7 +107,9 @@ class DiskCopier:
     ) -> None:
         """`host`: the host memory that `near` copies to and from. `others`: the other ranks, which do the same with
         their shares."""
-        self._threads, self._near, self._others = DiskThreads(store, host), near, others
+        self._threads = DiskThreads(store, host)
+        self._near = near
+        self._others = others
         self._numbers = itertools.count(1)
 
     def copy(self, copies: BlockCopies) -> PendingCopy:

@@ -32,7 +32,9 @@ class OpenFile:
 
     def __init__(self, path: Path, size: int, *, is_writable: bool) -> None:
         """`size`: the file never grows beyond it, and is cut if it is longer."""
-        self._path, self._size, self._is_writable = path, size, is_writable
+        self._path = path
+        self._size = size
+        self._is_writable = is_writable
         flags = os.O_RDWR | os.O_CREAT if is_writable else os.O_RDONLY
         self._fd = os.open(path, flags | os.O_CLOEXEC, 0o600)  # What it holds tells the prompts.
         if is_writable and os.fstat(self._fd).st_size > size:

@@ -40,7 +40,9 @@ class OtherDisks:
 
     def __init__(self, steps: StepRecorder, replies: Replies, num_others: int) -> None:
         """`replies`: has the first one of each rank already."""
-        self._steps, self._replies, self._num_others = steps, replies, num_others
+        self._steps = steps
+        self._replies = replies
+        self._num_others = num_others
         self._shares: list[dict[int, bytes] | None] = []
         self._open: dict[int, _Elsewhere] = {}
         self._take()
@@ -90,8 +92,10 @@ class _Elsewhere:
     """A `PendingCopy` of the other ranks. The engine waits for it once it is done."""
 
     def __init__(self, disks: OtherDisks, num_left: int) -> None:
-        self._disks, self.num_left = disks, num_left
-        self.seconds, self.error = 0.0, ""
+        self._disks = disks
+        self.num_left = num_left
+        self.seconds = 0.0
+        self.error = ""
 
     def done(self) -> bool:
         self._disks.look()

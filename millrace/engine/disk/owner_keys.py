@@ -31,7 +31,8 @@ class Seal:
                 "--kv-disk-key needs the package cryptography: pip install 'cryptography>=44'.",
                 param="memory.kv_disk_key",
             ) from error
-        self._cipher, self._invalid = AESGCM(key), InvalidTag
+        self._cipher = AESGCM(key)
+        self._invalid = InvalidTag
 
     def seal(self, content: bytes, about: bytes) -> bytes:
         nonce = os.urandom(NONCE_BYTES)
@@ -51,7 +52,8 @@ class OwnerKeys:
 
     def __init__(self, folder: Path, secret: bytes) -> None:
         """`folder`: has a file for each owner. `secret`: the operator's key. Raises ConfigError."""
-        self._folder, self._secret = folder, secret
+        self._folder = folder
+        self._secret = secret
         self.operator = Seal(secret)
         self._lock = threading.Lock()
         self._known: dict[bytes, Seal] = {}

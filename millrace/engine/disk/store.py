@@ -51,10 +51,14 @@ class BlockStore:
         lock: FolderLock | None = None,
         form: BlockForm = PLAIN,
     ) -> None:
-        self.num_slots, self._form = num_slots, form
+        self.num_slots = num_slots
+        self._form = form
         self._slot_bytes, name_bytes = block_bytes + form.extra_bytes, name_bytes + form.extra_name_bytes
-        self._blocks, self._entries, self._lock = blocks, entries, lock
-        self._name_bytes, self._entry_bytes = name_bytes, entry_bytes(name_bytes)
+        self._blocks = blocks
+        self._entries = entries
+        self._lock = lock
+        self._name_bytes = name_bytes
+        self._entry_bytes = entry_bytes(name_bytes)
         self._checksums = np.zeros((num_slots, CHECKSUM_BYTES), np.uint8)
         self._next_write = 1
 
@@ -159,5 +163,7 @@ def _warn_if_short(folder: Path, wanted: int) -> None:
         log.warning(
             "--kv-disk-gib asks for %.1f GiB in %s, but only %.1f GiB are free: once the disk is full, nothing more is"
             " stored. Lower --kv-disk-gib.",
-            *(wanted / gib, folder, (used + free) / gib),
+            wanted / gib,
+            folder,
+            (used + free) / gib,
         )

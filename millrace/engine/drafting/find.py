@@ -17,9 +17,10 @@ from millrace.models.drafters.spec import DrafterKind
 from millrace.models.load import build_decoder, ends_bytes, has_quantised_weights, load_ends, weight_bytes
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.model_spec import ModelSpec
-from millrace.run.device.kv_pool import KvFormat, bytes_per_token, format_or_full
+from millrace.run.device.kv_pool import bytes_per_token, format_or_full
 from millrace.run.drafting.drafters import AUTO, MODEL_DRAFTERS
 from millrace.run.drafting.models import DrafterModel
+from millrace.run.settings import KvFormat
 from millrace.sources.drafters import drafter_folder
 from millrace.sources.resolve import ModelFiles, Progress, resolve_model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from millrace.engine.figures.row_drafts import StepDrafts, source_names, step_drafts
-from millrace.link.messages import DraftStats
+from millrace.link.engine_stats import DraftStats
 from millrace.plan.drafting.control import MAX_DRAFTS
 from millrace.plan.step import Int64s, StepPlan
 from millrace.run.protocol import StepResult

@@ -34,7 +34,9 @@ class MeasuredRates:
         self._samples: deque[Sample] = deque()
         self._num_arrived = [0, 0, 0]
         self._num_admitted = 0
-        self._row_s, self._step_s, self._full_step_rate = MovingMean(), MovingMean(), MovingMean()
+        self._row_s = MovingMean()
+        self._step_s = MovingMean()
+        self._full_step_rate = MovingMean()
 
     def on_step(self, num_tokens: int, step_s: float) -> None:
         self._step_s.add(step_s)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millrace.link.messages import Finish, TenantFigures
+from millrace.link.engine_stats import TenantFigures
+from millrace.link.messages import Finish
 from millrace.plan.request import Diagnostics
 
 MAX_NAMES = 48

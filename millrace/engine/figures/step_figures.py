@@ -42,7 +42,8 @@ class StepFigures:
         self, rows: RunningRows, histograms: Histograms, work: ModelWork, of_adapters: Mapping[str, Histograms] = NONE
     ) -> None:
         """`of_adapters`: histograms of their own, by name of the adapter."""
-        self._rows, self._work = rows, work
+        self._rows = rows
+        self._work = work
         self._gaps = TokenGaps(rows, histograms)
         self._of_adapters = {
             name: (TokenGaps(rows, own, of_some=True), np.zeros(rows.capacity, np.bool_))

@@ -25,7 +25,9 @@ Marks = npt.NDArray[np.int16]
 class TokenGaps:
     def __init__(self, rows: RunningRows, histograms: Histograms, *, of_some: bool = False) -> None:
         """`of_some`: only some of the running requests are noted, whose rows are always looked at."""
-        self._rows, self._histograms, self._of_some = rows, histograms, of_some
+        self._rows = rows
+        self._histograms = histograms
+        self._of_some = of_some
         self._times = [math.nan]
         """When the noted steps delivered tokens. The first is the last step of the count before."""
         self._noted: list[Int32s] = [np.zeros(0, np.int32)]

@@ -11,7 +11,7 @@ from millrace.engine.disk.copier import DiskCopier
 from millrace.engine.ledger import Ledger
 from millrace.link.forgotten import ForgottenTenant
 from millrace.link.messages import Query
-from millrace.params import FinishReason
+from millrace.params.classes import FinishReason
 from millrace.plan.planner.protocol import Planner
 
 FORGOTTEN = "The request's tenant was forgotten by the operator."
@@ -20,7 +20,10 @@ Abort = Callable[[int, FinishReason, str], None]
 
 class Forgetting:
     def __init__(self, scheduler: Planner, ledger: Ledger, disk: DiskCopier | None, abort: Abort) -> None:
-        self._scheduler, self._ledger, self._disk, self._abort = scheduler, ledger, disk, abort
+        self._scheduler = scheduler
+        self._ledger = ledger
+        self._disk = disk
+        self._abort = abort
         self._last: dict[str, tuple[ForgottenTenant, PendingCopy]] = {}
         """By tenant whose blocks are being erased on the disk."""
 

@@ -17,7 +17,8 @@ MAX_KEYS = 1 << 16
 
 class KvEventFeed:
     def __init__(self, channel: EngineChannel, tiers: Mapping[Location, WatchedBlocks]) -> None:
-        self._channel, self._tiers = channel, tiers
+        self._channel = channel
+        self._tiers = tiers
         self._journal: KvJournal | None = None
         self._fronts: set[int] = set()
         self._sent_at = 0.0

@@ -12,7 +12,8 @@ from torch.nn.functional import normalize
 
 from millrace.engine.ledger import Ledger, front_of
 from millrace.link.channel import EngineChannel
-from millrace.link.messages import FRONT_SHIFT, EngineStats, Finish, StepTokens, TokenLogprobs
+from millrace.link.engine_stats import EngineStats
+from millrace.link.messages import FRONT_SHIFT, Finish, StepTokens, TokenLogprobs
 from millrace.plan.step import Ended, Int64s, StepOutcome
 from millrace.run.protocol import StepResult
 from millrace.run.sampling.logprobs import LogprobColumns

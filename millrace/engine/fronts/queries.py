@@ -32,8 +32,13 @@ class Queries:
         cancel: Callable[[int], None],
     ) -> None:
         """`cancel`: ends a running request."""
-        self._planner, self._ledger, self._figures, self._transfers = planner, ledger, figures, transfers
-        self._forgetting, self._clock, self._cancel = forgetting, clock, cancel
+        self._planner = planner
+        self._ledger = ledger
+        self._figures = figures
+        self._transfers = transfers
+        self._forgetting = forgetting
+        self._clock = clock
+        self._cancel = cancel
 
     def answer(self, query: Query) -> bytes:
         """Empty: there is nothing of that name."""

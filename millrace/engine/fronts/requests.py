@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from millrace.link.messages import NewRequest, unpack_tokens
-from millrace.params import RowParams, SamplingParams
+from millrace.params.rows import RowParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.request import BATCH, INTERACTIVE, Request
 from millrace.run.facts import RunnerFacts
 

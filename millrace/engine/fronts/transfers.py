@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from millrace.link.block_parts import PartAnswer, PartOfPrefix, PrefixFacts
-from millrace.params import Retain
+from millrace.params.keeping import Retain
 from millrace.plan.request import Request
 from millrace.plan.step import Int32s
 
@@ -80,7 +80,8 @@ class Transfers:
         self, planner: MovingPrefixes, contents: Contents, *, identity: str, block_tokens: int, refused: str
     ) -> None:
         """`refused`: why blocks of this engine cannot move; empty if they can."""
-        self._planner, self._contents = planner, contents
+        self._planner = planner
+        self._contents = contents
         column_bytes = planner.num_groups * contents.block_bytes
         part_blocks = max(1, PART_BYTES // column_bytes)
         self._facts = PrefixFacts(

@@ -35,7 +35,8 @@ class RankProcess:
     """One of the other ranks."""
 
     def __init__(self, config: Config, link: MeshLink) -> None:
-        self.rank, self.ring = link.rank, RingWriter()
+        self.rank = link.rank
+        self.ring = RingWriter()
         fds = [*self.ring.far_fds, *link.fds()]
         self.process = subprocess.Popen(
             [sys.executable, "-m", CHILD, str(link.rank), *map(str, fds)],
@@ -48,7 +49,8 @@ class RankProcess:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(as_dict(config)).encode() + b"\n")
         self.process.stdin.close()
-        self.is_ready, self.digest = False, ""
+        self.is_ready = False
+        self.digest = ""
 
 
 class RankGroup:
@@ -56,7 +58,8 @@ class RankGroup:
 
     def __init__(self, config: Config, device: Device, *, load_limit_s: float = LOAD_LIMIT_S) -> None:
         """Starts the processes. `wait_until_ready` before the first step."""
-        self.size, self._load_limit_s = config.run.tensor_parallel, load_limit_s
+        self.size = config.run.tensor_parallel
+        self._load_limit_s = load_limit_s
         links = make_links(self.size)
         self.mesh = open_mesh(links[0], device)
         self.num_same = 0

@@ -15,11 +15,10 @@ from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.shard import shard_of
 from millrace.ops.base.mesh import ONE_RANK, Mesh
 from millrace.run.device.device import Device
-from millrace.run.device.kv_pool import KvFormat
 from millrace.run.make import make_runner
 from millrace.run.ranks.recorder import RunnerSetup
 from millrace.run.runner import Runner
-from millrace.run.settings import RunnerSettings
+from millrace.run.settings import KvFormat, RunnerSettings
 from millrace.sources.resolve import resolve_model
 
 if TYPE_CHECKING:

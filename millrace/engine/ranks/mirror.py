@@ -15,7 +15,7 @@ import threading
 from millrace.config import Config, as_dict
 from millrace.errors import ConfigError
 from millrace.host.children import end_of
-from millrace.link.messages import MirrorStats
+from millrace.link.engine_stats import MirrorStats
 from millrace.run.ranks.recorder import RESULT
 from millrace.run.ranks.ring import RingClosed, RingWriter
 
@@ -45,7 +45,9 @@ class Mirror:
         self, config: Config, *, reply_limit_s: float = REPLY_LIMIT_S, load_limit_s: float = LOAD_LIMIT_S
     ) -> None:
         """Starts the process. `wait_until_ready` before the first step."""
-        self._ring, self._reply_limit_s, self._load_limit_s = RingWriter(), reply_limit_s, load_limit_s
+        self._ring = RingWriter()
+        self._reply_limit_s = reply_limit_s
+        self._load_limit_s = load_limit_s
         fds = self._ring.far_fds
         self._process = subprocess.Popen(
             [sys.executable, "-m", CHILD, *map(str, fds)],

@@ -65,8 +65,11 @@ class Draws:
         clock: Callable[[], float],
     ) -> None:
         """`append` gives a request the tokens that its grammar forces and returns how many draws that saves."""
-        self._runner, self._masks, self._append = runner, masks, append
-        self._facts, self._clock = facts, clock
+        self._runner = runner
+        self._masks = masks
+        self._append = append
+        self._facts = facts
+        self._clock = clock
         self.forced: dict[int, list[int]] = {}
         """By request: what its grammar forces after the step that drew masked rows last. Drafts of the next plan."""
         self.num_jumped = 0

@@ -48,7 +48,10 @@ class TurnClock:
     def __init__(self, first: float | None, confirmed_at: float, until: float, slow_s: float, depth: int) -> None:
         """`first`: when the step in flight was launched."""
         self.turns = RepeatedTurns(launched_at=[first] if first is not None else [])
-        self.confirmed_at, self._until, self._slow_s, self._depth = confirmed_at, until, slow_s, depth
+        self.confirmed_at = confirmed_at
+        self._until = until
+        self._slow_s = slow_s
+        self._depth = depth
 
     def on_turn(self, launched_at: float, now: float) -> bool:
         turns = self.turns

@@ -31,7 +31,9 @@ class Past:
     """What one request refers to, as it was before the request."""
 
     def __init__(self, state: GatewayState, request: web.Request, home: str, data: bytes) -> None:
-        self._state, self._request, self._data = state, request, data
+        self._state = state
+        self._request = request
+        self._data = data
         self._home = home
         """The replica at which it goes on."""
         self._names = _names.decode(data).names

@@ -49,7 +49,11 @@ class Held:
     """What a request holds of its tenant's quotas until `release`, which may be called once."""
 
     def __init__(self, limits: Limits, tenant: Tenant, tokens: int, local: Reservation, second: int | None) -> None:
-        self._limits, self._tenant, self._tokens, self._local, self._second = limits, tenant, tokens, local, second
+        self._limits = limits
+        self._tenant = tenant
+        self._tokens = tokens
+        self._local = local
+        self._second = second
 
     async def release(self, used: int) -> None:
         self._local.release(used)
@@ -59,7 +63,8 @@ class Held:
 
 class Limits:
     def __init__(self, store: LimitStore | None, wall_clock: Callable[[], float] = time.time) -> None:
-        self._store, self._wall_clock = store, wall_clock
+        self._store = store
+        self._wall_clock = wall_clock
         self._own = Quotas()
         """Of this gateway's requests alone; kept all the time, for when the store is lost."""
         self.lost_reason = ""

@@ -76,9 +76,11 @@ class RedisStore:
         database = parts.path.strip("/") or "0"
         if parts.scheme not in ("redis", "rediss") or not parts.hostname or not database.isdigit():
             raise ConfigError(f"{url!r} is not redis://[USER:PASSWORD@]HOST[:PORT][/DATABASE].", param="limits_store")
-        self._host, self._port = parts.hostname, parts.port or 6379
+        self._host = parts.hostname
+        self._port = parts.port or 6379
         self._tls = ssl.create_default_context() if parts.scheme == "rediss" else None
-        self._gateway, self._database = gateway, database
+        self._gateway = gateway
+        self._database = database
         names = [unquote(one) for one in (parts.username, parts.password) if one]
         self._login = ["AUTH", *names] if parts.password else []
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None

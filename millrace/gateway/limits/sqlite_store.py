@@ -33,7 +33,9 @@ CREATE TABLE IF NOT EXISTS owed (tenant TEXT PRIMARY KEY, amount REAL NOT NULL, 
 
 class SqliteStore:
     def __init__(self, path: Path, gateway: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self._path, self._gateway, self._clock = path, gateway, clock
+        self._path = path
+        self._gateway = gateway
+        self._clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="limits")
         self._connection: sqlite3.Connection | None = None
 

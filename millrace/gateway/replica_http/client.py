@@ -65,7 +65,8 @@ def tls_trusting(ca_file: str) -> ssl.SSLContext | None:
 class ReplicaClient:
     def __init__(self, connect_s: float, clock: Callable[[], float], tls: ssl.SSLContext | None = None) -> None:
         """`tls`: for replicas on https; None trusts what the system does."""
-        self._connect_s, self._clock = connect_s, clock
+        self._connect_s = connect_s
+        self._clock = clock
         self._free: dict[Origin, deque[Connection]] = {}
         self._tls = tls
 

@@ -18,7 +18,8 @@ class Answer:
     """An answer whose head has come. Its body is read whole, in pieces, or is given to a function as it arrives."""
 
     def __init__(self, connection: Connection, status: int, headers: CIMultiDict[str]) -> None:
-        self.status, self.headers = status, headers
+        self.status = status
+        self.headers = headers
         self._connection = connection
         self._pieces: list[bytes] = []
         self._num_bytes = 0
@@ -150,7 +151,8 @@ class Connection(asyncio.Protocol):
     """Carries one request at a time."""
 
     def __init__(self, on_free: Callable[[Connection], None], on_lost: Callable[[Connection], None]) -> None:
-        self._on_free, self._on_lost = on_free, on_lost
+        self._on_free = on_free
+        self._on_lost = on_lost
         self._transport: asyncio.Transport | None = None
         self._parser: AnswerParser | None = None
         self._answer: Answer | None = None

@@ -75,7 +75,8 @@ class Rollout:
         self.state: State = "running"
         self.reason = ""
         """Why the group returned."""
-        self.new, self.old = Side(), Side()
+        self.new = Side()
+        self.old = Side()
         self._step = 0
         self._step_began = now
         self._step_requests = 0

@@ -38,7 +38,8 @@ class ShadowSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Shadow:
     def __init__(self, settings: ShadowSettings, session: aiohttp.ClientSession) -> None:
-        self.settings, self._session = settings, session
+        self.settings = settings
+        self._session = session
         self.num_sent = self.num_failed = self.num_skipped = self.num_compared = self.num_same = 0
         self.own_s = self.client_s = 0.0
         """Time of the copies that were answered, and of the requests that they are copies of."""

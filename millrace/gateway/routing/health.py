@@ -28,7 +28,8 @@ class HealthLimits:
 class Health:
     def __init__(self, limits: HealthLimits, on_eject: Callable[[str], object] = lambda reason: None) -> None:
         """`on_eject` is told the reason of each ejection."""
-        self._limits, self._on_eject = limits, on_eject
+        self._limits = limits
+        self._on_eject = on_eject
         self.state: State = "starting"
         self.reason = "not reached yet"
         self.num_ejections = 0

@@ -11,7 +11,7 @@ import msgspec
 from millrace.gateway.routing.candidates import BYTES_PER_TOKEN, Asked
 from millrace.gateway.routing.homes import stored_at
 from millrace.gateway.routing.prefix_map import chain_of
-from millrace.params import CLASS_NAMES
+from millrace.params.classes import CLASS_NAMES
 from millrace.serve.generate.fields.session import SESSION_HEADER
 
 GENERATING = frozenset(

@@ -43,7 +43,8 @@ class _Created(msgspec.Struct):
 
 class CatchUp:
     def __init__(self, fleet: Fleet, session: aiohttp.ClientSession) -> None:
-        self._fleet, self._session = fleet, session
+        self._fleet = fleet
+        self._session = session
         self.changing = asyncio.Lock()
         """Held while clients change adapters, so that none is brought back that is just being removed."""
 
@@ -87,7 +88,10 @@ class CatchUp:
         elif status != 409:  # It has one of this name.
             log.warning(
                 "Replica %s did not take the adapter %s, so requests for it go to others: it answered %d, %s",
-                *(replica.name, adapter.name, status, answer[:500].decode(errors="replace")),
+                replica.name,
+                adapter.name,
+                status,
+                answer[:500].decode(errors="replace"),
             )
 
     async def _bring_made(self, replica: Replica, donors: list[Replica]) -> int:
@@ -117,7 +121,10 @@ class CatchUp:
         else:
             log.warning(
                 "Replica %s did not take the model %s, so requests for it go to others: it answered %d, %s",
-                *(replica.name, made.name, status, answer[:500].decode(errors="replace")),
+                replica.name,
+                made.name,
+                status,
+                answer[:500].decode(errors="replace"),
             )
         return status < 300
 

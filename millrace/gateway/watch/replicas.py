@@ -37,7 +37,8 @@ class _KvEvent(msgspec.Struct):
 
 class Watch:
     def __init__(self, fleet: Fleet, session: aiohttp.ClientSession) -> None:
-        self.fleet, self.session = fleet, session
+        self.fleet = fleet
+        self.session = session
         self.adapters = CatchUp(fleet, session)
         self._tick: asyncio.Task[None] | None = None
         self.block_tokens: dict[str, int] = {}

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from millrace.link.messages import EngineReady, EngineStats, TenantFigures
+from millrace.link.engine_stats import EngineStats, TenantFigures
+from millrace.link.messages import EngineReady
 from millrace.observe.cost.fit import FittedCosts, changes, fit
 from millrace.observe.history import Sample
 

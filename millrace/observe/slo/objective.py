@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, replace
 
 from millrace.errors import ConfigError
-from millrace.params import CLASS_NAMES
+from millrace.params.classes import CLASS_NAMES
 
 METRICS = {
     "ttft": "time to first token",

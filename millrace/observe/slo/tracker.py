@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.link.messages import EngineStats
+from millrace.link.engine_stats import EngineStats
 from millrace.observe import histograms
 from millrace.observe.histograms import SPECS, Floats, Histograms, share_within
 from millrace.observe.slo.objective import ERRORS, Objective

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from millrace.params import RowParams
+from millrace.params.rows import RowParams
 from millrace.plan.codec.layout import (
     ADMISSION,
     ALIGNMENT,

@@ -11,7 +11,7 @@ from typing import get_args
 
 import numpy as np
 
-from millrace.params import FinishReason
+from millrace.params.classes import FinishReason
 from millrace.plan.step import (
     OWN_DRAW,
     BlockCopies,

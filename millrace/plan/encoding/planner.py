@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from millrace.params import FinishReason
+from millrace.params.classes import FinishReason
 from millrace.plan.encoding.rows import EncodeRows
 from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.planner.journal import WatchedBlocks

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from millrace.params import Retain
+from millrace.params.keeping import Retain
 from millrace.plan.kv.block_pool import BlockPool
 from millrace.plan.kv.prefix import PrefixIndex
 from millrace.plan.planner.protocol import HandleFigures, HandleList

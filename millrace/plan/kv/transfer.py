@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from millrace.params import Retain
+from millrace.params.keeping import Retain
 from millrace.plan.kv.block_pool import BlockPool
 from millrace.plan.kv.groups import KvGroups, first_visible_column
 from millrace.plan.kv.prefix import PrefixIndex

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Protocol
 
-from millrace.params import FinishReason
+from millrace.params.classes import FinishReason
 from millrace.plan.planner.journal import WatchedBlocks
 from millrace.plan.request import NUM_CLASSES, Request
 from millrace.plan.shapes.captures import Captures

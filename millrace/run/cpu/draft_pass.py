@@ -17,7 +17,8 @@ class NativeDraftPass(DraftPass):
     no_states = None
 
     def __init__(self, step: NativeStep, vocab_size: int) -> None:
-        self._step, self._vocab_size = step, vocab_size
+        self._step = step
+        self._vocab_size = vocab_size
 
     def forward(self, inputs: DraftInputs) -> PassStates:
         rows, tokens = inputs.rows, self._known(inputs.tokens)
@@ -42,7 +43,8 @@ class NativeEaglePass(DraftPass):
     """A feature drafter; see `EaglePass`, which has the same result, bit for bit."""
 
     def __init__(self, drafter: EagleDrafter, step: NativeStep, dtype: torch.dtype) -> None:
-        self._drafter, self._step = drafter, step
+        self._drafter = drafter
+        self._step = step
         self._token_ids = None if drafter.token_ids.ids is None else drafter.token_ids.ids.numpy().astype(np.int32)
         self.no_states = torch.zeros((0, drafter.spec.hidden_size), dtype=dtype)
 

@@ -39,7 +39,10 @@ class NativeStep:
         """The model's KV groups are the table's first ones. `slots`: of the adapters that rows may have."""
         self._slots = slots
         self._adapters = None if slots is None else describe_adapters(slots)
-        self._stack, self._kv, self._table, self._sampler = stack, kv, table, sampler
+        self._stack = stack
+        self._kv = kv
+        self._table = table
+        self._sampler = sampler
         self._columns = np.zeros((4, max_rows), np.int32)
         self._states = np.zeros((2, max_rows), np.int32)
         self._hidden = torch.empty((max_rows, stack.hidden_size), dtype=stack.dtype)

@@ -46,7 +46,8 @@ class OrderedCopier:
     """Copies in launch order with the steps."""
 
     def __init__(self, kv: Sequence[Tensor], num_slots: int, device: Device) -> None:
-        self._device, self._parts = device, block_parts(kv)
+        self._device = device
+        self._parts = block_parts(kv)
         host = HostBlocks(num_slots, buffer_shape(self._parts), self._parts[0].dtype)
         self.host_blocks = (host,)
         (self._host,) = host.chunks
@@ -82,7 +83,9 @@ class StreamCopier:
         """`max_blocks`: maximum number of blocks in a batch."""
         from millrace.ops.triton.whole_blocks import addresses_of, copy_blocks  # needs Triton
 
-        self._device, self._parts, self._copy_blocks = device, block_parts(kv), copy_blocks
+        self._device = device
+        self._parts = block_parts(kv)
+        self._copy_blocks = copy_blocks
         self._addresses = addresses_of(self._parts)
         shape, dtype = buffer_shape(self._parts), self._parts[0].dtype
         self._host = HostBlocks(num_slots, shape, dtype, pinned_for=device.torch_device)
@@ -152,7 +155,8 @@ class _Lane:
 
 class _EventPending:
     def __init__(self, began: torch.cuda.Event, done: torch.cuda.Event, blocks: Tensor) -> None:
-        self._began, self._done = began, done
+        self._began = began
+        self._done = done
         self._blocks = blocks  # the ids must live until the kernel has read them
 
     def done(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from millrace.config import DEFAULT_MAX_RUNNING
-from millrace.run.shapes.sizes import PLACES
+from millrace.run.settings import PLACES
 
 
 @dataclass(frozen=True, slots=True)

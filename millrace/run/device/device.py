@@ -213,7 +213,9 @@ class CudaDevice:
 
 class _CudaPending(Generic[T]):
     def __init__(self, host: T, on_device: T, done: torch.cuda.Event) -> None:
-        self._host, self._on_device, self._done = host, on_device, done
+        self._host = host
+        self._on_device = on_device
+        self._done = done
 
     def wait(self) -> T:
         self._done.synchronize()

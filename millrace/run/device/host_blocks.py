@@ -73,7 +73,9 @@ def _pin(chunks: list[npt.NDArray[np.uint8]], device: torch.device) -> None:
             log.warning(
                 "could pin only %d of %d pieces of host memory for KV blocks (CUDA error %d); the rest is copied"
                 " more slowly. Raise the limit of locked memory (ulimit -l) or lower --kv-host-gib.",
-                *(number, len(chunks), error),
+                number,
+                len(chunks),
+                error,
             )
             return
         # Otherwise CUDA would take the next memory at this address for the old one, and copy from and to lost pages.

@@ -26,9 +26,8 @@ from millrace.ops.kv.cache import SCALE_BYTES, SCALE_INT32, SCALE_WORDS
 from millrace.ops.kv.packed import can_pack, packed_items
 from millrace.ops.linear.fp8 import FP8_CAPABILITY, fp8_missing
 from millrace.ops.triton import hopper_missing, triton_missing
+from millrace.run.settings import KvFormat
 
-KvFormat = Literal["full", "packed", "fp8", "float16", "int8", "int4"]
-"""memory.kv_dtype with `auto` resolved."""
 KvKind = Literal["keys and values", "latents"]
 HEAD_UNIT = 16
 """In the formats of 8 and 4 bits head_dim must be a multiple of this, so that heads are read in whole words."""

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from millrace.models.batch import States
+from millrace.models.decoder import Decoder
 from millrace.models.spec.model_spec import ModelSpec
 from millrace.ops.base.state_rows import StateRows
 from millrace.plan.step import Int32s, StateCopies
 from millrace.run.device.device import Device
 from millrace.run.device.kv_pool import untouched_zeros
+from millrace.run.settings import RunnerSettings
 
 
 class StatePool:
@@ -24,7 +26,8 @@ class StatePool:
     ) -> None:
         own = spec.recurrent
         assert own is not None
-        self._device, self.num_places = device, num_places
+        self._device = device
+        self.num_places = num_places
         rows, slots = (spec.num_recurrent, num_rows, num_places), (spec.num_recurrent, num_slots)
         inputs, matrix = (own.conv_channels, own.conv_width - 1), (own.heads, own.key_dim, own.value_dim)
         place = device.torch_device
@@ -64,3 +67,17 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type == "cpu" and 0 not in shape:
         return untouched_zeros(shape, dtype)
     return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def make_state_pool(decoder: Decoder, device: Device, settings: RunnerSettings) -> StatePool | None:
+    """None if the model has no recurrent layer. The last row is of padding."""
+    if decoder.spec.recurrent is None:
+        return None
+    return StatePool(
+        decoder.spec,
+        device,
+        decoder.dtype,
+        num_rows=settings.max_rows + 1,
+        num_places=settings.state_places,
+        num_slots=settings.state_slots,
+    )

@@ -16,7 +16,10 @@ from millrace.run.device.device import Device
 
 class TokenPlacing:
     def __init__(self, decoder: Decoder, kv: Sequence[Tensor], block_size: int, device: Device) -> None:
-        self._kv, self._angles, self._block_size, self._device = kv, decoder.angles, block_size, device
+        self._kv = kv
+        self._angles = decoder.angles
+        self._block_size = block_size
+        self._device = device
         self._ropes = [layer.rope for layer in decoder.spec.layers]
         self._shifts = decoder.key_shifts
         self._tensors = [tensor for _, tensor in decoder.spec.kv_groups.places]

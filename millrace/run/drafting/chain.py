@@ -67,8 +67,10 @@ class DraftPass(Protocol):
 class ChainDrafter(Drafter):
     def __init__(self, run: DraftPass, *, max_rows: int, block_size: int, vocab_size: int, max_context: int) -> None:
         """`vocab_size`: of the target. `max_context`: tokens of a row beyond which there are no drafts."""
-        self._run, self._block_size = run, block_size
-        self._vocab_size, self._max_context = vocab_size, max_context
+        self._run = run
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        self._max_context = max_context
         self._computed = np.zeros(max_rows, np.int64)
         """Tokens of each row whose keys and values the drafter has written."""
         self.needs_hidden = run.no_states is not None

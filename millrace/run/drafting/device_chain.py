@@ -72,8 +72,11 @@ class DeviceDrafter(ABC):
     """Drafts of a row in one step; None: any number. Rows must not have more places."""
 
     def __init__(self, setup: ChainSetup) -> None:
-        self._sampler, self._columns, self._vocab_size = setup.sampler, setup.columns, setup.vocab_size
-        self._tables, self._block_size = setup.table.block_tables[:1], setup.block_size
+        self._sampler = setup.sampler
+        self._columns = setup.columns
+        self._vocab_size = setup.vocab_size
+        self._tables = setup.table.block_tables[:1]
+        self._block_size = setup.block_size
         self._queries_per_tile, device = setup.queries_per_tile, self._tables.device
         self._numbers = torch.arange(setup.max_rows + 2, dtype=torch.int32, device=device)
         self._drawn = torch.zeros(setup.max_rows + 1, dtype=torch.int64, device=device)
@@ -164,7 +167,9 @@ class DeviceChain(DeviceDrafter):
 
     def __init__(self, setup: ChainSetup, model: Decoder, kv: Sequence[Tensor]) -> None:
         super().__init__(setup)
-        self._model, self._kv, self._attention = model, list(kv), paged(model.attention)
+        self._model = model
+        self._kv = list(kv)
+        self._attention = paged(model.attention)
         self._no_index = torch.zeros(0, dtype=torch.int64, device=self._tables.device)
 
     def feed(self, batch: ForwardBatch, fed: FedRows) -> None:

@@ -37,7 +37,9 @@ class DeviceDrafts:
         place = device.torch_device
         known, limit, sources, lengths, num_prompt = torch.zeros((5, max_rows), dtype=torch.int32, device=place)
         history = torch.zeros((max_rows, max_context + 1), dtype=torch.int32, device=place)
-        self._device, self._replays, self._vocab_size = device, speculate == "replay", vocab_size
+        self._device = device
+        self._replays = speculate == "replay"
+        self._vocab_size = vocab_size
         self._predictions: dict[int, Tensor] = {}
         """By row, kept until the row is given away."""
         holds_drafts = holds_drafts or self._replays

@@ -16,7 +16,7 @@ from millrace.models.batch import ForwardBatch
 from millrace.models.drafters.program import EagleDrafter, MedusaDrafter
 from millrace.ops.attention.rows import TiledRows
 from millrace.run.drafting.device_chain import ChainSetup, DeviceDrafter, DueRows, FedRows, paged
-from millrace.run.shapes.sizes import PLACES
+from millrace.run.settings import PLACES
 
 _NOWHERE = -(1 << 20)
 
@@ -59,7 +59,9 @@ class DeviceFeatures(DeviceDrafter):
 
     def __init__(self, setup: ChainSetup, drafter: EagleDrafter, kv: Sequence[Tensor], dtype: torch.dtype) -> None:
         super().__init__(setup)
-        self._drafter, self._kv, self._attention = drafter, list(kv), paged(drafter.attention)
+        self._drafter = drafter
+        self._kv = list(kv)
+        self._attention = paged(drafter.attention)
         self.taps = drafter.spec.target_layers
         device, num_rows = self._tables.device, self._tables.shape[1]
         self._states = RowStates(num_rows, drafter.spec.hidden_size, dtype, device)

@@ -81,7 +81,9 @@ class AcceptedStep:
 class DraftedRows:
     def __init__(self, table: RequestTable, max_rows: int, drafters: Drafters, guide: DraftGuide | None = None) -> None:
         """`guide`: shown the drafts of masked rows before they are verified."""
-        self._table, self._drafters, self._guide = table, drafters, guide
+        self._table = table
+        self._drafters = drafters
+        self._guide = guide
         self._untold = np.zeros(max_rows, np.int64)
         """Tokens of each row that drafters were not told of: they are when they are asked for drafts."""
         self._unsettled: list[tuple[StepPlan, Int32s]] = []

@@ -41,7 +41,9 @@ class Drafters:
     ) -> None:
         """`default` serves rows whose request names no drafter; AUTO: text first, then the `trained` one.
         `takes_predictions`: drafts come first from what the client expects."""
-        self._by_name, self._default, self._trained = by_name, default, trained
+        self._by_name = by_name
+        self._default = default
+        self._trained = trained
         self._takes_predictions = takes_predictions
         self._prediction = PredictionDrafter()
         self._chosen: dict[int, str] = {}

@@ -23,7 +23,8 @@ class MedusaDrafts(Drafter):
     needs_hidden = True
 
     def __init__(self, heads: MedusaDrafter, sampler: Sampler) -> None:
-        self._heads, self._sampler = heads, sampler
+        self._heads = heads
+        self._sampler = sampler
         self._hidden = torch.zeros(0)
         self._first: dict[int, int] = {}
         """Of the step being drawn: index of each row's first state."""

@@ -11,8 +11,8 @@ from millrace.config import Speculation
 from millrace.models.decoder import Decoder
 from millrace.models.drafters.program import EagleDrafter, MedusaDrafter
 from millrace.models.spec.model_spec import ModelSpec
-from millrace.run.device.kv_pool import KvFormat, allocate_kv, format_or_full
-from millrace.run.settings import RunnerSettings
+from millrace.run.device.kv_pool import allocate_kv, format_or_full
+from millrace.run.settings import KvFormat, RunnerSettings
 
 DrafterModel = Decoder | EagleDrafter | MedusaDrafter
 """A draft model, a feature drafter, or Medusa heads."""

@@ -28,7 +28,8 @@ class DraftTable:
     """The request table as a drafter reads it: tokens that it is given, and the blocks of the first KV group."""
 
     def __init__(self, table: RequestTable, device: Device, block_size: int) -> None:
-        self._device, self._block_size = device, block_size
+        self._device = device
+        self._block_size = block_size
         self._table = copy.copy(table)
         self._table.block_tables = table.block_tables[:1]
         self._table.tokens = list(table.tokens)
@@ -56,7 +57,10 @@ class PlainDraftPass(DraftPass):
     no_states = None
 
     def __init__(self, decoder: Decoder, kv: Sequence[Tensor], table: DraftTable, sampler: Sampler) -> None:
-        self._decoder, self._kv, self._table, self._sampler = decoder, kv, table, sampler
+        self._decoder = decoder
+        self._kv = kv
+        self._table = table
+        self._sampler = sampler
 
     def forward(self, inputs: DraftInputs) -> PassStates:
         batch = self._table.gather(inputs)
@@ -86,7 +90,10 @@ class EaglePass(DraftPass):
         sampler: Sampler,
         dtype: torch.dtype,
     ) -> None:
-        self._drafter, self._kv, self._table, self._sampler = drafter, kv, table, sampler
+        self._drafter = drafter
+        self._kv = kv
+        self._table = table
+        self._sampler = sampler
         self.no_states = torch.zeros((0, drafter.spec.hidden_size), dtype=dtype, device=kv[0].device)
 
     def fuse(self, states: Tensor) -> Tensor:

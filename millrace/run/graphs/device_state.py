@@ -8,11 +8,11 @@ from torch import Tensor
 
 from millrace.models.adapters.slots import AdapterSlots
 from millrace.models.decoder import Decoder
-from millrace.run.adapter_slots import OrderedFiller, StreamFiller, make_slots
+from millrace.run.device.adapter_slots import OrderedFiller, StreamFiller, make_slots
 from millrace.run.device.block_copier import BlockCopier, JointCopier, OrderedCopier, StreamCopier
 from millrace.run.device.device import Device
 from millrace.run.device.host_gate import HostGates, open_gates
-from millrace.run.device.state_pool import StatePool
+from millrace.run.device.state_pool import StatePool, make_state_pool
 from millrace.run.drafting.device_chain import ChainSetup, DeviceDrafter, paged
 from millrace.run.drafting.device_drafts import DeviceDrafts
 from millrace.run.drafting.make_device import make_device_drafter
@@ -20,7 +20,6 @@ from millrace.run.drafting.models import DrafterModel, allocate_pools
 from millrace.run.packet.packet_ring import RING
 from millrace.run.sampling.device_sampler import DeviceSampler
 from millrace.run.settings import RunnerSettings
-from millrace.run.states import make_state_pool
 from millrace.run.table.request_table import RequestTable
 
 

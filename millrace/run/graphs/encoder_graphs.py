@@ -38,7 +38,9 @@ class EncoderGraphs:
     """Only for encoders that attend by one kernel (`Encoder.packs`)."""
 
     def __init__(self, encoder: Encoder, device: Device, *, max_tokens: int, max_texts: int) -> None:
-        self._encoder, self._device, self._max_tokens = encoder, device, max_tokens
+        self._encoder = encoder
+        self._device = device
+        self._max_tokens = max_tokens
         self._graphs = GraphCache(enabled=device.kind == "cuda")
         self._seen: set[EncodeSize] = set()
         """Sizes that ran uncaptured, which compiled their kernels."""

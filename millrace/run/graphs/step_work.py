@@ -35,9 +35,8 @@ from millrace.run.packet.packet_ring import PacketRing, TokenRing
 from millrace.run.packet.step_packet import PacketWriter
 from millrace.run.sampling.draw_plan import DrawPlan
 from millrace.run.sampling.masks import Masks, Uint32s, words_per_mask
-from millrace.run.settings import RunnerSettings
+from millrace.run.settings import PLACES, RunnerSettings
 from millrace.run.shapes.keys import ShapeKey
-from millrace.run.shapes.sizes import PLACES
 
 UPDATES_IN_PACKET = 1 << 15
 """Maximum number of block-table updates in one packet."""
@@ -76,9 +75,14 @@ class StepWork:
         """`smallest`: any shape; it gives the packet layout of the sections that the head reads."""
         device, spec, table = state.kv[0].device, decoder.spec, state.table
         max_rows, max_tokens = settings.max_rows, settings.max_tokens
-        self.decoder, self.smallest = decoder, smallest
-        self._kv, self._table, self._sampler, self._writer = state.kv, table, state.sampler, writer
-        self._block_size, self._max_rows = settings.block_size, max_rows
+        self.decoder = decoder
+        self.smallest = smallest
+        self._kv = state.kv
+        self._table = table
+        self._sampler = state.sampler
+        self._writer = writer
+        self._block_size = settings.block_size
+        self._max_rows = max_rows
         self._head_layout = head_layout = writer.layout(smallest)
         words = 9 * head_layout.middle + 8 * (max_rows + 32) + num_words(max_rows + 1)
         words += (7 if settings.adapter_slots else 6) * max_tokens + 3 * UPDATES_IN_PACKET + 512
@@ -95,7 +99,9 @@ class StepWork:
         self._draw_states = torch.zeros((2 * head_layout.middle, spec.hidden_size), dtype=decoder.dtype, device=device)
         self._logits = torch.empty((max_rows, spec.vocab_size), dtype=torch.float32, device=device)
         self._drawn = TokenRing(max_rows, device)
-        self._drafts, self._chain, self._states = state.drafts, state.chain, state.states
+        self._drafts = state.drafts
+        self._chain = state.chain
+        self._states = state.states
         self._slots = state.slots
         self._counts = TokenRing(NUM_COUNTS * max_rows, device)
         """NUM_COUNTS numbers of each row, in steps with drafts."""

@@ -36,7 +36,9 @@ class WarmUp:
     ) -> None:
         """With a `build_pool`, waits until the kernels of the `first` parts are compiled; meanwhile dry runs find the
         kernels of the others."""
-        self._work, self._graphs, self._build_pool = work, graphs, build_pool
+        self._work = work
+        self._graphs = graphs
+        self._build_pool = build_pool
         self._to_build = to_build[::-1]
         """A stack: the next part is last."""
         if build_pool is not None:

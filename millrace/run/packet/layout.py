@@ -37,7 +37,8 @@ class PacketLayout:
     def __init__(
         self, shape: StepShape, key: ShapeKey, num_tiles: int, max_rows: int, has_drafts: bool = False
     ) -> None:
-        self.shape, self.key = shape, key
+        self.shape = shape
+        self.key = key
         is_decode = shape.kind == "decode"
         self._end = 0
         self.num_updates = self._take(1)

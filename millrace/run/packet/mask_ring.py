@@ -27,7 +27,8 @@ class MaskRing:
     def __init__(self, words: int, device: torch.device, max_states: int = 0, gates: HostGates | None = None) -> None:
         """`words`: 32-bit words of a mask. `max_states`: those that a step may draw from. `gates`: one for each
         turn."""
-        self._words, self._device = words, device
+        self._words = words
+        self._device = device
         self._side = SideStream() if device.type == "cuda" else None
         self._gates = gates
         self._numbers = [0] * RING

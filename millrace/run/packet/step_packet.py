@@ -33,14 +33,17 @@ class _Template:
     def __init__(
         self, layout: PacketLayout, packet: Int32s, num_rows: int, draws: DrawPlan, order: Int64s | None, epoch: int
     ) -> None:
-        self._layout, self._draws, self._epoch = layout, draws, epoch
+        self._layout = layout
+        self._draws = draws
+        self._epoch = epoch
         self._words = words = packet[: layout.updates_start].copy()
         self._order = order
         """Order of the list of decode rows, or None if the list cannot be advanced."""
         self._by_group = draws.order
         self._starts, self._ends = (section.of(words)[:num_rows] for section in (layout.starts, layout.seq_lens))
         self._positions = words[_group_entries(layout.sample_positions, layout, draws)]
-        self._decode_rows, self._lengths = layout.decode_rows.of(words), layout.seq_lens.of(words)
+        self._decode_rows = layout.decode_rows.of(words)
+        self._lengths = layout.seq_lens.of(words)
         # A row that has drawn has no tokens from the host left.
         layout.tokens_in.of(words)[:num_rows] = ON_DEVICE
 
@@ -64,7 +67,8 @@ class _Template:
 class PacketWriter:
     def __init__(self, shapes: ShapeTable) -> None:
         self._shapes, facts = shapes, shapes.facts
-        self._max_rows, self._block_size = facts.max_rows, facts.block_size
+        self._max_rows = facts.max_rows
+        self._block_size = facts.block_size
         self._queries_per_tile = queries_per_tile = facts.queries_per_tile
         self.tile_decode_rows = facts.tile_decode_rows
         self._layouts: dict[StepShape, PacketLayout] = {}

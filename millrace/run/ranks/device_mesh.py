@@ -49,8 +49,11 @@ class HostCarrier:
     def __init__(self, memory: Any, rank: int, size: int, device: torch.device) -> None:
         from millrace.ops.triton import rank_sum  # needs Triton
 
-        self._ops, self._rank, self._slot = rank_sum, rank, SLOT_BYTES // 8
-        self._device, self._registered = device, 0
+        self._ops = rank_sum
+        self._rank = rank
+        self._slot = SLOT_BYTES // 8
+        self._device = device
+        self._registered = 0
         if device.type == "cuda":
             whole = torch.frombuffer(memory, dtype=torch.uint8)
             runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -62,7 +62,8 @@ class Followed:
 class Follower:
     def __init__(self, runner: AnyRunner, fill: Callable[[SlotFill], None] | None = None) -> None:
         """`fill`: how slots of adapters are filled; None if steps have none."""
-        self._runner, self._fill = runner, fill
+        self._runner = runner
+        self._fill = fill
         self._waiting: deque[StepPlan | BlockCopies | CapturePlan | SlotFill] = deque()
         """Not begun yet: a step waits for its inputs, and everything behind it for the step."""
         self._inputs: dict[int, StepInputs] = {}

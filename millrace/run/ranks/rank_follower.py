@@ -41,8 +41,11 @@ class RankFollower:
         """`take_piece`: of the matrices of adapters; None if steps have none. `take_work`: of a disk, after the copies
         that are given with it; None if there is none. `proposes`: the runner drafts what rank 0 drafts. `check`: raises
         if what a step gave may be wrong."""
-        self._runner, self._take_piece, self._take_work = runner, take_piece, take_work
-        self._proposes, self._check = proposes, check
+        self._runner = runner
+        self._take_piece = take_piece
+        self._take_work = take_work
+        self._proposes = proposes
+        self._check = check
         self._waiting: deque[StepPlan | BlockCopies | CapturePlan | SlotPiece | DiskWork] = deque()
         """Not begun yet."""
         self._copies: list[Pending[float]] = []

@@ -126,7 +126,8 @@ class StepRecorder:
     """Writes the records of one start of the engine to a sink."""
 
     def __init__(self, sink: RecordSink, setup: RunnerSetup) -> None:
-        self._sink, self._encoder = sink, StepEncoder()
+        self._sink = sink
+        self._encoder = StepEncoder()
         self._lock = threading.Lock()
         """Messages are numbered, and drafts may come from the device's thread."""
         sink.write(SETUP, msgspec.msgpack.encode(setup))
@@ -193,7 +194,8 @@ class RecordedRunner:
     """A runner whose steps are recorded."""
 
     def __init__(self, runner: AnyRunner, steps: StepRecorder) -> None:
-        self._runner, self._steps = runner, steps
+        self._runner = runner
+        self._steps = steps
         self._waiting: StepInputs | None = None
         """Of a draw that waits for its masks: they are recorded when they are there."""
         self._num_draws = 0
@@ -268,7 +270,8 @@ class RecordedRunner:
 
 class _RecordedDraw:
     def __init__(self, pending: Pending[StepResult], wait: Callable[[], StepResult]) -> None:
-        self._pending, self.wait = pending, wait
+        self._pending = pending
+        self.wait = wait
 
     def done(self) -> bool:
         return self._pending.done()

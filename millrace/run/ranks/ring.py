@@ -43,7 +43,8 @@ class RingWriter:
     """Rank 0's end. One thread writes, another one reads the replies."""
 
     def __init__(self, size: int = RING_BYTES) -> None:
-        self._size, self._fd = size, shared_memory(size)
+        self._size = size
+        self._fd = shared_memory(size)
         self._memory = mmap.mmap(self._fd, size)
         self._socket, self._far = socket.socketpair()
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_LIMIT)
@@ -124,7 +125,9 @@ class RingReader:
     """The other rank's end."""
 
     def __init__(self, memory_fd: int, socket_fd: int, size: int = RING_BYTES) -> None:
-        self._memory, self._socket, self._size = mmap.mmap(memory_fd, size), socket.socket(fileno=socket_fd), size
+        self._memory = mmap.mmap(memory_fd, size)
+        self._socket = socket.socket(fileno=socket_fd)
+        self._size = size
         self._replying = threading.Lock()
         self._at = self._freed = 0
         """Where the next part may be, and bytes that are read and not given back yet."""

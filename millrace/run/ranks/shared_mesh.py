@@ -104,7 +104,9 @@ class SharedMesh(Mesh):
     """Steps run on one thread. `beat` starts a thread that shows the other ranks that this one is alive."""
 
     def __init__(self, link: MeshLink) -> None:
-        self.rank, self.size, self._link = link.rank, link.size, link
+        self.rank = link.rank
+        self.size = link.size
+        self._link = link
         self._memory = mmap.mmap(link.memory_fd, HEAD_BYTES + 2 * self.size * SLOT_BYTES)
         items = SLOT_BYTES // 4
         self._slots = [

@@ -13,7 +13,7 @@ from millrace.errors import AdapterError
 from millrace.models.adapters.config import MAX_RANK
 from millrace.models.adapters.read import Adapter, read_adapter
 from millrace.models.adapters.slots import AdapterSlots
-from millrace.run.adapter_slots import IsReady
+from millrace.run.device.adapter_slots import IsReady
 from millrace.run.ranks.recorder import SlotFill, StepRecorder
 
 COPY_LIMIT_S = 60.0

@@ -14,7 +14,7 @@ import torch
 from millrace.models.adapters.files import Packed, PackedLinear
 from millrace.models.adapters.read import Adapter, dtype_of, name_of, unpacked
 from millrace.models.adapters.shard import AdapterShard
-from millrace.run.adapter_slots import IsReady
+from millrace.run.device.adapter_slots import IsReady
 from millrace.run.ranks.recorder import SlotPiece, StepRecorder
 from millrace.run.ranks.slot_fills import TakesAdapters
 
@@ -26,7 +26,9 @@ class RankedSlots:
     """Rank 0's. Its own slot is filled once the others have everything: no later step finds one without."""
 
     def __init__(self, runner: TakesAdapters, ranks: StepRecorder, shard: AdapterShard) -> None:
-        self._runner, self._ranks, self._shard = runner, ranks, shard
+        self._runner = runner
+        self._ranks = ranks
+        self._shard = shard
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rank-adapters")
 
     def fill(self, slot: int, adapter: Adapter | None) -> IsReady:
@@ -59,7 +61,8 @@ class SlotReceiver:
 
     def __init__(self, runner: TakesAdapters, shard: Callable[[], AdapterShard]) -> None:
         """`shard` is made for the first adapter."""
-        self._runner, self._make_shard = runner, shard
+        self._runner = runner
+        self._make_shard = shard
         self._shard: AdapterShard | None = None
         self._data = bytearray()
 
@@ -81,8 +84,13 @@ class SlotReceiver:
 def _packed(adapter: Adapter) -> Packed:
     linears = tuple(
         PackedLinear(
-            *(index, int(lora.a.storage_offset()), lora.a.numel(), int(lora.b.storage_offset()), lora.b.numel()),
-            *(lora.ranks, lora.scales),
+            index,
+            int(lora.a.storage_offset()),
+            lora.a.numel(),
+            int(lora.b.storage_offset()),
+            lora.b.numel(),
+            lora.ranks,
+            lora.scales,
         )
         for index, lora in adapter.linears.items()
     )

@@ -26,7 +26,7 @@ from millrace.ops.triton.row_records import (
 )
 from millrace.ops.triton.sampling.draw import Cut, MaskLines, draw_full
 from millrace.ops.triton.sampling.greedy import RACE_START, draw_greedy
-from millrace.params import DrawParams
+from millrace.params.draws import DrawParams
 from millrace.plan.step import Admission, Int32s, StepPlan, Variant
 from millrace.run.device.device import Device
 from millrace.run.sampling.draw_plan import DrawPlan
@@ -43,7 +43,9 @@ class VocabBuffers:
     """Vocabulary buffers, one word per token, assigned to rows. Allocated on demand, kept and never moved."""
 
     def __init__(self, vocab_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._vocab_size, self._dtype, self._device = vocab_size, dtype, device
+        self._vocab_size = vocab_size
+        self._dtype = dtype
+        self._device = device
         self._free: list[Tensor] = []
         self._of_row: dict[int, Tensor] = {}
 
@@ -77,7 +79,8 @@ class DeviceSampler:
         self._device = device
         self._vocab_size = vocab_size
         self._cut = cut
-        self._table, self._last_tokens = table, table.last_tokens
+        self._table = table
+        self._last_tokens = table.last_tokens
         self._columns = torch.zeros((max_rows, ROW_WORDS), dtype=torch.int32, device=torch_device)
         self._ends = torch.zeros((max_rows, MAX_ENDS), dtype=torch.int32, device=torch_device)
         self._draft_tokens = torch.zeros(max_rows, dtype=torch.int64, device=torch_device)

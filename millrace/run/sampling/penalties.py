@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millrace.params import DrawParams
+from millrace.params.draws import DrawParams
 from millrace.plan.step import Int32s
 
 NO_DRAFT = -1

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from millrace.params import DrawParams
+from millrace.params.draws import DrawParams
 
 MAX_MATCH = 64
 """Longest repetition that DRY tells from a longer one: with the usual base its penalty exceeds any logit by far."""

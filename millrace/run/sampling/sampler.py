@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from millrace.ops.head.draw import NativeDraw, native_missing
-from millrace.params import RowParams
+from millrace.params.rows import RowParams
 from millrace.plan.step import Int32s, Int64s, StepPlan
 from millrace.run.device.device import Device
 from millrace.run.sampling.cuts import draw_from, keep_min_p, keep_nucleus, keep_top_k

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.params import DrawParams
+from millrace.params.draws import DrawParams
 from millrace.plan.step import Admission, Int32s, Release
 from millrace.run.device.device import Device
 from millrace.run.sampling.cuts import (
@@ -61,7 +61,10 @@ class _Row:
 
 class ShapedRows:
     def __init__(self, device: Device, table: RequestTable, row_params: RowParamTable, *, vocab_size: int) -> None:
-        self._device, self._table, self._row_params, self._vocab_size = device, table, row_params, vocab_size
+        self._device = device
+        self._table = table
+        self._row_params = row_params
+        self._vocab_size = vocab_size
         self._rows: dict[int, _Row] = {}
         self._mu: dict[int, Tensor] = {}
         """By row: mu for the draw at position p is at index p % MU_RING."""

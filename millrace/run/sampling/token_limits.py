@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.params import RowParams
+from millrace.params.rows import RowParams
 from millrace.run.device.device import Device
 
 _ANY = -1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from millrace.plan.shapes.declared import Part
 from millrace.plan.step import HeadShape, StepShape
-from millrace.run.shapes.sizes import PLACES
+from millrace.run.settings import PLACES
 from millrace.run.shapes.table import ADAPTED, ShapeTable
 
 FIRST_TOKENS = 128

@@ -16,7 +16,8 @@ from millrace.run.shapes.table import ShapeFacts, ShapeTable
 
 class PaddedShapes:
     def __init__(self, facts: ShapeFacts) -> None:
-        self.facts, self.table = facts, ShapeTable(facts)
+        self.facts = facts
+        self.table = ShapeTable(facts)
         self.decode_sizes: Sequence[int] = self.table.decode_sizes
         self.can_capture = facts.can_capture
         self.split_heads = [size for size in facts.greedy_heads if size >= facts.min_split]

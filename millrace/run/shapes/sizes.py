@@ -16,8 +16,6 @@ MAX_CHUNKS = 16
 """Full chunks of one prompt that are captured during warm-up; later chunks are captured on their second use."""
 SPARE_TILES = 256
 """Maximum number of extra tiles, for rows whose last tile is not full."""
-PLACES = (1, 2, 4, 8)
-"""Places of a row in decode shapes with drafts: its last token and up to seven drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

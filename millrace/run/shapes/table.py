@@ -9,15 +9,9 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from millrace.plan.step import ALL_LINEARS, QKV_ALONE, StepShape
+from millrace.run.settings import PLACES
 from millrace.run.shapes.keys import ShapeKey
-from millrace.run.shapes.sizes import (
-    MAX_CHUNKS,
-    MIN_TOKENS_PER_ROW,
-    PLACES,
-    SPARE_TILES,
-    MeasuredSizes,
-    measured_sizes,
-)
+from millrace.run.shapes.sizes import MAX_CHUNKS, MIN_TOKENS_PER_ROW, SPARE_TILES, MeasuredSizes, measured_sizes
 
 NO_LIMIT = 1 << 31
 ADAPTED = (QKV_ALONE, ALL_LINEARS)
@@ -59,7 +53,8 @@ class ShapeFacts:
 class ShapeTable:
     def __init__(self, facts: ShapeFacts) -> None:
         max_rows, token_budget, sizes = facts.max_rows, facts.token_budget, facts.sizes
-        self.facts, self._sizes = facts, sizes
+        self.facts = facts
+        self._sizes = sizes
         self.keys: list[ShapeKey] = []
         """What each key stands for. The same facts give the same keys, on every rank."""
         self._numbers: dict[ShapeKey, int] = {}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from millrace.params import DEFAULT_ROW_PARAMS, RowParams
+from millrace.params.rows import DEFAULT_ROW_PARAMS, RowParams
 from millrace.plan.step import Admission, Int32s, StepPlan
 from millrace.run.device.device import Device
 

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Raw, UnsetType
 
 from millrace.errors import BadRequest
-from millrace.params import Retain
+from millrace.params.keeping import Retain
 from millrace.serve.anthropic.schemas import CountTokensRequest
 from millrace.serve.anthropic.translate_messages import messages_of
 from millrace.serve.generate.messages import Conversation, Message

@@ -175,7 +175,7 @@ async def unload_lora(request: web.Request) -> web.Response:
 async def add(state: FrontState, model: ServedModel[FrontState], asked: AddAdapter) -> AdapterFigures:
     """The model is loaded if it is not. Raises AdapterError, or Conflict for a name that is taken."""
     await (await state.for_model(model.name)).await_engine()
-    if asked.is_new and asked.name in (model.client.adapters or ()):
+    if asked.is_new and asked.name in (model.client.adapters.names or ()):
         raise Conflict(
             f"There is an adapter {asked.name!r} of {model.name!r}. Remove it first, replace it (`replace`, or vLLM's"
             " `load_inplace`), or give this one another name.",
@@ -186,14 +186,14 @@ async def add(state: FrontState, model: ServedModel[FrontState], asked: AddAdapt
         folder = await asyncio.to_thread(adapter_folder, asked.path, max_bytes=max_bytes, offline=offline)
     except ModelError as error:
         raise AdapterError(error.message, param="path") from error
-    answer = await model.client.add_adapter(msgspec.structs.replace(asked, path=str(folder)))
+    answer = await model.client.adapters.add(msgspec.structs.replace(asked, path=str(folder)))
     if answer.error:
         raise AdapterError(answer.error, param="path")
     return answer.adapters[0]
 
 
 async def _drop(model: ServedModel[FrontState], name: str) -> None:
-    answer = await model.client.drop_adapter(name)
+    answer = await model.client.adapters.drop(name)
     if answer.is_unknown:
         raise ModelNotFound(answer.error, param="name")
     if answer.error:
@@ -221,7 +221,7 @@ async def _adapters(request: web.Request, model: ServedModel[FrontState]) -> lis
     if model.client.ready is None or model.client.failure is not None:
         return []
     has_path, may_use, models = is_operator(request), tenant_of(request).may_use, request.app[STATE].models
-    figures = [one for one in await model.client.adapter_figures() if may_use(models.names_of(model, one.name))]
+    figures = [one for one in await model.client.adapters.figures() if may_use(models.names_of(model, one.name))]
     return [shown(model, one, has_path=has_path) for one in figures]
 
 

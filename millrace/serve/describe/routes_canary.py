@@ -53,7 +53,7 @@ async def start(request: web.Request) -> web.Response:
     except ModelError as error:
         raise AdapterError(error.message, param="path") from error
     asked = AddCanary(name, str(folder), body.share, body.max_failed, body.max_slowdown)
-    return _answered(request, model, await model.client.add_canary(asked))
+    return _answered(request, model, await model.client.adapters.add_canary(asked))
 
 
 async def promote(request: web.Request) -> web.Response:
@@ -67,7 +67,7 @@ async def abort(request: web.Request) -> web.Response:
 async def _end(request: web.Request, *, promotes: bool) -> web.Response:
     check_may_manage(request, request.app[STATE])
     model, name = named(request, request.match_info["name"])
-    return _answered(request, model, await model.client.end_canary(name, promotes=promotes))
+    return _answered(request, model, await model.client.adapters.end_canary(name, promotes=promotes))
 
 
 def _answered(request: web.Request, model: ServedModel[FrontState], answer: AdapterAnswer) -> web.Response:

@@ -18,7 +18,7 @@ from aiohttp import web
 
 from millrace.errors import EngineUnavailable, NotFound
 from millrace.link.messages import MAX_FINISHED_KEPT
-from millrace.params import CLASS_NAMES
+from millrace.params.classes import CLASS_NAMES
 from millrace.serve.describe.cache_defeats import ADVICE, defeat_of
 from millrace.serve.http.json_answer import json_answer
 from millrace.serve.http.queries import check_query, page_of

@@ -9,7 +9,8 @@ import msgspec
 from aiohttp import web
 
 from millrace.errors import BadRequest
-from millrace.link.messages import EngineReady, EngineStats, TenantFigures
+from millrace.link.engine_stats import EngineStats, TenantFigures
+from millrace.link.messages import EngineReady
 from millrace.observe.engine_metrics import tokens_by_tier
 from millrace.observe.history import (
     MAX_POINTS,
@@ -23,7 +24,7 @@ from millrace.observe.history import (
     window_latency,
 )
 from millrace.observe.token_use import token_use
-from millrace.params import CLASS_NAMES
+from millrace.params.classes import CLASS_NAMES
 from millrace.serve.describe.asked_model import asked_model, figures_of
 from millrace.serve.http.json_answer import json_answer
 from millrace.serve.http.queries import check_query

@@ -30,7 +30,9 @@ class Sampler:
     """Timers rather than a task: what they cost is a call, four times a second."""
 
     def __init__(self, state: FrontState, loop: asyncio.AbstractEventLoop, kept: KeptObjectives) -> None:
-        self._state, self._loop, self._kept = state, loop, kept
+        self._state = state
+        self._loop = loop
+        self._kept = kept
         self._save_due = loop.time() + SAVE_EVERY_S
         self._worst_lag_s = 0.0
         self._sample_due = loop.time()

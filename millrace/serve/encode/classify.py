@@ -97,7 +97,8 @@ def _classifier(state: FrontState) -> EncoderFiles:
 class ClassifyWriter(VectorWriter):
     def __init__(self, job: Job, encoder: EncoderFiles) -> None:
         super().__init__("input")
-        self._job, self._encoder = job, encoder
+        self._job = job
+        self._encoder = encoder
 
     def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
         generation, num_tokens = self._job.generation, usage.prompt_tokens

@@ -114,7 +114,9 @@ async def _prepare(state: FrontState, request: EmbedRequest, received: float, *,
 class EmbedWriter(VectorWriter):
     def __init__(self, job: Job, request: EmbedRequest, *, is_first: bool) -> None:
         super().__init__("texts", request.output_dimension)
-        self._id, self._request, self._is_first = job.generation.answer_id, request, is_first
+        self._id = job.generation.answer_id
+        self._request = request
+        self._is_first = is_first
 
     def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
         vectors, meta = self.vectors(choices), meta_of(usage.prompt_tokens, "1" if self._is_first else "2")

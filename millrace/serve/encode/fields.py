@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from millrace.params import Pooling
+from millrace.params.draws import Pooling
 from millrace.serve.generate.fields.priority import PriorityClass, priority_of
 from millrace.serve.generate.generation import Generation, Prompt
 from millrace.serve.generate.sampling import deadline_of

@@ -81,7 +81,9 @@ async def prepare_multi_vector(state: FrontState, body: bytes, received: float, 
 class MultiVectorWriter(VectorWriter):
     def __init__(self, job: Job, form: MultiForm, role: Role, is_base64: bool) -> None:
         super().__init__("input")
-        self._job, self._role, self._is_base64 = job, role, is_base64
+        self._job = job
+        self._role = role
+        self._is_base64 = is_base64
         self._texts = TokenTexts(form, job.state.tokenizer)
 
     def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from millrace.errors import BadRequest
-from millrace.link.limits import text_too_long
+from millrace.link.front.limits import text_too_long
 from millrace.link.vectors import Float32s, sparse_of
-from millrace.params import Pooling
+from millrace.params.draws import Pooling
 from millrace.serve.encode.token_texts import TokenTexts, known_prompt, role_inputs
 from millrace.serve.generate.checks import name_fields
 from millrace.serve.generate.generation import Prompt

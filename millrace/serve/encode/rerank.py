@@ -95,8 +95,11 @@ class RerankWriter(VectorWriter):
     def __init__(self, job: Job, scores: PairScores, top_n: int | None, shown: list[str]) -> None:
         """`shown`: the documents to return; [] for none."""
         super().__init__("documents")
-        self._model, self._id = job.state.model_name, job.generation.answer_id
-        self._scores, self._top_n, self._shown = scores, top_n, shown
+        self._model = job.state.model_name
+        self._id = job.generation.answer_id
+        self._scores = scores
+        self._top_n = top_n
+        self._shown = shown
 
     def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
         scores = self._scores.scores(self.vectors(choices))

@@ -73,7 +73,8 @@ def _texts(value: str | list[str], field: str) -> Texts:
 class ScoreWriter(VectorWriter):
     def __init__(self, job: Job, scores: PairScores) -> None:
         super().__init__("text_2")
-        self._job, self._scores = job, scores
+        self._job = job
+        self._scores = scores
 
     def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
         job, num_tokens = self._job, usage.prompt_tokens

@@ -83,7 +83,8 @@ async def prepare_sparse_vector(state: FrontState, body: bytes, received: float,
 class SparseVectorWriter(VectorWriter):
     def __init__(self, job: Job, request: SparseVectorRequest) -> None:
         super().__init__("input")
-        self._job, self._request = job, request
+        self._job = job
+        self._request = request
 
     def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
         job, num_tokens = self._job, usage.prompt_tokens

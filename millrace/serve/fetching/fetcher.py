@@ -138,7 +138,10 @@ class PrefixFetcher:
 
 class _Transfer:
     def __init__(self, fetcher: PrefixFetcher, prefix: Prefix, source: str, key: str) -> None:
-        self._fetcher, self._prefix, self._source, self._key = fetcher, prefix, source, key
+        self._fetcher = fetcher
+        self._prefix = prefix
+        self._source = source
+        self._key = key
         self._began = fetcher.now()
         self._loading_at: float | None = None
         self._num_tokens = self._num_bytes = 0

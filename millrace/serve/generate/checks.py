@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET
 
 from millrace.errors import BadRequest, ContextOverflow
-from millrace.params import MAX_LOGPROBS
+from millrace.params.sampling import MAX_LOGPROBS
 
 MAX_SEQUENCES = 1024
 """Maximum sequences per HTTP request: prompts × choices."""

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Protocol
 
 from millrace.link.messages import Finish, TokenLogprobs
-from millrace.params import FinishReason, SamplingParams
+from millrace.params.classes import FinishReason
+from millrace.params.sampling import SamplingParams
 from millrace.serve.generate.chat.answer_reader import AnswerReader
 from millrace.serve.generate.events import AnswerFinish, Output, TextDelta, Tokens
 from millrace.serve.generate.generation import Generation, Prompt

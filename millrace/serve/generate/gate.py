@@ -13,8 +13,8 @@ import msgspec
 from aiohttp import web
 
 from millrace.errors import BadRequest, Forbidden, Overloaded
-from millrace.link.client import Caller
-from millrace.params import CLASS_NAMES
+from millrace.link.caller import Caller
+from millrace.params.classes import CLASS_NAMES
 from millrace.serve.generate.fields.priority import STANDARD
 from millrace.serve.generate.generation import Generation
 from millrace.serve.generate.prompts import check_writes

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from millrace.link.client import ANONYMOUS, Caller
-from millrace.params import BeamParams, Documents, Retain, SamplingParams
+from millrace.link.caller import ANONYMOUS, Caller
+from millrace.params.beams import BeamParams
+from millrace.params.keeping import Documents, Retain
+from millrace.params.sampling import SamplingParams
 from millrace.serve.generate.choosing.beam_fields import SelfConsistency
 from millrace.serve.generate.fields.session import Turn
 from millrace.serve.generate.resuming.request import NOTHING, Received, Resumable

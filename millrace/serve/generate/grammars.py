@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from millrace.errors import BadRequest, Overloaded, RequestFailed
-from millrace.params import Grammar, GrammarKind
+from millrace.params.grammar import Grammar, GrammarKind
 from millrace.serve.generate.generation import Generation
 from millrace.serve.state import FrontState
 from millrace.text.grammar.compiler import Unusable

@@ -57,7 +57,9 @@ class Heartbeat:
     """Of one request. `stop` must be called at its end."""
 
     def __init__(self, request: web.Request, data: bytes, form: StreamForm) -> None:
-        self._request, self._data, self._form = request, data, form
+        self._request = request
+        self._data = data
+        self._form = form
         self.write_error = form.write_error
         self._out: EventStream | None = None
         self._model: str | None = None

@@ -19,7 +19,8 @@ from millrace.errors import (
     RequestFailed,
 )
 from millrace.link.messages import Finish
-from millrace.params import FinishReason, SamplingParams
+from millrace.params.classes import FinishReason
+from millrace.params.sampling import SamplingParams
 from millrace.serve.generate.checks import name_fields
 from millrace.serve.generate.choices import (
     Choice,

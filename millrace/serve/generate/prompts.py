@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from millrace.errors import BadRequest, ContextOverflow
-from millrace.params import Documents
+from millrace.params.keeping import Documents
 from millrace.serve.generate.generation import Prompt
 from millrace.serve.generate.messages import Conversation, KnownText, Message
 from millrace.serve.state import FrontState

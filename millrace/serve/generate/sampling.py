@@ -7,7 +7,8 @@ from typing import Any
 
 from millrace.config import Config, allowed_processors
 from millrace.errors import BadRequest
-from millrace.params import MAX_LOGIT_BIAS, SamplingDefaults, SamplingParams, check_drafter
+from millrace.params.defaults import SamplingDefaults
+from millrace.params.sampling import MAX_LOGIT_BIAS, SamplingParams, check_drafter
 from millrace.serve.generate.prompts import LONG_TEXT_CHARS, off_loop
 from millrace.serve.state import FrontState
 from millrace.text.bad_words import with_bad_word_ids

@@ -9,7 +9,8 @@ import numpy as np
 
 from millrace.errors import BadRequest, MillraceError, RequestFailed
 from millrace.link.vectors import Float32s, shortened
-from millrace.params import Pooling, SamplingParams
+from millrace.params.draws import Pooling
+from millrace.params.sampling import SamplingParams
 from millrace.serve.generate.checks import name_fields
 from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice
 from millrace.serve.generate.events import TextDelta, Usage

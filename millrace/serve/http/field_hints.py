@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
+from typing import Any
 
 import msgspec
 
@@ -61,8 +62,12 @@ def _inner_fields(structs: tuple[type[msgspec.Struct], ...]) -> dict[str, str]:
     for struct in structs:
         hints = typing.get_type_hints(struct)
         for name, shown in zip(struct.__struct_fields__, struct.__struct_encode_fields__, strict=True):
-            for kind in (hints[name], *typing.get_args(hints[name])):
-                if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-                    for inner in kind.__struct_encode_fields__:
-                        found.setdefault(inner, shown)
+            for inner in _fields_inside(hints[name]):
+                found.setdefault(inner, shown)
     return found
+
+
+def _fields_inside(hint: Any) -> Iterator[str]:
+    for kind in (hint, *typing.get_args(hint)):
+        if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+            yield from kind.__struct_encode_fields__

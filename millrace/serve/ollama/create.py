@@ -261,7 +261,7 @@ async def _add_uploaded(state: FrontState, made: CreatedModel) -> None:
     folder = await asyncio.to_thread(created.make_adapter, made)
     try:
         await (await state.for_model(model.name)).await_engine()
-        answer = await model.client.add_adapter(AddAdapter(made.adapter, str(folder)))
+        answer = await model.client.adapters.add(AddAdapter(made.adapter, str(folder)))
         if answer.error:
             raise AdapterError(
                 answer.error.replace(f"{folder}{os.sep}", "").replace(str(folder), made.name), param="adapters"

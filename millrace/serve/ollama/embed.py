@@ -166,7 +166,8 @@ async def _load(
 class EmbedWriter(VectorWriter):
     def __init__(self, job: Job, received: float, dimensions: int | None) -> None:
         super().__init__("input", dimensions)
-        self._model, self._received = job.state.answers_as, received
+        self._model = job.state.answers_as
+        self._received = received
 
     def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
         dropped = sum(choice.prompt.num_dropped for choice in choices)

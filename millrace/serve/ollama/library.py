@@ -85,7 +85,7 @@ async def forget_adapter(state: FrontState, made: CreatedModel | None) -> None:
         return
     if state.models.serves(made.model):
         with contextlib.suppress(EngineUnavailable):  # The next engine is not told of it.
-            await state.models.find(made.model).client.drop_adapter(made.adapter)
+            await state.models.find(made.model).client.adapters.drop(made.adapter)
     await asyncio.to_thread(state.models.created.remove_files, made)
 
 
@@ -147,7 +147,8 @@ class _Reports:
         self.queue: asyncio.Queue[OllamaPullStatus | None] = asyncio.Queue()
         self.is_stopped = False
         self._loop = loop
-        self._what, self._at = "", 0.0
+        self._what = ""
+        self._at = 0.0
 
     def __call__(self, what: str, done: int, total: int) -> None:
         if self.is_stopped:

@@ -16,7 +16,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from millrace.errors import BadRequest, EngineUnavailable
-from millrace.params import NEUTRAL_DEFAULTS, SamplingDefaults
+from millrace.params.defaults import NEUTRAL_DEFAULTS, SamplingDefaults
 from millrace.serve.created_models import CreatedModel
 from millrace.serve.generate.fields.documents import documents_note
 from millrace.serve.generate.fields.session import with_session

@@ -9,7 +9,10 @@ import msgspec
 from msgspec import Raw, UnsetType
 
 from millrace.errors import BadRequest, ContextOverflow
-from millrace.params import Grammar, Retain, SamplingDefaults, SamplingParams
+from millrace.params.defaults import SamplingDefaults
+from millrace.params.grammar import Grammar
+from millrace.params.keeping import Retain
+from millrace.params.sampling import SamplingParams
 from millrace.serve.generate.chat.open_chat import Chat, open_chat
 from millrace.serve.generate.chat.reasoning import ReasoningWish
 from millrace.serve.generate.chat.tools import NO_TOOLS, ToolUse, function_of, tool_use

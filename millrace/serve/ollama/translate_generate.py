@@ -7,7 +7,7 @@ import dataclasses
 import msgspec
 
 from millrace.errors import BadRequest
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 from millrace.serve.generate.chat.open_chat import Chat, open_prompt
 from millrace.serve.generate.checks import name_fields
 from millrace.serve.generate.generation import Generation, Prompt

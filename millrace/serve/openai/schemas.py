@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Raw, UnsetType
 
-from millrace.params import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from millrace.params.sampling import MAX_CHOICES, MAX_LOGIT_BIAS, MAX_LOGPROBS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from millrace.serve.generate.chat.reasoning import Effort
 from millrace.serve.generate.chat.verbosity import Verbosity
 from millrace.serve.generate.choosing.beam_fields import SelfConsistency

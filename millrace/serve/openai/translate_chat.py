@@ -7,7 +7,8 @@ from functools import partial
 import msgspec
 
 from millrace.errors import BadRequest
-from millrace.params import NEUTRAL_DEFAULTS, SamplingParams
+from millrace.params.defaults import NEUTRAL_DEFAULTS
+from millrace.params.sampling import SamplingParams
 from millrace.serve.generate.chat.open_chat import Chat, open_chat
 from millrace.serve.generate.chat.reasoning import ReasoningWish
 from millrace.serve.generate.chat.verbosity import verbosity_kwargs

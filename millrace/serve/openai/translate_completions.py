@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from millrace.errors import BadRequest
-from millrace.params import NEUTRAL_DEFAULTS
+from millrace.params.defaults import NEUTRAL_DEFAULTS
 from millrace.serve.generate.checks import MAX_SEQUENCES, check_logprobs, check_num_sequences
 from millrace.serve.generate.choosing.beam_fields import beam_params
 from millrace.serve.generate.fields.priority import priority_of

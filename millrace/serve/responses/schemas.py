@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from millrace.params import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
+from millrace.params.sampling import MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from millrace.serve.generate.chat.reasoning import Effort
 from millrace.serve.generate.chat.verbosity import Verbosity
 from millrace.serve.generate.choosing.sampler_fields import SamplerFields

@@ -155,7 +155,10 @@ def open_responses(database: sqlite3.Connection) -> list[OpenResponse]:
     ).fetchall()
     return [
         OpenResponse(
-            *(row["id"], row["owner"], bytes(row["request"]), _answer.decode(row["body"])),
+            row["id"],
+            row["owner"],
+            bytes(row["request"]),
+            _answer.decode(row["body"]),
             kept_salt(database, row["id"]),
         )
         for row in rows

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from millrace.errors import BadRequest
-from millrace.params import Retain
+from millrace.params.keeping import Retain
 from millrace.serve.generate.chat.open_chat import open_chat
 from millrace.serve.generate.chat.reasoning import ReasoningWish, check_wish
 from millrace.serve.generate.chat.tools import ToolUse

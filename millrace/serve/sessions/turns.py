@@ -11,7 +11,8 @@ import msgspec
 
 from millrace.errors import BadRequest
 from millrace.link.messages import Finish
-from millrace.params import FinishReason, Retain
+from millrace.params.classes import FinishReason
+from millrace.params.keeping import Retain
 from millrace.serve.generate.chat.tools import arguments_of
 from millrace.serve.generate.choices import Choice, CollectedChoice, ParsedCollectedChoice
 from millrace.serve.generate.fields.session import TURN_HEADER, Turn

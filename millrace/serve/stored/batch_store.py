@@ -218,8 +218,15 @@ def open_batches(database: sqlite3.Connection) -> list[OpenBatch]:
     rows = database.execute(f"SELECT * FROM batches WHERE status IN ({marks}) ORDER BY number", OPEN).fetchall()
     return [
         OpenBatch(
-            *(row["id"], row["owner"], row["status"], row["outcome"], row["endpoint"]),
-            *(row["input_file_id"], row["expires_at"], row["output_lives_s"], kept_salt(database, row["id"])),
+            row["id"],
+            row["owner"],
+            row["status"],
+            row["outcome"],
+            row["endpoint"],
+            row["input_file_id"],
+            row["expires_at"],
+            row["output_lives_s"],
+            kept_salt(database, row["id"]),
         )
         for row in rows
     ]

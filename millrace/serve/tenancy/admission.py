@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from millrace.config import Config
 from millrace.errors import Overloaded
-from millrace.link.messages import EngineStats
-from millrace.params import CLASS_NAMES
+from millrace.link.engine_stats import EngineStats
+from millrace.params.classes import CLASS_NAMES
 
 INTERACTIVE, BATCH = CLASS_NAMES.index("interactive"), CLASS_NAMES.index("batch")
 QUEUE_SHARES = (1.0, 0.9, 0.5)

@@ -189,7 +189,8 @@ class Keyring:
 
     def __init__(self, path: Path, share_by: ShareBy | None = None) -> None:
         """`share_by`: whose weights count, and of which others a warning tells; None: tenants', without a word."""
-        self._path, self._share_by = path, share_by
+        self._path = path
+        self._share_by = share_by
         self._seen = self._stamp()
         self._checked_at = time.monotonic()
         self._take(read_keys(path))

@@ -75,7 +75,8 @@ class Usage:
 class Quotas:
     def __init__(self, directory: str | None = None, num_fronts: int = 1, front_index: int = 0) -> None:
         self._directory = Path(directory) / "tenants" if directory is not None else None
-        self._num_fronts, self._front_index = num_fronts, front_index
+        self._num_fronts = num_fronts
+        self._front_index = front_index
         self._usages: dict[str, Usage] = {}
         if self._directory is not None:
             self._directory.mkdir(exist_ok=True)
@@ -109,7 +110,9 @@ class Reservation:
     __slots__ = ("_second", "_tokens", "_usage")
 
     def __init__(self, usage: Usage, tokens: int, second: int) -> None:
-        self._usage, self._tokens, self._second = usage, tokens, second
+        self._usage = usage
+        self._tokens = tokens
+        self._second = second
 
     def release(self, used_tokens: int) -> None:
         self._usage.open(-1)

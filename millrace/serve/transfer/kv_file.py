@@ -78,7 +78,8 @@ def read_key(path: str) -> bytes:
 
 class KvFileWriter:
     def __init__(self, key: bytes) -> None:
-        self._key, self._before = key, MAGIC
+        self._key = key
+        self._before = MAGIC
 
     def header(self, header: KvFileHeader) -> bytes:
         return MAGIC + self._signed(msgspec.msgpack.encode(header))
@@ -93,7 +94,9 @@ class KvFileWriter:
 
 class KvFileReader:
     def __init__(self, key: bytes, read: Read) -> None:
-        self._key, self._read, self._before = key, read, MAGIC
+        self._key = key
+        self._read = read
+        self._before = MAGIC
 
     async def header(self) -> KvFileHeader:
         if await self._read(len(MAGIC)) != MAGIC:

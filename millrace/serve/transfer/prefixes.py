@@ -15,9 +15,10 @@ from aiohttp import web
 
 from millrace.errors import BadRequest, CacheFull, Conflict, EngineUnavailable, NotFound, RequestTimeout
 from millrace.link.block_parts import PartAnswer, PartOfPrefix, PrefixFacts
-from millrace.link.client import Caller
+from millrace.link.caller import Caller
 from millrace.link.messages import Finish, TokenLogprobs
-from millrace.params import Retain, SamplingParams
+from millrace.params.keeping import Retain
+from millrace.params.sampling import SamplingParams
 from millrace.serve.generate.job import CACHE_RETRY_S
 from millrace.serve.http.app_keys import REQUEST_ID
 from millrace.serve.http.body import BODY_TIMEOUT_S
@@ -258,7 +259,13 @@ async def put_in(state: FrontState, received: Received, tenant: Tenant, retain: 
             part, at = msgspec.msgpack.decode(data, type=KvFilePart), at + length
             answer = await state.client.move_part(
                 PartOfPrefix(
-                    *(0, 0, tenant.name, scope.encode(), header.tokens, part.first, part.count),
+                    0,
+                    0,
+                    tenant.name,
+                    scope.encode(),
+                    header.tokens,
+                    part.first,
+                    part.count,
                     blocks=part.blocks,
                     has=part.has,
                     retain=None if number else retain,

@@ -6,7 +6,7 @@ import dataclasses
 
 from llguidance import LLMatcher
 
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.environment import GrammarEnvironment
 from millrace.text.grammar.problems import sentence_of

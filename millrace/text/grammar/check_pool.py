@@ -12,7 +12,7 @@ import time
 
 import msgspec
 
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 from millrace.text.grammar.compiler import GrammarError
 
 CHECK_LIMIT_S = 6.0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 from millrace.text.grammar.check import GrammarCheck
 from millrace.text.grammar.compiler import GrammarError
 

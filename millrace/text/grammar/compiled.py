@@ -25,7 +25,9 @@ class CompiledGrammar:
     ) -> None:
         """`build` compiles; the result may have an error."""
         began = time.thread_time()
-        self._build, self._num_words, self._end_token_ids = build, num_words, end_token_ids
+        self._build = build
+        self._num_words = num_words
+        self._end_token_ids = end_token_ids
         self._lexers = [Lexer(build())]
         self._max_lexers = max_lexers if time.thread_time() - began < MAX_GROWING_S else 1
         self._grown: Lexer | None = None

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from millrace.errors import Overloaded
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 
 NUM_THREADS = 2
 MAX_PENDING = 256

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 from millrace.errors import ModelError
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 from millrace.sources.resolve import ModelFiles
 from millrace.text.grammar.compiled import CompiledGrammar
 from millrace.text.grammar.compiler import GrammarError
@@ -43,7 +43,8 @@ class GrammarEnvironment:
             )
         except ValueError as error:
             raise ModelError(f"Grammars are not supported with this model's tokenizer: {error}.") from error
-        self._end_token_ids, self._end_set = ends, frozenset(ends)
+        self._end_token_ids = ends
+        self._end_set = frozenset(ends)
         self._end_words = np.array(ends) // 32
         self._end_bits = np.uint32(1) << np.array(ends, np.uint32) % np.uint32(32)
         self.num_words = (num_ids + 31) // 32

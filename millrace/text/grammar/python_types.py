@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from millrace.errors import BadRequest
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 from millrace.text.grammar.gbnf import looks_like_gbnf
 from millrace.text.grammar.inline import closed_schema
 

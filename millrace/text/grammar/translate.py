@@ -8,7 +8,7 @@ import re
 import msgspec
 from llguidance import LLMatcher, LLParserLimits
 
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.gbnf import lark_of_gbnf
 from millrace.text.grammar.inline import ITEM_SEPARATOR, KEY_SEPARATOR, check_inline, checked_schema

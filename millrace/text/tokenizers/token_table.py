@@ -219,7 +219,8 @@ class WordPieceTable(WordTable):
         self, backend: Backend, vocab_size: int, special_ids: frozenset[int], *, prefix: str, cleans: bool
     ) -> None:
         super().__init__(backend, vocab_size, special_ids)
-        self._prefix, self._cleans = prefix, cleans
+        self._prefix = prefix
+        self._cleans = cleans
 
     def _encode(self, token: str) -> bytes:
         text = token.removeprefix(self._prefix) if token.startswith(self._prefix) else f" {token}"

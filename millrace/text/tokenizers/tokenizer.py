@@ -78,7 +78,9 @@ class Tokenizer:
         self._backend = backend
         self._prefix = list(prefix_ids)
         self._suffix = list(suffix_ids)
-        self.prefix_ids, self.suffix_ids, self.pair = prefix_ids, suffix_ids, pair
+        self.prefix_ids = prefix_ids
+        self.suffix_ids = suffix_ids
+        self.pair = pair
         self.chat_templates: dict[str, str] = dict(chat_templates or {})
         """Jinja sources by name ("default", "tool_use", …)."""
         added = backend.get_added_tokens_decoder()

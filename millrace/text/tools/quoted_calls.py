@@ -99,7 +99,9 @@ class _Reader:
     """Reads one value. Raises ValueError for text that is none."""
 
     def __init__(self, text: str, quote: str) -> None:
-        self._text, self._quote, self._at = text, quote, 0
+        self._text = text
+        self._quote = quote
+        self._at = 0
 
     def value(self, depth: int) -> Any:
         if depth > _MAX_DEPTH:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.environment import GrammarEnvironment
 from millrace.text.grammar.matcher import Matcher

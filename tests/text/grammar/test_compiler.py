@@ -17,7 +17,7 @@ import pytest
 from helpers.served import command_line
 
 from millrace.errors import BadRequest, Overloaded
-from millrace.params import MAX_GRAMMAR_BYTES, Grammar
+from millrace.params.grammar import MAX_GRAMMAR_BYTES, Grammar
 from millrace.text.grammar import compiler as compiler_module
 from millrace.text.grammar.check import GrammarCheck
 from millrace.text.grammar.check_pool import CheckPool

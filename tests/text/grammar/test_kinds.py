@@ -9,7 +9,7 @@ import pytest
 from text.grammar.answers import accepts, draw_answer
 from text.grammar.schemas import INTEGER, NEUTRAL, NOT_ENFORCED, record
 
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 from millrace.text.grammar.check import GrammarCheck
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.environment import GrammarEnvironment

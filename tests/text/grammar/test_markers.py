@@ -12,7 +12,7 @@ from text.small_vocabularies import small_byte_level, small_sentence_piece
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 from millrace.text.grammar.environment import GrammarEnvironment
 from millrace.text.tokenizers.tokenizer import Tokenizer
 from millrace.text.tools.formats import FORMATS, Function

@@ -13,7 +13,7 @@ from text.grammar.schemas import SCHEMAS, record
 from text.small_vocabularies import small_byte_level
 
 from millrace.errors import ModelError
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.environment import GrammarEnvironment
 from millrace.text.grammar.masks import ALL_TOKENS, MaskAsk, MaskBatch

@@ -14,7 +14,7 @@ from text.grammar.answers import accepts, allowed, of, spelled
 from text.grammar.schemas import INTEGER, STRING
 
 from millrace.errors import BadRequest
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 from millrace.text.grammar.check import GrammarCheck
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.environment import GrammarEnvironment

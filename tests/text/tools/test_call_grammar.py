@@ -10,7 +10,7 @@ import pytest
 from text.grammar.answers import accepts, draw_answer
 from text.tools.test_parser import parsed
 
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 from millrace.text.answer_parser import AnswerForm
 from millrace.text.grammar.compiler import GrammarError
 from millrace.text.grammar.environment import GrammarEnvironment

@@ -10,7 +10,7 @@ from text.grammar.answers import accepts
 from text.tools.test_call_grammar import plain
 from text.tools.test_parser import parsed
 
-from millrace.params import Grammar
+from millrace.params.grammar import Grammar
 from millrace.text.answer_parser import AnswerForm
 from millrace.text.grammar.environment import GrammarEnvironment
 from millrace.text.reasoning.formats import FORMATS as REASONING

@@ -146,7 +146,10 @@ def created_paths(progress: dict[str, Any], errors: tuple[str, ...], shape: str)
     octets = {"required": True, "content": {"application/octet-stream": {"schema": {}}}}
     digest = [in_path("digest")]
     put = operation(
-        *("ollama", "ollamaPutBlob", "Upload a file of an adapter", {"description": "It was here already."}),
+        "ollama",
+        "ollamaPutBlob",
+        "Upload a file of an adapter",
+        {"description": "It was here already."},
         ("400", "403", "408", "413", "500"),
         shape=shape,
         requestBody=octets,

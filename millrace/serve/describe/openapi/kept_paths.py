@@ -134,7 +134,11 @@ def cache_paths() -> dict[str, Any]:
                 "cache", "retrieveCacheHandle", "Describe one", "CacheHandle", missing, parameters=[one, of_model]
             ),
             "delete": operation(
-                *("cache", "deleteCacheHandle", "Keep it no longer", "DeletedHandle", missing),
+                "cache",
+                "deleteCacheHandle",
+                "Keep it no longer",
+                "DeletedHandle",
+                missing,
                 parameters=[one, of_model, of_tenant],
             ),
         },
@@ -152,16 +156,20 @@ def session_paths() -> dict[str, Any]:
         "/v1/sessions": {
             "post": {**make, "requestBody": body_of("SessionRequest", example)},
             "get": operation(
-                *("sessions", "listSessions", "List sessions", "SessionList", ("400", "404", "500")),
+                "sessions",
+                "listSessions",
+                "List sessions",
+                "SessionList",
+                ("400", "404", "500"),
                 parameters=page_of(1000, "limit", "order", "after"),
             ),
         },
         "/v1/sessions/{session_id}": {
             "get": operation(
-                *("sessions", "retrieveSession", "Describe a session", "SessionAnswer", missing), parameters=one
+                "sessions", "retrieveSession", "Describe a session", "SessionAnswer", missing, parameters=one
             ),
             "delete": operation(
-                *("sessions", "deleteSession", "End a session", "SessionDeleted", missing), parameters=one
+                "sessions", "deleteSession", "End a session", "SessionDeleted", missing, parameters=one
             ),
         },
         "/v1/sessions/{session_id}/turns": {"post": {**turn, "requestBody": body_of("ChatRequest", hello)}},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from millrace.params import MAX_STOP_STRINGS
+from millrace.params.sampling import MAX_STOP_STRINGS
 from millrace.serve.generate.chat.tools import NAME_PATTERN
 from millrace.serve.generate.checks import MAX_SEQUENCES
 from millrace.serve.responses.schemas import ENCRYPTED_REASONING, LOGPROBS

@@ -23,7 +23,10 @@ def adapter_paths() -> dict[str, Any]:
     one, of_model, errors = in_path("name"), in_query("model", type="string"), ("403", "404", "500", "503")
     made = operation("adapters", "addAdapter", "Add a LoRA adapter", "AdapterInfo", (*BODY_ERRORS, "403", "409"))
     canary = operation(
-        *("adapters", "startCanary", "Give a new version a share of the requests", "AdapterInfo"),
+        "adapters",
+        "startCanary",
+        "Give a new version a share of the requests",
+        "AdapterInfo",
         (*BODY_ERRORS, "403"),
         parameters=[one, of_model],
     )
@@ -36,7 +39,11 @@ def adapter_paths() -> dict[str, Any]:
         "/v1/adapters": {
             "post": {**made, "requestBody": body_of("AdapterRequest", example)},
             "get": operation(
-                *("adapters", "listAdapters", "List them", "AdapterInfoList", ("400", "404", "500", "503")),
+                "adapters",
+                "listAdapters",
+                "List them",
+                "AdapterInfoList",
+                ("400", "404", "500", "503"),
                 parameters=[of_model],
             ),
         },
@@ -54,12 +61,16 @@ def adapter_paths() -> dict[str, Any]:
                 "requestBody": body_of("CanaryRequest", {"path": "/srv/adapters/v2"}),
             },
             "delete": operation(
-                *("adapters", "abortCanary", "Take a canary back", "AdapterInfo", errors), parameters=[one, of_model]
+                "adapters", "abortCanary", "Take a canary back", "AdapterInfo", errors, parameters=[one, of_model]
             ),
         },
         "/v1/adapters/{name}/canary/promote": {
             "post": operation(
-                *("adapters", "promoteCanary", "Give all requests to the new version", "AdapterInfo", errors),
+                "adapters",
+                "promoteCanary",
+                "Give all requests to the new version",
+                "AdapterInfo",
+                errors,
                 parameters=[one, of_model],
             )
         },
@@ -69,36 +80,36 @@ def adapter_paths() -> dict[str, Any]:
 
 
 def own_paths() -> dict[str, Any]:
-    one, unknown = [in_path("request_id")], ("404", "503")
-    either = {"oneOf": [ref("RunningRequest"), ref("RequestOutcome")]}
-    described = {"description": "What it has done so far, or how it ended.", "content": as_json(either)}
-    explained = {"description": "Its stages, in figures and in sentences.", "content": as_json({"type": "object"})}
-    made = as_json({"type": "object"})
-    made["application/json"]["example"] = {"name": "sailor", "model": "smollm2", "system": "Answer as a sailor would."}
-    figures = {"description": "Present figures and series.", "content": as_json({"type": "object"})}
-    one_event = {"text/event-stream": {"schema": event_of("KvEvent")}}
-    octets = {"description": "The sealed part.", "content": {"application/octet-stream": {"schema": {}}}}
-    kv_events = {"description": "Server-sent events without end; the first is a snapshot.", "content": one_event}
-    created = {"description": "With all that makes them.", "content": as_json({"type": "object"})}
-    stored = {"description": "What it keeps now.", "content": as_json({"type": "object"})}
+    return {**_text_paths(), **_load_paths(), **_kv_paths(), **_replica_paths(), **_request_paths()}
+
+
+def _text_paths() -> dict[str, Any]:
     encode = operation("text", "tokenize", "Text or messages to token ids", "TokenizeAnswer", BODY_ERRORS)
     decode = operation("text", "detokenize", "Token ids to text", "DetokenizeAnswer", BODY_ERRORS)
     return {
         "/tokenize": {"post": {**encode, "requestBody": body_of("TokenizeRequest", {"prompt": "The sea is"})}},
         "/tokenizer_info": {
             "get": operation(
-                *("text", "tokenizerInfo", "Describe the tokenizer", "TokenizerInfo"),
+                "text",
+                "tokenizerInfo",
+                "Describe the tokenizer",
+                "TokenizerInfo",
                 ("400", "404"),
                 parameters=[_of_model()],
             )
         },
         "/detokenize": {"post": {**decode, "requestBody": body_of("DetokenizeRequest", {"tokens": [504, 3217, 314]})}},
+    }
+
+
+def _load_paths() -> dict[str, Any]:
+    return {
         "/v1/stats": {
             "get": operation(
                 "operate",
                 "stats",
                 "Figures and time series for dashboards",
-                figures,
+                _figures(),
                 ("400", "404"),
                 parameters=_series(),
             )
@@ -113,16 +124,29 @@ def own_paths() -> dict[str, Any]:
                 parameters=[_of_model()],
             )
         },
+    }
+
+
+def _kv_paths() -> dict[str, Any]:
+    one_event = {"text/event-stream": {"schema": event_of("KvEvent")}}
+    events = {"description": "Server-sent events without end; the first is a snapshot.", "content": one_event}
+    return {
         "/v1/kv/events": {
             "get": operation(
-                *("operate", "kvEvents", "Which KV blocks are cached, for gateways", kv_events),
+                "operate",
+                "kvEvents",
+                "Which KV blocks are cached, for gateways",
+                events,
                 ("400", "403", "404", "503"),
                 parameters=[_of_model()],
             )
         },
         "/v1/kv/tree": {
             "get": operation(
-                *("operate", "kvTree", "The prefix tree of the cache, without text", figures),
+                "operate",
+                "kvTree",
+                "The prefix tree of the cache, without text",
+                _figures(),
                 ("400", "403", "404", "503"),
                 parameters=_nodes(),
             )
@@ -130,22 +154,41 @@ def own_paths() -> dict[str, Any]:
         "/v1/kv/blocks": {
             "post": {
                 **operation(
-                    *("operate", "kvBlocks", "KV blocks of a prompt, for other replicas", octets),
+                    "operate",
+                    "kvBlocks",
+                    "KV blocks of a prompt, for other replicas",
+                    _octets(),
                     ("400", "403", "404", "409", "413", "429", "503"),
                     parameters=[_of_model()],
                 ),
                 "requestBody": {"required": True, "content": {"application/octet-stream": {"schema": {}}}},
             }
         },
+    }
+
+
+def _replica_paths() -> dict[str, Any]:
+    """What gateways move between replicas, beside blocks."""
+    made = as_json({"type": "object"})
+    made["application/json"]["example"] = {"name": "sailor", "model": "smollm2", "system": "Answer as a sailor would."}
+    created = {"description": "With all that makes them.", "content": as_json({"type": "object"})}
+    stored = {"description": "What it keeps now.", "content": as_json({"type": "object"})}
+    return {
         "/v1/stored": {
             "get": operation(
-                *("operate", "giveStored", "A session, responses or a conversation, for gateways", octets),
+                "operate",
+                "giveStored",
+                "A session, responses or a conversation, for gateways",
+                _octets(),
                 ("400", "403", "404"),
                 parameters=_stored_at(),
             ),
             "post": {
                 **operation(
-                    *("operate", "takeStored", "Keep what another replica gave, for gateways", stored),
+                    "operate",
+                    "takeStored",
+                    "Keep what another replica gave, for gateways",
+                    stored,
                     ("400", "403", "409", "413"),
                 ),
                 "requestBody": {"required": True, "content": {"application/octet-stream": {"schema": {}}}},
@@ -153,11 +196,14 @@ def own_paths() -> dict[str, Any]:
         },
         "/v1/created": {
             "get": operation(
-                *("operate", "listCreated", "Models that clients made, for gateways", created), ("400", "403")
+                "operate", "listCreated", "Models that clients made, for gateways", created, ("400", "403")
             ),
             "post": {
                 **operation(
-                    *("operate", "takeCreated", "Keep a model that another replica has, for gateways", stored),
+                    "operate",
+                    "takeCreated",
+                    "Keep a model that another replica has, for gateways",
+                    stored,
                     (*BODY_ERRORS, "403", "404", "409"),
                 ),
                 "requestBody": {"required": True, "content": made},
@@ -165,11 +211,23 @@ def own_paths() -> dict[str, Any]:
         },
         "/v1/created/files/{digest}": {
             "get": operation(
-                *("operate", "readCreatedFile", "A file of an adapter that was uploaded", octets),
+                "operate",
+                "readCreatedFile",
+                "A file of an adapter that was uploaded",
+                _octets(),
                 ("400", "403", "404"),
                 parameters=[in_path("digest")],
             )
         },
+    }
+
+
+def _request_paths() -> dict[str, Any]:
+    one, unknown = [in_path("request_id")], ("404", "503")
+    either = {"oneOf": [ref("RunningRequest"), ref("RequestOutcome")]}
+    described = {"description": "What it has done so far, or how it ended.", "content": as_json(either)}
+    explained = {"description": "Its stages, in figures and in sentences.", "content": as_json({"type": "object"})}
+    return {
         "/v1/requests": {
             "get": operation(
                 "operate", "listRequests", "List running requests", "RunningRequests", ("400",), parameters=[_listed()]
@@ -177,14 +235,20 @@ def own_paths() -> dict[str, Any]:
         },
         "/v1/steps": {
             "get": operation(
-                *("operate", "steps", "The engine's last steps", figures),
+                "operate",
+                "steps",
+                "The engine's last steps",
+                _figures(),
                 ("400", "403", "404", "503"),
                 parameters=_last(),
             )
         },
         "/v1/cost": {
             "get": operation(
-                *("operate", "cost", "What tokens cost on this machine", figures),
+                "operate",
+                "cost",
+                "What tokens cost on this machine",
+                _figures(),
                 ("400", "403", "404"),
                 parameters=_price(),
             )
@@ -204,6 +268,14 @@ def own_paths() -> dict[str, Any]:
             )
         },
     }
+
+
+def _figures() -> dict[str, Any]:
+    return {"description": "Present figures and series.", "content": as_json({"type": "object"})}
+
+
+def _octets() -> dict[str, Any]:
+    return {"description": "The sealed part.", "content": {"application/octet-stream": {"schema": {}}}}
 
 
 def operate_paths() -> dict[str, Any]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import msgspec
 
 from millrace.errors import BadRequest
-from millrace.params import Grammar, SamplingParams
+from millrace.params.grammar import Grammar
+from millrace.params.sampling import SamplingParams
 from millrace.serve.generate.chat.reasoning import NO_WISH, ReasoningWish, check_wish, thinking_limit
 from millrace.serve.generate.chat.tools import NO_TOOLS, ToolUse
 from millrace.serve.generate.generation import Prompt

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from millrace.errors import BadRequest
-from millrace.params import ThinkingLimit
+from millrace.params.grammar import ThinkingLimit
 from millrace.serve.generate.generation import Prompt
 from millrace.text.answer_formats import ChatText
 

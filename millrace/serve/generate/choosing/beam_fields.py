@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from millrace.errors import BadRequest
-from millrace.params import MAX_CHOICES, MAX_LOGPROBS, BeamParams
+from millrace.params.beams import BeamParams
+from millrace.params.sampling import MAX_CHOICES, MAX_LOGPROBS
 from millrace.serve.generate.checks import name_fields
 from millrace.serve.generate.choosing.sampler_fields import SamplerFields
 from millrace.serve.http.schema import Strict, described

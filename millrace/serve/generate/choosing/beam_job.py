@@ -11,7 +11,8 @@ from millrace.beams import Beam, check_beams, search, step_params
 from millrace.errors import BadRequest, MillraceError
 from millrace.link.messages import Finish, TokenLogprobs
 from millrace.link.search_steps import SearchSteps
-from millrace.params import BeamParams, FinishReason
+from millrace.params.beams import BeamParams
+from millrace.params.classes import FinishReason
 from millrace.serve.generate.checks import name_fields
 from millrace.serve.generate.choices import Choice
 from millrace.serve.generate.generation import Generation, Prompt

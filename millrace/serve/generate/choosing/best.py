@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from millrace.errors import BadRequest
-from millrace.params import MAX_CHOICES
+from millrace.params.sampling import MAX_CHOICES
 from millrace.serve.generate.checks import MAX_SEQUENCES, check_range
 from millrace.serve.generate.choices import CollectedChoice
 from millrace.serve.generate.choosing.beam_fields import SelfConsistency

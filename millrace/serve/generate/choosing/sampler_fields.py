@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from millrace.config import Speculation
 from millrace.errors import BadRequest
-from millrace.params import (
+from millrace.params.sampling import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from millrace.errors import BadRequest
-from millrace.params import CLASS_NAMES
+from millrace.params.classes import CLASS_NAMES
 from millrace.serve.generate.checks import check_range
 
 PriorityClass = Literal["interactive", "standard", "batch"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from millrace.errors import BadRequest
-from millrace.params import Retain
+from millrace.params.keeping import Retain
 
 IN_MEMORY_S = 600.0
 DAY_S = 86400.0

@@ -54,7 +54,8 @@ class TurnSink:
     """Notes the tokens of a turn's answer on their way to its choice."""
 
     def __init__(self, turn: Turn, choice: TokenSink) -> None:
-        self._ids, self._choice = turn.output_ids, choice
+        self._ids = turn.output_ids
+        self._choice = choice
 
     def on_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         self._ids.append(token_id)

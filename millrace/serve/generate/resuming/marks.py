@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from millrace.link.messages import Finish, TokenLogprobs
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 
 
 class FrameSink(Protocol):
@@ -84,7 +84,8 @@ class MarkedSink:
     """The sink of a choice whose frames go through marks."""
 
     def __init__(self, choice: TokenSink, frames: MarkedFrames) -> None:
-        self._choice, self._frames = choice, frames
+        self._choice = choice
+        self._frames = frames
 
     def on_token(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
         self._frames.add(token_id)

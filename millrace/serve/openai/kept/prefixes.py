@@ -13,8 +13,8 @@ from aiohttp import web
 from msgspec import UNSET, Raw, UnsetType
 
 from millrace.errors import BadRequest, CacheFull, MillraceError, NotFound
-from millrace.link.messages import HandleFigures, HandleList
-from millrace.params import Retain
+from millrace.link.handle_messages import HandleFigures, HandleList
+from millrace.params.keeping import Retain
 from millrace.serve.generate.choices import Choice, CollectedChoice, DetailedChoice
 from millrace.serve.generate.events import TextDelta, Usage
 from millrace.serve.generate.fields.retaining import MAX_TTL_S
@@ -161,7 +161,8 @@ class CacheWriter(TextOnly):
 
     def __init__(self, job: Job, retain: Retain) -> None:
         self.limit_names: dict[str, str] = {}
-        self._job, self._retain = job, retain
+        self._job = job
+        self._retain = retain
 
     def answer(self, choices: list[CollectedChoice], usage: Usage) -> bytes:
         finish, block = choices[0].finish, self._job.state.config.plan.block_size

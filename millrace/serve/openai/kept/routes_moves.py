@@ -9,7 +9,7 @@ import numpy as np
 from aiohttp import web
 
 from millrace.errors import BadRequest
-from millrace.params import Retain
+from millrace.params.keeping import Retain
 from millrace.serve.http.json_answer import json_answer
 from millrace.serve.http.queries import check_query
 from millrace.serve.openai.kept.routes_sessions import checked_name, described_session

@@ -12,8 +12,8 @@ from aiohttp import web
 from msgspec import Raw
 
 from millrace.errors import BadRequest, EngineUnavailable
-from millrace.link.messages import HandleFigures, HandleList
-from millrace.params import CLASS_NAMES
+from millrace.link.handle_messages import HandleFigures, HandleList
+from millrace.params.classes import CLASS_NAMES
 from millrace.serve.generate.checks import check_metadata
 from millrace.serve.generate.fields.priority import PriorityClass, priority_of
 from millrace.serve.generate.fields.retaining import MAX_TTL_S

@@ -16,7 +16,7 @@ from typing import Protocol
 import msgspec
 
 from millrace.link.messages import Finish, NewRequest, Resumption, TokenLogprobs, pack_tokens, unpack_tokens
-from millrace.params import FinishReason
+from millrace.params.classes import FinishReason
 
 log = logging.getLogger(__name__)
 

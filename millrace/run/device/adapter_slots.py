@@ -43,7 +43,8 @@ class OrderedFiller:
     """In launch order: the matrices are where steps read them already, or are copied there between two steps."""
 
     def __init__(self, slots: AdapterSlots, device: Device) -> None:
-        self._slots, self._device = slots, device
+        self._slots = slots
+        self._device = device
 
     def fill(self, slot: int, adapter: Adapter | None) -> IsReady:
         slots = self._slots
@@ -56,7 +57,8 @@ class StreamFiller:
     ended, so no step waits for it."""
 
     def __init__(self, slots: AdapterSlots) -> None:
-        self._slots, self._side = slots, SideStream()
+        self._slots = slots
+        self._side = SideStream()
 
     def fill(self, slot: int, adapter: Adapter | None) -> IsReady:
         slots, side = self._slots, self._side

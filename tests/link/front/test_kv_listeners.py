@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from millrace.link import kv_listeners
-from millrace.link.kv_listeners import KvListeners
+from millrace.link.front import kv_listeners
+from millrace.link.front.kv_listeners import KvListeners
 from millrace.link.messages import KvEvents
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from millrace.commands.benchmarks.printing import print_figures
 from millrace.terminal.parser import UsageError, numbers
 from millrace.terminal.settings_options import load_settings
 
@@ -78,3 +79,8 @@ def _check_formats(formats: tuple[str, ...], models: tuple[str, ...]) -> None:
         raise UsageError(f"--formats has {', '.join(unknown)}; it takes {', '.join(known)}.")
     if formats and not models:
         raise UsageError("--formats needs a shape, such as --models llama-3.1-8b.")
+
+
+def run(args: argparse.Namespace) -> int:
+    title = "Formats of weights: memory, time of a decode step, perplexity"
+    return print_figures(figures(args), title, "formats", as_json=args.json)

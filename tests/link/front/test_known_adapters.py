@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from millrace.link.adapter_messages import AdapterAnswer, AddAdapter
-from millrace.link.known_adapters import KnownAdapters
+from millrace.link.front.known_adapters import KnownAdapters
 
 ONE, TWO, OWN = AddAdapter("one", "/a/one"), AddAdapter("two", "/a/two"), AddAdapter("own", "/a/own")
 

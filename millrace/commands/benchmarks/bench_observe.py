@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from millrace.commands.bench_serve import server_options
+from millrace.commands.benchmarks.bench_serve import server_options
 from millrace.sources.names import has_gpu
 from millrace.terminal.parser import UsageError, numbers
 from millrace.terminal.settings_options import load_settings

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from millrace.errors import BadRequest, ContextOverflow
 from millrace.link.messages import EngineReady
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 
 
 def checked_ids(prompt: Sequence[int], vocab_size: int) -> npt.NDArray[np.int64]:
@@ -46,14 +48,18 @@ def check_named_ids(params: SamplingParams, vocab_size: int) -> None:
                 )
 
 
-def check_allowed_ends(params: SamplingParams, end_token_ids: Sequence[int]) -> None:
-    """Refuse a minimum length that no allowed token could fill."""
+def checked_ends(params: SamplingParams, end_token_ids: Sequence[int]) -> tuple[int, ...]:
+    """The tokens that end the answer, of the model's end tokens. Refuses a minimum length that no allowed token could
+    fill."""
+    of_model = () if params.ignore_eos and params.grammar is None else end_token_ids
+    end_token_ids = tuple(dict.fromkeys((*of_model, *params.stop_token_ids)))
     if params.min_tokens and params.allowed_token_ids and set(params.allowed_token_ids) <= set(end_token_ids):
         raise BadRequest(
             "allowed_token_ids has nothing but tokens that end the answer, which min_tokens forbids; add others or"
             " remove min_tokens.",
             param="allowed_token_ids",
         )
+    return end_token_ids
 
 
 def overflow(num_prompt: int, max_tokens: int, ready: EngineReady) -> ContextOverflow:
@@ -81,3 +87,19 @@ def text_too_long(num_tokens: int, ready: EngineReady) -> ContextOverflow:
         " Shorten it, or ask for its end to be cut (`truncate`).",
         param="prompt",
     )
+
+
+def completed(params: SamplingParams, num_prompt: int, ready: EngineReady) -> SamplingParams:
+    """Check the request against the engine's limits, and fill in `max_tokens` and the seed."""
+    if params.logit_bias or params.stop_token_ids or params.allowed_token_ids:
+        check_named_ids(params, ready.vocab_size)
+    room = min(ready.max_context, ready.kv_tokens)
+    max_tokens = params.max_tokens if params.max_tokens is not None else max(room - num_prompt, 1)
+    if params.pooling == "model":
+        if num_prompt > ready.max_context:
+            raise text_too_long(num_prompt, ready)
+    elif num_prompt + max_tokens > room:
+        raise overflow(num_prompt, max_tokens, ready)
+    if params.max_tokens is None:
+        params = msgspec.structs.replace(params, max_tokens=max_tokens)
+    return params if params.seed is not None else params.with_seed(secrets.randbits(63))

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from millrace.errors import BadRequest
 from millrace.link.messages import EngineReady, Finish, TokenLogprobs
-from millrace.params import Documents, SamplingParams
+from millrace.params.keeping import Documents
+from millrace.params.sampling import SamplingParams
 
 
 class _Unread:
@@ -46,3 +47,8 @@ def texts_alone(documents: Documents, token_ids: Sequence[int], block_size: int)
         if num_whole and text not in seen:
             seen.add(text)
             yield text
+
+
+def params_alone(adapter: str) -> SamplingParams:
+    """Of the request for such a text."""
+    return SamplingParams(temperature=0.0, max_tokens=0, pooling="last", adapter=adapter)

@@ -24,7 +24,7 @@ from millrace.link.messages import (
     pack_tokens,
     unpack_tokens,
 )
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 
 ASKED = SamplingParams(max_tokens=20)
 

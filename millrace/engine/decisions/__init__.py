@@ -1,0 +1,1 @@
+"""What is decided before an engine is built. Start with `decide.py`."""

@@ -1,0 +1,1 @@
+"""The parts of a front's client of the engine: open requests, what they receive, questions, adapters, checks."""
