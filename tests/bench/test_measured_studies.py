@@ -10,10 +10,10 @@ from typing import Any, Self
 
 import pytest
 
-from millrace.bench.studies import answers, kv_formats, mechanisms, sessions
+from millrace.bench.studies import answers, formats, kv_formats, mechanisms, sessions
 from millrace.bench.studies.constraints import Person, is_valid
 from millrace.bench.studies.documents import overlap
-from millrace.bench.studies.measured import Asked, ratio_of_medians
+from millrace.bench.studies.measured import Asked, TimeLimit, ratio_of_medians, rounds_said
 from millrace.bench.studies.registry import MEASURED
 from millrace.cli import main
 from millrace.config import Config, MemoryConfig, ModelConfig, RunConfig
@@ -92,6 +92,77 @@ def test_a_needle_is_as_deep_as_asked_and_the_text_as_long() -> None:
     assert place / len(text.split()) == pytest.approx(0.5, abs=0.05)
 
 
+class Clock:
+    """Shows the time that work has taken."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_time_limit_leaves_out_rounds_that_would_end_late_but_not_the_first() -> None:
+    clock = Clock()
+    limit = TimeLimit(1.0, clock)
+    done = []
+    for number in limit.rounds(9):
+        clock.now += (10.0, 25.0, 1.0)[number]  # The slowest so far counts: three end after 36 s, four after 61 s.
+        done.append(number)
+    assert done == [0, 1, 2]
+    assert list(TimeLimit(0.0, Clock()).rounds(3)) == [0, 1, 2]  # No time passes.
+    done.clear()
+    for number in TimeLimit(0.5, clock).rounds(3):
+        clock.now += 31.0
+        done.append(number)
+    assert done == [0]
+    assert rounds_said(3, Asked("", 3)) == " 3 rounds."
+    assert rounds_said(1, Asked("", 3)) == " 1 round of 3; the others would not have ended in time."
+
+
+def test_long_texts_are_left_out_before_their_time_and_samples_before_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+
+    class Opened(CountingModel):
+        def __init__(self, *_: object, **__: object) -> None:
+            self.max_context = 3000
+
+    def found(llm: object, draw: random.Random, length: int, samples: int) -> tuple[list[list[int]], list[int]]:
+        clock.now += 10 * (length / 512) ** 1.5  # 10, 28.3 and 80 s.
+        asks.append((length, draw.random()))
+        return [[0] * length] * 3, [1, 0, 1]
+
+    asks: list[tuple[int, float]] = []
+    monkeypatch.setattr(answers, "found_needles", found)
+    monkeypatch.setattr(answers, "TimeLimit", lambda minutes: TimeLimit(minutes, clock))
+    monkeypatch.setattr(answers, "LLM", Opened)
+    recall = answers.needle_recall(Asked("a,b", 2, minutes=2 * 130 / 60))
+    assert [length for length, _ in asks] == [512, 1024, 2048, 512] * 2
+    assert len(set(asks)) == 4  # Both models read the same texts.
+    assert recall.rows[0] == ("a", 512, 512.0, "2 of 2", "0 of 2", "2 of 2", pytest.approx(200 / 3))
+    assert recall.rows[5] == ("b", 2048, 2048.0, "1 of 1", "0 of 1", "1 of 1", pytest.approx(200 / 3))
+    assert "Too long" not in recall.conclusion
+    short = answers.needle_recall(Asked("a", 2, minutes=0.5))
+    assert "Too long for the time limit: 1,024, 2,048." in short.conclusion
+
+
+def test_products_are_compared_by_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Opened(CountingModel):
+        def __init__(self, *_: object, quantization: str, dtype: str, **__: object) -> None:
+            self.slowness = {"int8": 1.0, "none": 3.0}[quantization] + (dtype == "bfloat16")
+            self.ready = SimpleNamespace(memory_plan={"weights": 1 << 20})
+
+    monkeypatch.setattr(formats, "LLM", Opened)
+    monkeypatch.setattr(formats, "step_ms", lambda llm, batch: llm.slowness * batch)
+    monkeypatch.setattr(formats, "prompt_ms", lambda llm: 2 * llm.slowness)
+    monkeypatch.setattr(formats, "perplexity", lambda llm, *_: (10 / llm.slowness, 1))
+    found = formats.w4a8(Asked("a model", 2))
+    assert found.rows[1][1:] == (1.0, 3.0, 48.0, 6.0, 3.0, 3.0, 3.0, 10 / 3)
+    assert found.rows[2][5:8] == (4.0, 4.0, 4.0)
+    assert "stay the default" in found.conclusion
+    assert found.conclusion.endswith(" 2 rounds.")
+
+
 class SmallCache:
     """Has two formats; a step takes twice as long in the second."""
 
@@ -115,13 +186,17 @@ def test_formats_that_the_machine_lacks_are_named_and_the_others_compared(monkey
     monkeypatch.setattr(kv_formats, "long_step_ms", lambda llm, number: steps[llm.kv_dtype] * (1 + number))
     monkeypatch.setattr(kv_formats, "perplexity", lambda llm, *_: (10 / steps[llm.kv_dtype], 1))
     monkeypatch.setattr(kv_formats, "found_needles", lambda *_: ([], [1, 2, 0]))
-    found = kv_formats.kv_formats(Asked("a model", 3))
+    found = kv_formats.kv_formats(Asked("one,other", 3))
     assert found.rows == [
-        ("full", 100.0, (1 << 30) / 100, 4.0, 1.0, 5.0, 3),
-        ("int4", 25.0, (1 << 30) / 25, 8.0, 2.0, 2.5, 3),
+        (model, *row)
+        for model in ("one", "other")
+        for row in (
+            ("full", 100.0, (1 << 30) / 100, 4.0, 1.0, 5.0, 3),
+            ("int4", 25.0, (1 << 30) / 25, 8.0, 2.0, 2.5, 3),
+        )
     ]
     assert "4.0 times fewer bytes" in found.conclusion
-    assert "Not on this machine: packed, float16, fp8, int8." in found.conclusion
+    assert "Not on this machine or for this model: packed, float16, fp8, int8. 3 rounds." in found.conclusion
 
 
 def test_an_answer_fits_a_schema_or_does_not() -> None:
@@ -186,6 +261,10 @@ def test_measured_studies_take_no_profile(capsys: pytest.CaptureFixture[str]) ->
     assert all(f"{name:<18}measured" in listed for name in MEASURED)
     assert main(["study", "w4a8", "--profile", "h200-8b"]) == 2
     assert main(["study", "chunk-size", "--profile", "h200-8b", "--samples", "3"]) == 2
+    capsys.readouterr()
+    assert main(["study", "cold-start", "--minutes", "3"]) == 2
+    assert "cold-start has no time limit" in capsys.readouterr().err
+    assert main(["study", "w4a8", "--minutes", "0"]) == 2
 
 
 def test_sessions_are_compared_with_computing_them_again() -> None:

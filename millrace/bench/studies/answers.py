@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from millrace.bench.studies.measured import Asked, MeasuredStudy, chat_ids, need_data
+from millrace.bench.studies.measured import Asked, MeasuredStudy, TimeLimit, chat_ids, need_data
 from millrace.errors import ConfigError
 from millrace.llm import LLM
 from millrace.load.svg import Line, plot
@@ -72,25 +74,65 @@ def first_number(text: str) -> float | None:
     return None if found is None else float(found.group().replace(",", ""))
 
 
+@dataclass(slots=True)
+class Recall:
+    """Of one length: tokens of the prompts, and numbers found at each depth, one for each text."""
+
+    tokens: list[int] = field(default_factory=list)
+    found: list[list[bool]] = field(default_factory=lambda: [[] for _ in DEPTHS])
+
+    @property
+    def percent(self) -> float:
+        return 100 * sum(map(sum, self.found)) / len(self.tokens)
+
+    def row(self, model: str, length: int) -> tuple[object, ...]:
+        parts = (f"{sum(found)} of {len(found)}" for found in self.found)
+        return (model, length, sum(self.tokens) / len(self.tokens), *parts, self.percent)
+
+
 def needle_recall(asked: Asked) -> Findings:
-    """Of each length and depth `samples` texts."""
-    draw = random.Random(asked.seed)
-    rows = []
-    with LLM(asked.model, progress=False) as llm:
-        lengths = [length for length in LENGTHS if length + 64 <= llm.max_context]
-        for length in lengths:
-            asks, parts = found_needles(llm, draw, length, asked.samples)
-            mean = sum(map(len, asks)) / len(asks)
-            rows.append((length, mean, *parts, 100 * sum(parts) / len(asks)))
-    counts = f"of {asked.samples}"
-    last = rows[-1]
+    """Models share the time."""
+    rows: list[tuple[object, ...]] = []
+    lines, said = list[Line](), list[str]()
+    for model in asked.models:
+        limit = TimeLimit(asked.minutes / len(asked.models))
+        with LLM(model, progress=False) as llm:
+            lengths = [length for length in LENGTHS if length + 64 <= llm.max_context]
+            by_length = recall_by_length(llm, asked, lengths, limit)
+        rows += [one.row(model, length) for length, one in by_length.items()]
+        lines.append(Line(model, list(by_length), [one.percent for one in by_length.values()]))
+        shortest, longest = min(by_length), max(by_length)
+        left = [f"{length:,}" for length in lengths if length not in by_length]
+        said.append(
+            f"{model} finds {by_length[shortest].percent:.0f}% of the numbers in {shortest:,} tokens and"
+            f" {by_length[longest].percent:.0f}% in {longest:,}."
+            + (f" Too long for the time limit: {', '.join(left)}." if left else "")
+        )
+    depths = (f"found at {100 * depth:.0f}%" for depth in DEPTHS)
     return Findings(
-        ("length", "prompt tokens", *(f"found at {100 * depth:.0f}%, {counts}" for depth in DEPTHS), "found %"),
+        ("model", "length", "prompt tokens", *depths, "found %"),
         rows,
-        [plot("Recall by length", [Line("found", [row[1] for row in rows], [row[-1] for row in rows])], "tokens", "%")],
-        f"{rows[0][-1]:.0f}% of the numbers are found in {rows[0][0]:,} tokens and {last[-1]:.0f}% in {last[0]:,}, with"
-        f" {len(DEPTHS) * asked.samples} texts per length. KV cache: the device's default format.",
+        [plot("Recall by length", lines, "tokens", "%", log_x=True)],
+        " ".join(said) + " KV cache: the device's default format.",
     )
+
+
+def recall_by_length(llm: LLM, asked: Asked, lengths: Sequence[int], limit: TimeLimit) -> dict[int, Recall]:
+    """Every length once before any length again, so that a limit costs samples before it costs lengths."""
+    found: dict[int, Recall] = {}
+    for sample in range(asked.samples):
+        for length in lengths:
+            # A token behind a longer context takes longer: half as long again, where the length doubles.
+            work = length**1.5
+            if not limit.fits(work):
+                continue
+            with limit.work(work):
+                asks, parts = found_needles(llm, random.Random(f"{asked.seed} {length} {sample}"), length, 1)
+            one = found.setdefault(length, Recall())
+            one.tokens += map(len, asks)
+            for depth, is_found in zip(one.found, parts, strict=True):
+                depth.append(bool(is_found))
+    return found
 
 
 def found_needles(llm: LLM, draw: random.Random, length: int, samples: int) -> tuple[list[list[int]], list[int]]:
@@ -135,9 +177,10 @@ STUDIES = {
         "Recall of a needle against length",
         "Does the model find one sentence in a long text?",
         "Sentences drawn at random with a number of five digits in one of them, at three depths; `--samples` texts for"
-        " each length and depth, greedy answers.",
-        MODEL,
+        " each length and depth, or as many as `--minutes` (shared by the models) allow, greedy answers.",
+        f"smollm2-135m-instruct,{MODEL}",
         3,
         needle_recall,
+        has_limit=True,
     ),
 }

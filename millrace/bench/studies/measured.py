@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,20 +17,29 @@ from millrace.errors import ConfigError
 from millrace.llm import LLM
 from millrace.simulate.studies.findings import Findings
 
+MINUTES = 10.0
+"""Default time limit of studies that have one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """`data`: a file that the study needs and that does not ship with Millrace."""
+    """`model`: some studies take several, separated by commas. `data`: a file that the study needs and that does not
+    ship with Millrace. `minutes`: time limit; parts that would end later are left out, but never the first one."""
 
     model: str
     samples: int
     seed: int = 0
     data: Path | None = None
+    minutes: float = MINUTES
+
+    @property
+    def models(self) -> list[str]:
+        return [name for name in self.model.split(",") if name]
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStudy:
-    """`samples`: by default; what a sample is, the method says."""
+    """`samples`: by default; what a sample is, the method says. `has_limit`: it takes `--minutes`."""
 
     title: str
     question: str
@@ -36,6 +47,40 @@ class MeasuredStudy:
     model: str
     samples: int
     run: Callable[[Asked], Findings]
+    has_limit: bool = False
+
+
+class TimeLimit:
+    """Tells whether more work would end in time, judged by the slowest so far."""
+
+    def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._end = clock() + 60 * minutes
+        self._slowest = 0.0
+        """Seconds per unit of work."""
+
+    def fits(self, units: float = 1.0) -> bool:
+        """The first work always does."""
+        return not self._slowest or self._clock() + self._slowest * units <= self._end
+
+    @contextmanager
+    def work(self, units: float = 1.0) -> Iterator[None]:
+        began = self._clock()
+        yield
+        self._slowest = max(self._slowest, (self._clock() - began) / units)
+
+    def rounds(self, at_most: int) -> Iterator[int]:
+        for number in range(at_most):
+            if not self.fits():
+                return
+            with self.work():
+                yield number
+
+
+def rounds_said(done: int, asked: Asked) -> str:
+    """For a conclusion."""
+    limit = "" if done == asked.samples else f" of {asked.samples}; the others would not have ended in time"
+    return f" {done} round{'s' if done > 1 else ''}{limit}."
 
 
 def machine() -> str:

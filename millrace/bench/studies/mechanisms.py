@@ -12,7 +12,7 @@ import torch
 
 from millrace.bench.micro.formats import read_text, step_ms
 from millrace.bench.studies.formats import prompt_ms
-from millrace.bench.studies.measured import Asked, MeasuredStudy, ratio_of_medians
+from millrace.bench.studies.measured import Asked, MeasuredStudy, TimeLimit, ratio_of_medians, rounds_said
 from millrace.config import Config, MemoryConfig, ModelConfig, RunConfig
 from millrace.llm import LLM
 from millrace.load.svg import Line, plot
@@ -54,7 +54,7 @@ def mechanisms(asked: Asked) -> Findings:
     device = "gpu" if torch.cuda.is_available() else "cpu"
     names = [name for name, (kind, _, _) in CHANGES.items() if kind in ("both", device)]
     times: dict[str, list[list[float]]] = {name: [] for name in names}
-    for number in range(asked.samples):
+    for number in TimeLimit(asked.minutes).rounds(asked.samples):
         for name in names if number % 2 == 0 else names[::-1]:
             _, graphs, change = CHANGES[name]
             engine = RealEngine(_config(asked.model, graphs=graphs), change)
@@ -78,7 +78,9 @@ def mechanisms(asked: Asked) -> Findings:
         rows,
         [plot("Decode step by rows", lines, "rows", "ms", log_x=True)],
         f"Without overlap a step of {ROWS[1]} rows takes {off[5]:.2f} times as long and one of {ROWS[2]} rows"
-        f" {off[6]:.2f} times." + (_cpu_conclusion(measured) if device == "cpu" else ""),
+        f" {off[6]:.2f} times."
+        + (_cpu_conclusion(measured) if device == "cpu" else "")
+        + rounds_said(len(times["as shipped"]), asked),
     )  # fmt: skip
 
 
@@ -173,11 +175,12 @@ STUDIES = {
     "mechanisms": MeasuredStudy(
         "Overlap, graphs and split contexts switched off",
         "What does each of these mechanisms give?",
-        "The scheduler, cycle and runner without HTTP; `--samples` rounds in which all variants take turns, medians of"
-        f" times and of the rounds' ratios. Rows decode {OUTPUT} tokens each.",
+        "The scheduler, cycle and runner without HTTP; `--samples` rounds, or as many as `--minutes` allow, in which"
+        f" all variants take turns, medians of times and of the rounds' ratios. Rows decode {OUTPUT} tokens each.",
         "smollm2-135m-instruct",
         5,
         mechanisms,
+        has_limit=True,
     ),
     "determinism": MeasuredStudy(
         "What determinism costs, and how often it matters",

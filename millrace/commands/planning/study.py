@@ -22,7 +22,8 @@ examples:
   millrace study                                          list the studies
   millrace study chunk-size --profile h200-8b             print the page
   millrace study all --profile mine.json --out studies    write the pages and plots of all simulated studies
-  millrace study w4a8 --samples 5                         measured on this machine
+  millrace study w4a8 --samples 5 --minutes 30            measured on this machine
+  millrace study needle-recall --model smollm2,./mine     two models beside each other
   millrace study thinking-length --data gsm8k.jsonl --model qwen2.5-coder-1.5b"""
 
 
@@ -35,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, metavar="DIRECTORY", help="write NAME.md and NAME.svg here")
     measured = parser.add_argument_group("studies that measure this machine (they also take --model)")
     measured.add_argument("--samples", type=int, default=0, metavar="N", help="how many (default: by study)")
+    measured.add_argument(
+        "--minutes", type=float, metavar="X", help="measure no further rounds or lengths after this time (default: 10)"
+    )
     measured.add_argument("--data", type=Path, metavar="FILE", help="what the study reads, if it needs a file")
 
 
@@ -59,8 +63,10 @@ def _simulate(args: argparse.Namespace) -> int:
     from millrace.simulate.studies.findings import page
     from millrace.simulate.studies.scheduling import STUDIES
 
-    if args.samples or args.data:
-        raise UsageError("--samples and --data are for studies that measure; `millrace study` lists which do.")
+    if args.samples or args.data or args.minutes is not None:
+        raise UsageError(
+            "--samples, --minutes and --data are for studies that measure; `millrace study` lists which do."
+        )
     profile = machine_of(args)
     source = args.profile or f"{args.device} {args.model}"
     where = f"{profile.model} on {profile.device} ({profile.source}, error {100 * profile.error:.0f}% of a step)"
@@ -74,7 +80,7 @@ def _simulate(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace) -> int:
-    from millrace.bench.studies.measured import Asked, where
+    from millrace.bench.studies.measured import MINUTES, Asked, where
     from millrace.bench.studies.registry import MEASURED
     from millrace.simulate.studies.findings import page
 
@@ -83,10 +89,18 @@ def _measure(args: argparse.Namespace) -> int:
     if args.samples < 0:
         raise UsageError(f"--samples is {args.samples}; it must be at least 1, or 0 for the study's own number.")
     study, load = MEASURED[args.name], os.getloadavg()[0]
-    asked = Asked(args.model or study.model, args.samples or study.samples, args.seed, args.data)
+    if args.minutes is not None and not study.has_limit:
+        limited = ", ".join(name for name, one in MEASURED.items() if one.has_limit)
+        raise UsageError(f"{args.name} has no time limit: leave --minutes out. Studies that have one: {limited}.")
+    minutes = MINUTES if args.minutes is None else args.minutes
+    if not minutes > 0:
+        raise UsageError(f"--minutes is {minutes:g}; it must be more than 0.")
+    asked = Asked(args.model or study.model, args.samples or study.samples, args.seed, args.data, minutes)
     found = study.run(asked)
     data = "" if asked.data is None else f" --data {asked.data.name}"
-    command = f"`millrace study {args.name} --model {asked.model} --samples {asked.samples}{data} --seed {args.seed}`"
+    limit = f" --minutes {minutes:g}" if study.has_limit else ""
+    told = f"--model {asked.model} --samples {asked.samples}{limit}{data} --seed {args.seed}"
+    command = f"`millrace study {args.name} {told}`"
     _show(args, args.name, page(args.name, study, found, f"{command}. Measured: {where(load)}."), found)
     return 0
 
