@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from millrace.models.spec.families import renamed, renames_of
+
 VOCAB = 97
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -68,6 +70,13 @@ _MAMBA = {
     "logits_scaling": 2.0,
     "pad_token_id": 0,
 }
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 2.0,
+}
+_GRANITE_MOE = {**_GRANITE, "head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2, "pad_token_id": 0}
 _EXPERTS = {
     "n_routed_experts": 8,
     "n_shared_experts": 2,
@@ -217,6 +226,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         position_embedding_type="rope",
         tie_word_embeddings=True,
     ),
+    "granite_hybrid_moe": _sized(
+        "GraniteMoeHybrid",
+        **_MAMBA | {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 40},
+    ),
+    "granite_moe": _sized("GraniteMoe", **_GRANITE_MOE, attention_bias=True),
+    "granite_moe_shared": _sized("GraniteMoeShared", **_GRANITE_MOE, shared_intermediate_size=40),
     "deepseek_v2": _sized("DeepseekV2", **_LATENT, routed_scaling_factor=1.0, n_shared_experts=1),
     "deepseek_v2_groups": _sized(
         "DeepseekV2",
@@ -236,7 +251,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3", **_LATENT, n_group=2, topk_group=1, rope_interleave=False, norm_topk_prob=False
     ),
 }
-HYBRIDS = tuple(case for case in CASES if case.startswith(("qwen3_next", "granite")))
+HYBRIDS = tuple(case for case in CASES if case.startswith(("qwen3_next", "granite_hybrid")))
 """Cases with recurrent layers."""
 
 
@@ -279,8 +294,9 @@ class StateDictSource:
     @classmethod
     def of(cls, model: Any) -> StateDictSource:
         tensors: dict[str, torch.Tensor] = {}
+        renames = renames_of(config_of(model))
         for name, tensor in model.state_dict().items():
-            for own, part in _as_stored(name, tensor.detach(), model.config.model_type):
+            for own, part in _as_stored(renamed(name, renames), tensor.detach(), model.config.model_type):
                 tensors[own] = part
         if model.config.tie_word_embeddings:
             tensors.pop("lm_head.weight", None)

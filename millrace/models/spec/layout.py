@@ -292,13 +292,14 @@ def _moe(spec: ModelSpec, names: WeightNames, prefix: str) -> MoeLayout:
         bias = TensorSpec(prefix + names.router_bias, (spec.moe.num_experts,))
     if not spec.moe.shared_size:
         return MoeLayout(router, tuple(experts), router_bias=bias)
-    shared, size = f"{prefix}{names.shared_expert}.", spec.moe.shared_size
+    shared, size, halves = f"{prefix}{names.shared_expert}.", spec.moe.shared_size, names.shared_gate_up
+    wide = {halves[0]: 2 * size} if len(halves) == 1 else dict.fromkeys(halves, size)
     return MoeLayout(
         router,
         tuple(experts),
         (
-            _matrix(shared, {"gate_proj": size, "up_proj": size}, hidden),
-            _matrix(shared, {"down_proj": hidden}, size),
+            _matrix(shared, wide, hidden),
+            _matrix(shared, {names.shared_down: hidden}, size),
         ),
         _matrix(prefix, {f"{names.shared_expert}_gate": 1}, hidden) if spec.moe.gates_shared else None,
         bias,
