@@ -38,12 +38,11 @@ def _qwen2_moe(c: ConfigReader) -> dict[str, Any]:
 
 
 def _olmoe(c: ConfigReader) -> dict[str, Any]:
-    if c.has("clip_qkv"):
-        raise c.fail("clip_qkv", f"is {c.get('clip_qkv')}; queries and keys are not clipped so far")
     return {
         **attention_bias(c),
         "qk_norm": True,
         "qk_norm_span": "projection",
+        "qkv_clip": c.optional_positive("clip_qkv"),
         "moe": experts_of(c, c.whole("num_experts"), c.whole("intermediate_size"), c.flag("norm_topk_prob")),
         "layers": tuple(LayerSpec(is_moe=True) for _ in range(c.whole("num_hidden_layers"))),
     }

@@ -26,6 +26,7 @@ from millrace.models.spec.family import (
     qwen_windows,
     uniform_windows,
 )
+from millrace.models.spec.layer_norm_families import LAYER_NORM_FAMILIES
 from millrace.models.spec.mixer_families import MIXER_FAMILIES
 from millrace.models.spec.model_spec import LayerSpec, ModelSpec, RopeSpec
 from millrace.models.spec.rope import ROPE_KEYS, read_rope
@@ -46,6 +47,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
 }
+_WITHOUT_GATES: Mapping[str, Activation] = {**_ACTIVATIONS, "relu": "relu", "relu2": "relu2"}
 
 
 # --- the traits of each family ---
@@ -330,6 +332,7 @@ FAMILIES: tuple[Family, ...] = (
         names=WeightNames(router="mlp.router"),
     ),
     *DENSE_FAMILIES,
+    *LAYER_NORM_FAMILIES,
     *EXPERT_FAMILIES,
     *MIXER_FAMILIES,
 )
@@ -384,7 +387,8 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     c = ConfigReader(config, family.defaults)
     if c.whole("num_hidden_layers") > MAX_LAYERS:
         raise c.fail("num_hidden_layers", f"is {c.get('num_hidden_layers')}, above the limit of {MAX_LAYERS}")
-    fields = {**_common(c, family), **family.traits(c)}
+    traits = family.traits(c)
+    fields = {**_common(c, family, _ACTIVATIONS if traits.get("gated_mlp", True) else _WITHOUT_GATES), **traits}
     if "layers" not in fields:
         windows = family.windows(c, c.whole("num_hidden_layers"))
         fields["layers"] = tuple(LayerSpec(window) for window in windows)
@@ -398,7 +402,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     return spec
 
 
-def _common(c: ConfigReader, family: Family) -> dict[str, Any]:
+def _common(c: ConfigReader, family: Family, activations: Mapping[str, Activation]) -> dict[str, Any]:
     hidden_size, num_heads = c.whole("hidden_size"), c.whole("num_attention_heads")
     head_dim = c.whole("head_dim", hidden_size // num_heads)
     entries = {key: c.get(key) for key in ROPE_KEYS}
@@ -412,17 +416,17 @@ def _common(c: ConfigReader, family: Family) -> dict[str, Any]:
         "ropes": (read_rope(entries, head_dim, family.theta, "full_attention"),),
         "norm_eps": c.positive("rms_norm_eps", 1e-6),
         "attention_scale": head_dim**-0.5,
-        "activation": _activation(c),
+        "activation": _activation(c, activations),
         "tied_head": c.flag("tie_word_embeddings"),
     }
 
 
-def _activation(c: ConfigReader) -> Activation:
+def _activation(c: ConfigReader, known: Mapping[str, Activation]) -> Activation:
     key = "hidden_activation" if c.has("hidden_activation") else "hidden_act"
     name = c.get(key) or "silu"
-    if name not in _ACTIVATIONS:
-        raise c.fail(key, f"is {name!r}; supported: {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[name]
+    if name not in known:
+        raise c.fail(key, f"is {name!r}; supported: {', '.join(known)}")
+    return known[name]
 
 
 def _max_context(c: ConfigReader, ropes: tuple[RopeSpec, ...]) -> int:
