@@ -11,7 +11,7 @@ from torch import Tensor
 from millrace.config import Quantization
 from millrace.models.decoder import Decoder
 from millrace.models.kept_weights import grouped_matrices
-from millrace.models.layers import DecoderLayer, DecoderWeights, DenseMlp, Mlp, MoeMlp, SharedMlp
+from millrace.models.layers import DecoderLayer, DecoderWeights, DenseMlp, Mlp, MoeMlp, PlainMlp, SharedMlp
 from millrace.models.mixers import MIXERS, MixerSite
 from millrace.models.op_program import DecoderOps
 from millrace.models.spec.layout import (
@@ -19,6 +19,7 @@ from millrace.models.spec.layout import (
     Matrix,
     ModelLayout,
     MoeLayout,
+    NormLayout,
     TensorSpec,
 )
 from millrace.models.spec.model_spec import LayerSpec, ModelSpec, MoeSpec
@@ -96,12 +97,13 @@ class DecoderBuilder:
         weights = DecoderWeights(
             embedding=embedding,
             layers=layers,
-            final_norm=self.norm(self.layout.final_norm) * spec.hidden_scale,
+            final_norm=self.hidden_norm(self.layout.final_norm) * spec.hidden_scale,
             head=head,
             frequencies=frequencies,
             num_bytes=self._total_bytes,
         )
         use_decode_kernels = not self.deterministic
+        assert not spec.one_norm or spec.parallel_mlp
         return Decoder(spec, weights, ops, self.device, self.dtype, self.choices, use_decode_kernels, self.mesh)
 
     def choose(self, op: str, key: str = "", **shape: Any) -> Choice:
@@ -111,10 +113,15 @@ class DecoderBuilder:
 
     def ops(self) -> DecoderOps:
         spec = self.spec
+        norms = [self.choose(op) for op in ("rms_norm", "add_rms_norm")]
+        self._norms_sum = all(choice.version.name == "triton" for choice in norms) and spec.norm_kind == "rms"
+        if spec.norm_kind == "layer":
+            norms = [self.choose(op) for op in ("layer_norm", "add_layer_norm")]
+        activation = self.choose("gated") if spec.gated_mlp else self.choose("activation", kind=spec.activation)
         return DecoderOps(
-            rms_norm=with_quantise(self.choose("rms_norm").make()),
-            add_rms_norm=with_quantise(self.choose("add_rms_norm").make()),
-            gated=with_quantise(self.choose("gated").make(spec.activation)),
+            norm=with_quantise(norms[0].make()),
+            add_norm=with_quantise(norms[1].make()),
+            activation=with_quantise(activation.make(spec.activation)),
             route=self.choose("router").make(),
             attention=self._attention(),
         )
@@ -146,12 +153,12 @@ class DecoderBuilder:
     def layer(self, ops: DecoderOps, place: tuple[int, int], spec: LayerSpec, layout: LayerLayout) -> DecoderLayer:
         kv_group, kv_index = place
         return DecoderLayer(
-            input_norm=self.optional_norm(layout.input_norm),
+            input_norm=self.optional_hidden_norm(layout.input_norm),
             mixer=MIXERS[spec.mixer](self, MixerSite(spec, layout.mixer, kv_group, kv_index)),
-            mixer_out_norm=self.optional_norm(layout.mixer_out_norm),
-            mlp_norm=self.optional_norm(layout.mlp_norm),
+            mixer_out_norm=self.optional_hidden_norm(layout.mixer_out_norm),
+            mlp_norm=self.optional_hidden_norm(layout.mlp_norm),
             mlp=self._mlp(ops, layout.mlp),
-            mlp_out_norm=self.optional_norm(layout.mlp_out_norm),
+            mlp_out_norm=self.optional_hidden_norm(layout.mlp_out_norm),
         )
 
     def summed(self, linear: Linear) -> Linear:
@@ -169,6 +176,9 @@ class DecoderBuilder:
         if isinstance(layout, MoeLayout):
             return self._moe(ops, layout)
         gate_up, down = layout
+        if not self.spec.gated_mlp:
+            up = self.linear(gate_up, "up_linear")
+            return PlainMlp(up, ops.activation, self.summed(self.linear(down, "down_linear")))
         return DenseMlp(self._gated_linear(ops, gate_up), self.summed(self.linear(down, "down_linear")))
 
     def _moe(self, ops: DecoderOps, layout: MoeLayout) -> Mlp:
@@ -203,8 +213,8 @@ class DecoderBuilder:
             bias = None if layout.router_bias is None else self.vector(layout.router_bias)
             route: Route = self.choose("limited_router").make(moe.routing, bias)
             return lambda x, logits: experts(x, *route(logits, moe.top_k, moe.renormalise))
-        norms_add = all(self.choices[op].version.name == "triton" for op in ("rms_norm", "add_rms_norm"))
-        unsummed = norms_add and layout.shared is None and self.mesh.size == 1
+        is_last = layout.shared is None and not self.spec.parallel_mlp
+        unsummed = self._norms_sum and is_last and self.mesh.size == 1
 
         def routed(x: Tensor, logits: Tensor) -> Tensor | Unsummed:
             return experts.routed(x, logits, moe.top_k, moe.renormalise, route=ops.route, unsummed=unsummed)
@@ -261,7 +271,7 @@ class DecoderBuilder:
         )
 
         def make(weight: Any, bias: Tensor | None) -> Any:
-            return choice.make(weight, bias, self.spec.activation, linear.make, ops.gated)
+            return choice.make(weight, bias, self.spec.activation, linear.make, ops.activation)
 
         gated: GatedLinear = self._made(matrix, make, quantised)
         return gated
@@ -326,6 +336,19 @@ class DecoderBuilder:
 
     def optional_norm(self, part: TensorSpec | None) -> Tensor | None:
         return None if part is None else self.norm(part)
+
+    def hidden_norm(self, parts: NormLayout) -> Tensor:
+        """Of hidden states: float32 [hidden], or of a layer norm [2, hidden], its weight and its bias."""
+        if self.spec.norm_kind == "rms":
+            return self.norm(parts[0])
+        size = (self.spec.hidden_size,)
+        own = list(parts)
+        weight = self.norm(own.pop(0)) if self.spec.norm_weight else torch.ones(size, device=self.device)
+        bias = self.vector(own.pop(0)) if self.spec.norm_bias else torch.zeros(size, device=self.device)
+        return torch.stack((weight, bias))
+
+    def optional_hidden_norm(self, parts: NormLayout | None) -> Tensor | None:
+        return None if parts is None else self.hidden_norm(parts)
 
     def _report(self, num_bytes: int) -> None:
         self._done_bytes += num_bytes

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_COMPUTED_BUFFER = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias)")
+_COMPUTED_BUFFER = re.compile(r".*\.(rotary_emb\.inv_freq|masked_bias|attn\.bias|attention\.bias)")
 """Buffers in old checkpoints that are not needed: they are computed."""
 _LAYER_TENSOR = re.compile(r"model\.layers\.(?P<index>\d+)\..*")
 

@@ -53,7 +53,8 @@ class Decoder:
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=dtype))
         self.angles = Angles(spec.ropes, weights.frequencies)
         self._program = OpProgram(
-            weights.layers, weights.final_norm, ops, self.angles, spec.norm_eps, use_decode_kernels
+            *(weights.layers, weights.final_norm, ops, self.angles, spec.norm_eps, use_decode_kernels),
+            is_parallel=spec.parallel_mlp,
         )
         self.native_stack = self._make_stack()
         """All layers in one C++ call; None if the model needs something it does not support."""

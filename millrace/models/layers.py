@@ -88,6 +88,40 @@ class DenseMlp:
 
 
 @dataclass(frozen=True, slots=True)
+class PlainMlp:
+    """Two linears with an activation between them."""
+
+    up: Linear
+    activation: Callable[..., Any]
+    down: Linear
+
+    @property
+    def takes_fp8(self) -> bool:
+        return self.up.takes_fp8
+
+    @property
+    def has_decode_kernel(self) -> bool:
+        return self.up.has_decode_kernel or self.down.has_decode_kernel
+
+    def __call__(self, x: Any) -> Tensor:
+        return self.down(self.activation(self.up(x), quantise=self.down.takes_fp8))
+
+    def decode(self, x: Any) -> Tensor:
+        return self.down.decode(self.activation(self.up.decode(x)))
+
+    def adds(self, rows: int) -> bool:
+        return self.down.adds(rows)
+
+    def add_to(self, x: Any, total: Tensor) -> None:
+        self.down.add_to(self.activation(self.up(x)), total)
+
+    def adapted(self, x: Tensor, spans: tuple[Span, ...], adapters: LayerAdapters) -> Tensor:
+        up: Tensor = apply_by_span(self.up, x, spans)
+        adapters.add(GATE_UP, x, up)
+        return adapted_linear(self.down, self.activation(up), spans, adapters, DOWN)
+
+
+@dataclass(frozen=True, slots=True)
 class MoeMlp:
     router: Linear
     experts: Callable[[Tensor, Tensor], Tensor | Unsummed]
@@ -145,7 +179,8 @@ class SharedMlp:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """A mixer and an MLP, each a branch of the residual. Norm weights are float32 and include the family's offset."""
+    """A mixer and an MLP, each a branch of the residual. Norms are float32 and include the family's offset; a layer
+    norm is [2, hidden], weight and bias."""
 
     input_norm: Tensor | None
     mixer: Mixer
@@ -160,7 +195,7 @@ class DecoderLayer:
         return (
             *self.mixer.kind,
             type(self.mlp),
-            *(norm is None for norm in (self.input_norm, self.mixer_out_norm, self.mlp_out_norm)),
+            *(norm is None for norm in (self.input_norm, self.mixer_out_norm, self.mlp_norm, self.mlp_out_norm)),
         )
 
 

@@ -144,8 +144,8 @@ def native_stack_missing(spec: ModelSpec, choices: Mapping[str, Choice], layers:
 
 _HONOURED = frozenset(
     "family vocab_size hidden_size inner_size num_heads num_kv_heads head_dim max_context layers ropes norm_eps"
-    " attention_scale norm_offset activation attention_softcap logit_softcap embedding_scale qkv_bias out_bias mlp_bias"
-    " qk_norm sandwich_norms tied_head has_kv_groups".split()
+    " attention_scale norm_offset activation attention_softcap logit_softcap embedding_scale hidden_scale"
+    " qkv_bias out_bias mlp_bias qk_norm sandwich_norms tied_head has_kv_groups".split()
 )
 """Fields of a ModelSpec that the C++ layers honour, or that do not concern them. With any other set, a model runs op by
 op, so a new field is never ignored."""

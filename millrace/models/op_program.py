@@ -31,15 +31,15 @@ from millrace.ops.linear.dense import Linear
 class DecoderOps:
     """The stateless ops, chosen once for this device and dtype.
 
-    With `quantise=True` norms and `gated` return their result as `Quantised`.
+    With `quantise=True` norms and `activation` return their result as `Quantised`.
     """
 
-    rms_norm: Callable[..., Any]
+    norm: Callable[..., Any]
     """(x, weight, eps, quantise=False) -> normed"""
-    add_rms_norm: Callable[..., tuple[Any, Tensor]]
+    add_norm: Callable[..., tuple[Any, Tensor]]
     """(x, residual, weight, eps, quantise=False) -> (normed, x + residual)"""
-    gated: Callable[..., Any]
-    """(gate_up, quantise=False) -> act(gate) · up"""
+    activation: Callable[..., Any]
+    """(gate_up, quantise=False) -> act(gate) · up; in MLPs without gates (up, quantise=False) -> act(up)"""
     route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]]
     attention: Attention
 
@@ -71,9 +71,12 @@ class OpProgram:
         angles: Angles,
         eps: float,
         use_decode_kernels: bool,
+        is_parallel: bool = False,
     ) -> None:
+        """With `is_parallel` MLPs read the residual that mixers read."""
         self.layers, self.ops = layers, ops
         self._final_norm, self._angles, self._eps = final_norm, angles, eps
+        self._is_parallel = is_parallel
         parts = (part for layer in layers for part in (layer.mixer, layer.mlp))
         self._splits_decode = use_decode_kernels and any(part.has_decode_kernel for part in parts)
 
@@ -86,29 +89,45 @@ class OpProgram:
         step.prepare([layer.mixer for layer in layers])
         hidden, first = residual, layers[0]
         if first.input_norm is not None:
-            takes_fp8 = _takes_fp8(first.mixer, is_adapted)
-            hidden = self.ops.rms_norm(residual, first.input_norm, self._eps, quantise=takes_fp8)
+            takes_fp8 = self._takes_fp8(first.mixer, is_adapted)
+            hidden = self.ops.norm(residual, first.input_norm, self._eps, quantise=takes_fp8)
         for index, layer in enumerate(layers):
             _tap(batch.taps, index, residual)
             step.adapters = None if adapters is None else adapters.of_layer(index)
             addends = step.adapters if adapts_all else None
+            beside = self._beside(layer, hidden, residual) if self._is_parallel else None
             if last is None or index + 1 < len(layers):
                 hidden = layer.mixer.mix(hidden, step)
             elif len(last.index):
                 hidden = layer.mixer.mix_last(hidden, step, last)
                 residual, spans = residual.index_select(0, last.index), self._spans(batch, last)
                 addends = None if addends is None else addends.of_tokens(last.index)
+                beside = None if beside is None else beside.index_select(0, last.index)
             else:
                 layer.mixer.write(hidden, step)
                 return residual[:0]
             out = Branch(layer.mixer.out, layer.mixer_out_norm, spans, addends)
             mlp = Branch(layer.mlp, layer.mlp_out_norm, spans, addends)
-            hidden, residual = self._add(out, hidden, residual, layer.mlp_norm, _takes_fp8(layer.mlp, adapts_all))
+            if beside is None:
+                takes_fp8 = self._takes_fp8(layer.mlp, adapts_all)
+                hidden, residual = self._add(out, hidden, residual, layer.mlp_norm, takes_fp8)
+                after = mlp
+            else:
+                residual, after = residual + self._result(mlp, beside), out
             if index + 1 < len(layers):
                 following = layers[index + 1]
-                takes_fp8 = _takes_fp8(following.mixer, is_adapted)
-                hidden, residual = self._add(mlp, hidden, residual, following.input_norm, takes_fp8)
-        return self._final(self._result(mlp, hidden), residual, batch)
+                takes_fp8 = self._takes_fp8(following.mixer, is_adapted)
+                hidden, residual = self._add(after, hidden, residual, following.input_norm, takes_fp8)
+        return self._final(self._result(after, hidden), residual, batch)
+
+    def _beside(self, layer: DecoderLayer, hidden: Tensor, residual: Tensor) -> Tensor:
+        """What a parallel MLP reads. Without a norm of its own, what the mixer reads."""
+        normed: Tensor = hidden if layer.mlp_norm is None else self.ops.norm(residual, layer.mlp_norm, self._eps)
+        return normed
+
+    def _takes_fp8(self, part: Mixer | Mlp, is_adapted: bool) -> bool:
+        """What adapters add is computed from inputs that are not quantised, and so is what two branches read."""
+        return part.takes_fp8 and not is_adapted and not self._is_parallel
 
     def _angles_of(self, batch: ForwardBatch) -> Sequence[Tensor]:
         return self._angles.of(batch.positions) if batch.angles is None else batch.angles
@@ -119,7 +138,7 @@ class OpProgram:
 
     def _result(self, branch: Branch, x: Any) -> Any:
         result = branch(x)
-        return result if branch.norm is None else self.ops.rms_norm(result, branch.norm, self._eps)
+        return result if branch.norm is None else self.ops.norm(result, branch.norm, self._eps)
 
     def _add(self, branch: Branch, x: Any, residual: Tensor, norm: Tensor | None, quantise: bool) -> tuple[Any, Tensor]:
         """Add the branch's output for x to the residual, which may be overwritten: (norm of the sum, sum). Without a
@@ -130,20 +149,15 @@ class OpProgram:
             return total, total
         if branch.norm is None and branch.adapters is None and module.adds(residual.shape[0]):
             module.add_to(x, residual)
-            return ops.rms_norm(residual, norm, self._eps, quantise=quantise), residual
-        return ops.add_rms_norm(self._result(branch, x), residual, norm, self._eps, quantise=quantise)
+            return ops.norm(residual, norm, self._eps, quantise=quantise), residual
+        return ops.add_norm(self._result(branch, x), residual, norm, self._eps, quantise=quantise)
 
     def _final(self, hidden: Tensor | Unsummed, residual: Tensor, batch: ForwardBatch) -> Tensor:
         norm, eps, drawn = self._final_norm, self._eps, batch.drawn
         if drawn is not None:
-            return add_rms_norm_of(self.ops.add_rms_norm, hidden, residual, norm, eps, drawn.index, drawn.out)
-        final: Tensor = self.ops.add_rms_norm(hidden, residual, norm, eps)[0]
+            return add_rms_norm_of(self.ops.add_norm, hidden, residual, norm, eps, drawn.index, drawn.out)
+        final: Tensor = self.ops.add_norm(hidden, residual, norm, eps)[0]
         return final
-
-
-def _takes_fp8(part: Mixer | Mlp, is_adapted: bool) -> bool:
-    """What adapters add is computed from inputs that are not quantised."""
-    return part.takes_fp8 and not is_adapted
 
 
 def _tap(taps: Taps | None, index: int, residual: Tensor) -> None:

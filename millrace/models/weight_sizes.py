@@ -30,7 +30,8 @@ def spec_weight_bytes(spec: ModelSpec, dtype: torch.dtype, quantization: Quantiz
 
 def layout_bytes(spec: ModelSpec, layout: ModelLayout, dtype: torch.dtype, quantization: Quantization = "none") -> int:
     """The same of these tensors."""
-    norms = sum(norm.num_items for layer in layout.layers for norm in norms_of(layer)) + layout.final_norm.num_items
+    norms = sum(norm.num_items for layer in layout.layers for norm in norms_of(layer))
+    norms += sum(part.num_items for part in layout.final_norm)
     frequencies = sum(rope.rotary_dim // 2 for rope in spec.ropes)
     items = sum(part.num_items for part in all_tensors(layout)) - norms
     total = items * dtype.itemsize + 4 * (norms + frequencies)

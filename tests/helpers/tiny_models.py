@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from millrace.models.spec.families import renamed, renames_of
+
 VOCAB = 97
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -68,6 +70,13 @@ _MAMBA = {
     "logits_scaling": 2.0,
     "pad_token_id": 0,
 }
+_GRANITE = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 2.0,
+}
+_GRANITE_MOE = {**_GRANITE, "head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2, "pad_token_id": 0}
 _EXPERTS = {
     "n_routed_experts": 8,
     "n_shared_experts": 2,
@@ -134,6 +143,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         sliding_window=5,
         layer_types=["full_attention", "sliding_attention", "sliding_attention"],
     ),
+    "cohere": _sized("Cohere", head_dim=8, logit_scale=0.3, attention_bias=True, pad_token_id=0),
+    "cohere2": _sized("Cohere2", sliding_window=6, sliding_window_pattern=2, logit_scale=0.3, pad_token_id=0),
+    "starcoder2": _sized("Starcoder2", head_dim=8, sliding_window=7, bos_token_id=1, eos_token_id=2),
+    "gpt_neox": _sized("GPTNeoX", head_dim=8),
+    "gpt_neox_sequential": _sized("GPTNeoX", head_dim=8, use_parallel_residual=False, rotary_pct=1.0),
+    "phi": _sized("Phi", head_dim=8),
+    "stablelm": _sized("StableLm", head_dim=8, use_qkv_bias=True),
+    "stablelm_parallel": _sized("StableLm", head_dim=8, use_parallel_residual=True, partial_rotary_factor=0.5),
+    "nemotron": _sized("Nemotron", attention_bias=True, mlp_bias=True),
+    "arcee": _sized("Arcee", attention_bias=True, mlp_bias=True),
+    "olmo": _sized("Olmo", head_dim=8, clip_qkv=0.6, pad_token_id=0, eos_token_id=2),
     "qwen2_moe": _sized(
         "Qwen2Moe",
         num_hidden_layers=4,
@@ -143,7 +163,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         shared_expert_intermediate_size=24,
         mlp_only_layers=[1],
     ),
-    "olmoe": _sized("Olmoe", head_dim=8, num_experts=5, num_experts_per_tok=2, pad_token_id=0),
+    "olmoe": _sized("Olmoe", head_dim=8, clip_qkv=1.2, num_experts=5, num_experts_per_tok=2, pad_token_id=0),
     "dots1": _sized(
         "Dots1", **_EXPERTS, sliding_window=6, max_window_layers=2, n_group=4, topk_group=2, norm_topk_prob=True
     ),
@@ -217,6 +237,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         position_embedding_type="rope",
         tie_word_embeddings=True,
     ),
+    "granite_hybrid_moe": _sized(
+        "GraniteMoeHybrid",
+        **_MAMBA | {"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 40},
+    ),
+    "granite_moe": _sized("GraniteMoe", **_GRANITE_MOE, attention_bias=True),
+    "granite_moe_shared": _sized("GraniteMoeShared", **_GRANITE_MOE, shared_intermediate_size=40),
     "deepseek_v2": _sized("DeepseekV2", **_LATENT, routed_scaling_factor=1.0, n_shared_experts=1),
     "deepseek_v2_groups": _sized(
         "DeepseekV2",
@@ -236,7 +262,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3", **_LATENT, n_group=2, topk_group=1, rope_interleave=False, norm_topk_prob=False
     ),
 }
-HYBRIDS = tuple(case for case in CASES if case.startswith(("qwen3_next", "granite")))
+HYBRIDS = tuple(case for case in CASES if case.startswith(("qwen3_next", "granite_hybrid")))
 """Cases with recurrent layers."""
 
 
@@ -253,8 +279,8 @@ def make_reference(case: str, seed: int = 0, **changes: Any) -> Any:
         torch.manual_seed(seed)
         model = getattr(transformers, name)(config).float().eval()
         for parameter_name, parameter in model.named_parameters():
-            is_norm = parameter_name.endswith("norm.weight")
-            centre = 1.0 if is_norm and "Gemma" not in kind else 0.0
+            is_norm = parameter_name.endswith(("norm.weight", "layer_norm.weight"))
+            centre = 1.0 if is_norm and "Gemma" not in kind and kind != "Nemotron" else 0.0
             torch.nn.init.normal_(parameter, centre, 0.3 if is_norm else 0.15)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith("correction_bias"):
@@ -279,8 +305,9 @@ class StateDictSource:
     @classmethod
     def of(cls, model: Any) -> StateDictSource:
         tensors: dict[str, torch.Tensor] = {}
+        renames = renames_of(config_of(model))
         for name, tensor in model.state_dict().items():
-            for own, part in _as_stored(name, tensor.detach(), model.config.model_type):
+            for own, part in _as_stored(renamed(name, renames), tensor.detach(), model.config.model_type):
                 tensors[own] = part
         if model.config.tie_word_embeddings:
             tensors.pop("lm_head.weight", None)

@@ -83,7 +83,7 @@ def check_mixed_batches(case: str) -> None:
         check(torch.cat(parts), reference_logits(model, text))
 
 
-@pytest.mark.parametrize("case", ["llama", "gemma2", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize("case", ["llama", "gemma2", "gemma3", "qwen3_moe", "cohere2", "gpt_neox", "nemotron"])
 def test_greedy_generation_agrees(case: str) -> None:
     model, decoder = load(case)
     tokens = tokens_of(6)

@@ -24,8 +24,11 @@ from millrace.run.table.inputs import last_tokens
 from millrace.sources.resolve import resolve_model
 
 CPU = torch.device("cpu")
-OTHERS = ("moe", "mixtral", "gpt_oss", "olmo2", "olmo3", "exaone4", "ernie4_5", "dots1", "glm", "deepseek")
-DENSE = [case for case in CASES if case not in HYBRIDS and not any(word in case for word in OTHERS)]
+OTHERS = (
+    *("moe", "mixtral", "gpt_oss", "olmo", "exaone4", "ernie4_5", "dots1", "glm", "deepseek"),
+    *("cohere", "starcoder2", "gpt_neox", "stablelm", "nemotron", "arcee"),
+)
+DENSE = [case for case in CASES if case not in HYBRIDS and not any(word in case for word in OTHERS) and case != "phi"]
 
 
 def load(case: str, dtype: torch.dtype) -> Decoder:

@@ -41,9 +41,17 @@ FAMILIES = (
         "glm4",
         "olmo2",
         "phi3",
+        "cohere2",
+        "starcoder2",
+        "gpt_neox",
+        "phi",
+        "stablelm",
+        "arcee",
+        "olmo",
     ),
     *("deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"),
-    *("qwen3_next", "qwen3_next_dense", "granite_hybrid", "granite_hybrid_rope"),
+    *("qwen3_next", "qwen3_next_dense", "granite_hybrid", "granite_hybrid_rope", "granite_hybrid_moe"),
+    "granite_moe_shared",
 )
 TOKENS = random.Random(3).choices(range(VOCAB), k=19)
 SMOL: dict[str, Any] = {

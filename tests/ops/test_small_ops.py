@@ -54,6 +54,25 @@ def test_norm_follows_its_formula() -> None:
     torch.testing.assert_close(norm.rms_norm(x, weight, 0.5), expected)
 
 
+def test_layer_norm_follows_its_formula() -> None:
+    x, residual = torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 5.0]])
+    weight = torch.tensor([[1.0, 2.0], [0.5, 0.0]])
+    normed, total = norm.ADD_LAYER_NORM_VERSIONS[0].make()(x, residual, weight, 0.75)
+    assert torch.equal(total, x + residual)
+    scale = (4.0 + 0.75) ** -0.5  # mean 5, variance 4
+    torch.testing.assert_close(normed, torch.tensor([[-2.0 * scale + 0.5, 4.0 * scale]]))
+    assert torch.equal(norm.LAYER_NORM_VERSIONS[0].make()(total, weight, 0.75), normed)
+
+
+def test_activations_without_gates() -> None:
+    x = torch.tensor([-2.0, 0.5, 3.0])
+    expected = {"relu": [0.0, 0.5, 3.0], "relu2": [0.0, 0.25, 9.0]}
+    assert {kind: activation.make_plain(kind)(x).tolist() for kind in expected} == expected
+    for version in runnable(activation.PLAIN_VERSIONS, torch.float32):
+        found = version.make("gelu_tanh")(x[None])[0]
+        torch.testing.assert_close(found, torch.nn.functional.gelu(x, approximate="tanh"))
+
+
 @settings(max_examples=examples(20))
 @given(rows=st.integers(1, 70), inner=st.integers(1, 100), dtype=DTYPES, spread=st.sampled_from([1.0, 30.0, 200.0]))
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu"])
@@ -141,7 +160,10 @@ def test_per_token_ops_do_not_depend_on_the_batch(dtype: torch.dtype) -> None:
         add, (whole, _) = version.make(), version.make()(x, residual, weight, 1e-5)
         for rows in (1, 3, 64, 65):
             assert torch.equal(add(x[:rows], residual[:rows], weight, 1e-5)[0], whole[:rows])
-    for version in runnable(activation.VERSIONS, dtype):
+    add, wide = norm.add_layer_norm, torch.stack((weight, weight.flip(0)))
+    for rows in (1, 3, 64, 65):
+        assert torch.equal(add(x[:rows], residual[:rows], wide, 1e-5)[0], add(x, residual, wide, 1e-5)[0][:rows])
+    for version in (*runnable(activation.VERSIONS, dtype), *runnable(activation.PLAIN_VERSIONS, dtype)):
         gated = version.make("silu")
         for rows in (1, 3, 64, 65):
             assert torch.equal(gated(gate_up[:rows]), gated(gate_up)[:rows]), version.name

@@ -255,6 +255,7 @@ class MedusaModule(nn.Module):
 def can_train(spec: ModelSpec) -> bool:
     """Whether `DraftModule` computes this model: Llama-like, with nothing that its layers lack."""
     is_plain = spec.moe is None and not spec.sandwich_norms and not spec.attention_sinks
+    is_plain = is_plain and spec.norm_kind == "rms" and not spec.parallel_mlp and spec.gated_mlp and not spec.head_bias
     has_no_caps = spec.attention_softcap is None and spec.logit_softcap is None
     has_no_scales = not spec.norm_offset and spec.embedding_scale == 1.0 and spec.hidden_scale == 1.0
     has_one_rope = all(layer.rope == 0 and layer.mixer == "attention" for layer in spec.layers)

@@ -133,7 +133,7 @@ class EagleDrafter:
                 layer.mixer.write(x, step)
                 return None
             x = layer.mixer.out(layer.mixer.mix(x, step))
-            x, residual = ops.add_rms_norm(x, residual, layer.mlp_norm, self._eps)
+            x, residual = ops.add_norm(x, residual, layer.mlp_norm, self._eps)
             residual = residual + _dense(layer.mlp(x))
         return self._states(residual)
 
@@ -160,7 +160,7 @@ class EagleDrafter:
         """x itself without a weight."""
         if weight is None:
             return x
-        normed: Tensor = self._ops.rms_norm(x, weight, self._eps)
+        normed: Tensor = self._ops.norm(x, weight, self._eps)
         return normed
 
 

@@ -78,6 +78,8 @@ class AttentionMixer:
     order: Tensor | None = None
     """int64: the order of the projection's outputs in which rotated dimensions are paired as the ops pair them. Scores
     do not change, since queries and keys have the same."""
+    clip: float | None = None
+    """What queries, keys and values are limited to."""
     sinks: Tensor | None = None
     """float32 [heads]: a score of each head that takes its share of the softmax; see `Attention`."""
 
@@ -129,6 +131,8 @@ class AttentionMixer:
             step.adapters.add(QKV, hidden, qkv)
         if self.projection_norms is not None:
             qkv = self.projection_norms(qkv)
+        if self.clip is not None:
+            qkv = qkv.clamp(-self.clip, self.clip)
         return qkv if self.order is None else qkv.index_select(1, self.order)
 
     def queries(self, qkv: Tensor, step: MixerStep) -> Tensor:
@@ -150,7 +154,7 @@ def build_attention(builder: MixerBuilder, site: MixerSite) -> AttentionMixer:
         else:
             whole = ProjectionNorms(q_norm, k_norm, builder.choose("rms_norm").make(), spec.norm_eps)
         q_norm = k_norm = None
-    order = _halves_order(builder, site) if spec.rotates_neighbours else None
+    order = _order(builder, site) if spec.rotates_neighbours or spec.qkv_by_group else None
     key_shift = _key_shift(builder, site, layout, order)
     return AttentionMixer(
         qkv=builder.linear(layout.qkv, "qkv_linear"),
@@ -171,6 +175,7 @@ def build_attention(builder: MixerBuilder, site: MixerSite) -> AttentionMixer:
         projection_norms=whole,
         key_shift=key_shift,
         order=order,
+        clip=spec.qkv_clip,
         sinks=None if layout.sinks is None else builder.vector(layout.sinks),
     )
 
@@ -181,9 +186,8 @@ def _key_shift(builder: MixerBuilder, site: MixerSite, layout: AttentionLayout, 
     spec = builder.spec
     if not layout.qkv.biases or layout.k_norm is not None:
         return None
-    whole = torch.zeros(spec.q_size + 2 * spec.kv_size, device=builder.device)
     keys = slice(spec.q_size, spec.q_size + spec.kv_size)
-    whole[keys] = builder.vector(layout.qkv.biases[1], report=False)
+    whole = torch.cat([builder.vector(bias, report=False) for bias in layout.qkv.biases])
     shift = (whole if order is None else whole[order])[keys].view(1, spec.num_kv_heads, spec.head_dim)
     if site.layer.rope is not None:
         own = spec.ropes[site.layer.rope]
@@ -193,13 +197,18 @@ def _key_shift(builder: MixerBuilder, site: MixerSite, layout: AttentionLayout, 
     return shift[0].contiguous()
 
 
-def _halves_order(builder: MixerBuilder, site: MixerSite) -> Tensor:
-    """The first of each rotated pair, then the second ones, in each head of queries and of keys."""
+def _order(builder: MixerBuilder, site: MixerSite) -> Tensor:
+    """All queries, all keys, all values; of rotated pairs that are neighbours the first of each, then the second
+    ones, in each head of queries and of keys."""
     spec = builder.spec
-    if spec.qk_norm and spec.qk_norm_span == "head":
+    if spec.rotates_neighbours and spec.qk_norm and spec.qk_norm_span == "head":
         raise ValueError("norms of heads are not reordered with the dimensions of the heads")
     every = torch.arange(spec.q_size + 2 * spec.kv_size).view(-1, spec.head_dim)
-    if site.layer.rope is not None:
+    if spec.qkv_by_group:
+        groups = every.view(spec.num_kv_heads, -1, spec.head_dim)
+        queries, keys, values = torch.split(groups, [groups.shape[1] - 2, 1, 1], dim=1)
+        every = torch.cat([part.flatten(0, 1) for part in (queries, keys, values)])
+    if spec.rotates_neighbours and site.layer.rope is not None:
         size = spec.ropes[site.layer.rope].rotary_dim
         own = every[: spec.num_heads + spec.num_kv_heads]
         own[:, :size] = torch.cat((own[:, 0:size:2], own[:, 1:size:2]), dim=1)

@@ -88,7 +88,7 @@ def _olmo3(c: ConfigReader) -> dict[str, Any]:
     }
 
 
-def _granite(c: ConfigReader) -> dict[str, Any]:
+def granite(c: ConfigReader) -> dict[str, Any]:
     """The family scales what is added to the residual. Here the residual is divided by that instead: the norms that
     read it do not see the difference, except in their epsilon."""
     scale = c.positive("residual_multiplier", 1.0)
@@ -179,7 +179,7 @@ DENSE_FAMILIES: tuple[Family, ...] = (
         name="granite",
         model_types=("granite",),
         architectures=("GraniteForCausalLM",),
-        traits=_granite,
+        traits=granite,
         windows=no_windows,
         defaults={"max_position_embeddings": 2048},
     ),

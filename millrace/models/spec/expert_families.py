@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from millrace.models.spec.config_reader import ConfigReader
+from millrace.models.spec.dense_families import granite
 from millrace.models.spec.family import (
     Family,
     WeightNames,
@@ -37,12 +38,11 @@ def _qwen2_moe(c: ConfigReader) -> dict[str, Any]:
 
 
 def _olmoe(c: ConfigReader) -> dict[str, Any]:
-    if c.has("clip_qkv"):
-        raise c.fail("clip_qkv", f"is {c.get('clip_qkv')}; queries and keys are not clipped so far")
     return {
         **attention_bias(c),
         "qk_norm": True,
         "qk_norm_span": "projection",
+        "qkv_clip": c.optional_positive("clip_qkv"),
         "moe": experts_of(c, c.whole("num_experts"), c.whole("intermediate_size"), c.flag("norm_topk_prob")),
         "layers": tuple(LayerSpec(is_moe=True) for _ in range(c.whole("num_hidden_layers"))),
     }
@@ -66,6 +66,31 @@ def _dots1(c: ConfigReader) -> dict[str, Any]:
 def _glm4_moe(c: ConfigReader) -> dict[str, Any]:
     sparse = sparse_layers(c, sigmoid_routing(c, 1.0), c.flag("norm_topk_prob", True), mixer="attention")
     return {"qkv_bias": c.flag("attention_bias"), "qk_norm": c.flag("use_qk_norm"), **sparse}
+
+
+GRANITE_SHARED = WeightNames(
+    mlp_gate_up=("shared_mlp.input_linear",),
+    mlp_down="shared_mlp.output_linear",
+    shared_expert="shared_mlp",
+    shared_gate_up=("input_linear",),
+    shared_down="output_linear",
+)
+GRANITE_EXPERTS = (
+    (r"block_sparse_moe\.(input_linear\.weight|experts\.gate_up_proj)$", "mlp.experts.gate_up_proj"),
+    (r"block_sparse_moe\.(output_linear\.weight|experts\.down_proj)$", "mlp.experts.down_proj"),
+    (r"block_sparse_moe\.router\.(layer\.)?", "mlp.gate."),
+)
+"""The experts of a layer are two tensors."""
+
+
+def _granite_moe(c: ConfigReader) -> dict[str, Any]:
+    """With `shared_intermediate_size` every token takes an MLP beside its experts."""
+    moe = experts_of(c, c.whole("num_local_experts", 8), c.whole("intermediate_size"), renormalise=True)
+    return {
+        **granite(c),
+        "moe": replace(moe, shared_size=c.whole("shared_intermediate_size", 0, minimum=0)),
+        "layers": tuple(LayerSpec(is_moe=True) for _ in range(c.whole("num_hidden_layers"))),
+    }
 
 
 EXPERT_FAMILIES: tuple[Family, ...] = (
@@ -95,6 +120,16 @@ EXPERT_FAMILIES: tuple[Family, ...] = (
             "num_experts": 64,
             "num_experts_per_tok": 8,
         },
+    ),
+    Family(
+        name="granite_moe",
+        model_types=("granitemoe", "granitemoeshared"),
+        architectures=("GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
+        traits=_granite_moe,
+        windows=no_windows,
+        defaults={"max_position_embeddings": 2048, "num_experts_per_tok": 2},
+        names=GRANITE_SHARED,
+        renames=GRANITE_EXPERTS,
     ),
     Family(
         name="dots1",

@@ -5,6 +5,7 @@ To add a family, see docs/contributing/model-family.md.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,8 +26,8 @@ from millrace.models.spec.family import (
     qwen_windows,
     uniform_windows,
 )
-from millrace.models.spec.hybrids import granite_hybrid, qwen3_next
-from millrace.models.spec.latent import deepseek_v2, deepseek_v3
+from millrace.models.spec.layer_norm_families import LAYER_NORM_FAMILIES
+from millrace.models.spec.mixer_families import MIXER_FAMILIES
 from millrace.models.spec.model_spec import LayerSpec, ModelSpec, RopeSpec
 from millrace.models.spec.rope import ROPE_KEYS, read_rope
 from millrace.ops.base.activation_kind import Activation
@@ -46,6 +47,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_new": "gelu_tanh",
     "gelu_fast": "gelu_tanh",
 }
+_WITHOUT_GATES: Mapping[str, Activation] = {**_ACTIVATIONS, "relu": "relu", "relu2": "relu2"}
 
 
 # --- the traits of each family ---
@@ -176,15 +178,6 @@ _GEMMA_NAMES = WeightNames(
     mlp_norm="pre_feedforward_layernorm",
     mlp_out_norm="post_feedforward_layernorm",
 )
-
-_LATENT_DEFAULTS: Mapping[str, Any] = {
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-}
-_LATENT_NAMES = WeightNames(shared_expert="mlp.shared_experts", router_bias="mlp.gate.e_score_correction_bias")
 
 FAMILIES: tuple[Family, ...] = (
     Family(
@@ -329,29 +322,6 @@ FAMILIES: tuple[Family, ...] = (
         },
     ),
     Family(
-        name="qwen3_next",
-        model_types=("qwen3_next",),
-        architectures=("Qwen3NextForCausalLM",),
-        traits=qwen3_next,
-        windows=no_windows,
-        defaults={
-            "num_key_value_heads": 2,
-            "head_dim": 256,
-            "intermediate_size": 5632,
-            "max_position_embeddings": 32768,
-            "partial_rotary_factor": 0.25,
-        },
-    ),
-    Family(
-        name="granite_hybrid",
-        model_types=("granitemoehybrid",),
-        architectures=("GraniteMoeHybridForCausalLM",),
-        traits=granite_hybrid,
-        windows=no_windows,
-        defaults={"max_position_embeddings": 2048},
-        names=WeightNames(mlp_gate_up=("shared_mlp.input_linear",), mlp_down="shared_mlp.output_linear"),
-    ),
-    Family(
         name="gpt_oss",
         model_types=("gpt_oss",),
         architectures=("GptOssForCausalLM",),
@@ -361,43 +331,10 @@ FAMILIES: tuple[Family, ...] = (
         theta=150_000.0,
         names=WeightNames(router="mlp.router"),
     ),
-    Family(
-        name="deepseek_v2",
-        model_types=("deepseek_v2",),
-        architectures=("DeepseekV2ForCausalLM",),
-        traits=deepseek_v2,
-        windows=no_windows,
-        defaults={
-            **_LATENT_DEFAULTS,
-            "max_position_embeddings": 2048,
-            "n_routed_experts": 64,
-            "n_shared_experts": 2,
-            "first_k_dense_replace": 0,
-            "moe_intermediate_size": 1407,
-        },
-        names=_LATENT_NAMES,
-    ),
-    Family(
-        name="deepseek_v3",
-        model_types=("deepseek_v3",),
-        architectures=("DeepseekV3ForCausalLM",),
-        traits=deepseek_v3,
-        windows=no_windows,
-        defaults={
-            **_LATENT_DEFAULTS,
-            "max_position_embeddings": 4096,
-            "n_routed_experts": 256,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 3,
-            "moe_intermediate_size": 2048,
-            "num_experts_per_tok": 8,
-            "n_group": 8,
-            "topk_group": 4,
-        },
-        names=_LATENT_NAMES,
-    ),
     *DENSE_FAMILIES,
+    *LAYER_NORM_FAMILIES,
     *EXPERT_FAMILIES,
+    *MIXER_FAMILIES,
 )
 
 
@@ -408,20 +345,37 @@ def family_named(name: str) -> Family:
     return next(family for family in FAMILIES if family.name == name)
 
 
-def find_family(config: Mapping[str, Any]) -> Family:
-    """Find the family by `architectures`, or by `model_type` if the config names no architecture."""
+def family_of(config: Mapping[str, Any]) -> Family | None:
+    """The family by `architectures`, or by `model_type` if the config names no architecture."""
     architectures = config.get("architectures") or []
     for family in FAMILIES:
         if any(name in family.architectures for name in architectures):
             return family
     kind = config.get("model_type")
-    for family in FAMILIES:
-        if not architectures and kind in family.model_types:
-            return family
+    return next((family for family in FAMILIES if not architectures and kind in family.model_types), None)
+
+
+def find_family(config: Mapping[str, Any]) -> Family:
+    family = family_of(config)
+    if family is not None:
+        return family
+    architectures, kind = config.get("architectures") or [], config.get("model_type")
     named = ", ".join(map(str, architectures)) or f"model_type {kind!r}"
     supported = ", ".join(name for family in FAMILIES for name in family.architectures)
     instead = instead_of(architectures[0] if architectures else kind)
     raise ModelError(f"The model's architecture is {named}, which is not supported. Supported: {supported}.{instead}")
+
+
+def renames_of(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    family = family_of(config)
+    return () if family is None else family.renames
+
+
+def renamed(name: str, renames: tuple[tuple[str, str], ...]) -> str:
+    """The name that the layout has for a tensor of a checkpoint."""
+    for pattern, own in renames:
+        name = re.sub(pattern, own, name)
+    return name
 
 
 def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
@@ -433,7 +387,8 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     c = ConfigReader(config, family.defaults)
     if c.whole("num_hidden_layers") > MAX_LAYERS:
         raise c.fail("num_hidden_layers", f"is {c.get('num_hidden_layers')}, above the limit of {MAX_LAYERS}")
-    fields = {**_common(c, family), **family.traits(c)}
+    traits = family.traits(c)
+    fields = {**_common(c, family, _ACTIVATIONS if traits.get("gated_mlp", True) else _WITHOUT_GATES), **traits}
     if "layers" not in fields:
         windows = family.windows(c, c.whole("num_hidden_layers"))
         fields["layers"] = tuple(LayerSpec(window) for window in windows)
@@ -447,7 +402,7 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
     return spec
 
 
-def _common(c: ConfigReader, family: Family) -> dict[str, Any]:
+def _common(c: ConfigReader, family: Family, activations: Mapping[str, Activation]) -> dict[str, Any]:
     hidden_size, num_heads = c.whole("hidden_size"), c.whole("num_attention_heads")
     head_dim = c.whole("head_dim", hidden_size // num_heads)
     entries = {key: c.get(key) for key in ROPE_KEYS}
@@ -461,17 +416,17 @@ def _common(c: ConfigReader, family: Family) -> dict[str, Any]:
         "ropes": (read_rope(entries, head_dim, family.theta, "full_attention"),),
         "norm_eps": c.positive("rms_norm_eps", 1e-6),
         "attention_scale": head_dim**-0.5,
-        "activation": _activation(c),
+        "activation": _activation(c, activations),
         "tied_head": c.flag("tie_word_embeddings"),
     }
 
 
-def _activation(c: ConfigReader) -> Activation:
+def _activation(c: ConfigReader, known: Mapping[str, Activation]) -> Activation:
     key = "hidden_activation" if c.has("hidden_activation") else "hidden_act"
     name = c.get(key) or "silu"
-    if name not in _ACTIVATIONS:
-        raise c.fail(key, f"is {name!r}; supported: {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[name]
+    if name not in known:
+        raise c.fail(key, f"is {name!r}; supported: {', '.join(known)}")
+    return known[name]
 
 
 def _max_context(c: ConfigReader, ropes: tuple[RopeSpec, ...]) -> int:

@@ -26,6 +26,9 @@ class WeightNames:
     expert_up: str = "mlp.experts.{e}.up_proj"
     expert_down: str = "mlp.experts.{e}.down_proj"
     shared_expert: str = "mlp.shared_expert"
+    shared_gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    """Under `shared_expert`. One name: both in one tensor."""
+    shared_down: str = "down_proj"
     mlp_gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     """One name: both in one tensor."""
     mlp_down: str = "mlp.down_proj"
@@ -46,6 +49,9 @@ class Family:
     """Defaults of the family's original implementation for keys missing in config.json."""
     theta: float = 10_000.0
     names: WeightNames = WeightNames()
+    renames: tuple[tuple[str, str], ...] = ()
+    """Regular expressions over the names of a checkpoint's tensors, each with what replaces it, applied in order: for
+    modules that `names` has no field for."""
 
 
 def no_windows(c: ConfigReader, num_layers: int) -> Windows:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from millrace.models.spec.config_reader import ConfigReader
-from millrace.models.spec.model_spec import LayerSpec, MoeSpec, RecurrentSpec
+from millrace.models.spec.family import experts_of
+from millrace.models.spec.model_spec import LayerSpec, MixerKind, MoeSpec, RecurrentSpec
 
 _KINDS = {"linear_attention": True, "mamba": True, "full_attention": False, "attention": False}
 """By name in `layer_types`: True for recurrent layers."""
@@ -58,13 +61,13 @@ def _qwen_experts(c: ConfigReader, experts: int) -> MoeSpec:
 
 
 def granite_hybrid(c: ConfigReader) -> dict[str, Any]:
-    """Mamba2, a few attention layers, dense MLPs.
+    """Mamba2, a few attention layers, an MLP that every token takes, beside experts if there are any.
 
     The family scales what is added to the residual. Here the residual is divided by that instead: the norms that read
     it do not see the difference, except in their epsilon."""
-    if c.whole("num_local_experts", 0, minimum=0):
-        raise c.fail("num_local_experts", "is above 0; of this family only dense models run so far")
     num_layers, scale = c.whole("num_hidden_layers"), c.positive("residual_multiplier", 1.0)
+    shared, experts = c.whole("shared_intermediate_size", 1024), c.whole("num_local_experts", 8, minimum=0)
+    moe = experts_of(c, experts, c.whole("intermediate_size"), renormalise=True) if experts else None
     recurs = _recurrent_layers(c, [True] * num_layers)
     bias = c.flag("attention_bias")
     hidden, heads = c.whole("hidden_size"), c.whole("mamba_n_heads", 128)
@@ -73,9 +76,11 @@ def granite_hybrid(c: ConfigReader) -> dict[str, Any]:
         value_dim = c.whole("mamba_expand", 2) * hidden // heads
     eps = c.positive("rms_norm_eps", 1e-6)
     rope = 0 if c.get("position_embedding_type") == "rope" else None
-    layers = tuple(LayerSpec(mixer="mamba2", rope=None) if own else LayerSpec(rope=rope) for own in recurs)
+    kinds: Iterator[tuple[MixerKind, int | None]] = (("mamba2", None) if own else ("attention", rope) for own in recurs)
+    layers = tuple(LayerSpec(rope=rotation, is_moe=experts > 0, mixer=mixer) for mixer, rotation in kinds)
     return {
-        "inner_size": c.whole("shared_intermediate_size", 1024),
+        "inner_size": shared,
+        "moe": None if moe is None else replace(moe, shared_size=shared),
         "qkv_bias": bias,
         "out_bias": bias,
         "attention_scale": c.positive("attention_multiplier", 1.0),

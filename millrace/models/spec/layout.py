@@ -11,8 +11,9 @@ from millrace.models.spec.family import WeightNames
 from millrace.models.spec.model_spec import LayerSpec, MixerKind, ModelSpec, RecurrentSpec
 
 EMBEDDING = "model.embed_tokens.weight"
-FINAL_NORM = "model.norm.weight"
+FINAL_NORM = "model.norm"
 HEAD = "lm_head.weight"
+HEAD_BIAS = "lm_head.bias"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,10 @@ class Matrix:
 
     def all_tensors(self) -> tuple[TensorSpec, ...]:
         return self.parts + self.biases
+
+
+NormLayout = tuple[TensorSpec, ...]
+"""The tensors of a norm of hidden states: its weight, then its bias, as far as it has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,20 +133,20 @@ MixerLayout = AttentionLayout | LatentLayout | RecurrentLayout
 
 @dataclass(frozen=True, slots=True)
 class LayerLayout:
-    input_norm: TensorSpec | None
+    input_norm: NormLayout | None
     mixer: MixerLayout
-    mixer_out_norm: TensorSpec | None
-    mlp_norm: TensorSpec | None
+    mixer_out_norm: NormLayout | None
+    mlp_norm: NormLayout | None
     mlp: tuple[Matrix, Matrix] | MoeLayout
     """(gate_up, down), or a mixture of experts."""
-    mlp_out_norm: TensorSpec | None
+    mlp_out_norm: NormLayout | None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
     embedding: TensorSpec
     layers: tuple[LayerLayout, ...]
-    final_norm: TensorSpec
+    final_norm: NormLayout
     head: Matrix | None
     """The LM head; None if it is tied to the embedding."""
 
@@ -152,22 +157,33 @@ def layout_of(spec: ModelSpec) -> ModelLayout:
     return ModelLayout(
         embedding=TensorSpec(EMBEDDING, vocabulary),
         layers=tuple(_layer(spec, names, index, layer) for index, layer in enumerate(spec.layers)),
-        final_norm=TensorSpec(FINAL_NORM, (spec.hidden_size,)),
-        head=None if spec.tied_head else Matrix((TensorSpec(HEAD, vocabulary),)),
+        final_norm=_norm(spec, FINAL_NORM),
+        head=None if spec.tied_head else head_of(spec, spec.vocab_size),
     )
+
+
+def head_of(spec: ModelSpec, num_tokens: int) -> Matrix:
+    """The LM head of so many tokens."""
+    biases = (TensorSpec(HEAD_BIAS, (num_tokens,)),) if spec.head_bias else ()
+    return Matrix((TensorSpec(HEAD, (num_tokens, spec.hidden_size)),), biases)
+
+
+def _norm(spec: ModelSpec, name: str) -> NormLayout:
+    kinds = [kind for kind, exists in (("weight", spec.norm_weight), ("bias", spec.norm_bias)) if exists]
+    return tuple(TensorSpec(f"{name}.{kind}", (spec.hidden_size,)) for kind in kinds)
 
 
 def _layer(spec: ModelSpec, names: WeightNames, index: int, layer: LayerSpec) -> LayerLayout:
     prefix = f"model.layers.{index}."
 
-    def norm(name: str, exists: bool) -> TensorSpec | None:
-        return TensorSpec(f"{prefix}{name}.weight", (spec.hidden_size,)) if exists else None
+    def norm(name: str, exists: bool) -> NormLayout | None:
+        return _norm(spec, prefix + name) if exists else None
 
     return LayerLayout(
         input_norm=norm(names.input_norm, spec.input_norms),
         mixer=MIXER_LAYOUTS[layer.mixer](spec, prefix),
         mixer_out_norm=norm(names.attention_out_norm, spec.sandwich_norms),
-        mlp_norm=norm(names.mlp_norm, spec.input_norms),
+        mlp_norm=norm(names.mlp_norm, spec.input_norms and not spec.one_norm),
         mlp=_moe(spec, names, prefix) if layer.is_moe else _mlp(spec, names, prefix),
         mlp_out_norm=norm(names.mlp_out_norm, spec.sandwich_norms),
     )
@@ -270,6 +286,7 @@ def _matrix(prefix: str, rows: dict[str, int], columns: int, has_bias: bool = Fa
 def _mlp(spec: ModelSpec, names: WeightNames, prefix: str) -> tuple[Matrix, Matrix]:
     gate_up, inner = names.mlp_gate_up, spec.inner_size
     up = {gate_up[0]: 2 * inner} if len(gate_up) == 1 else dict.fromkeys(gate_up, inner)
+    up = up if spec.gated_mlp else {gate_up[-1]: inner}
     down = {names.mlp_down: spec.hidden_size}
     return (
         _matrix(prefix, up, spec.hidden_size, spec.mlp_bias),
@@ -292,13 +309,14 @@ def _moe(spec: ModelSpec, names: WeightNames, prefix: str) -> MoeLayout:
         bias = TensorSpec(prefix + names.router_bias, (spec.moe.num_experts,))
     if not spec.moe.shared_size:
         return MoeLayout(router, tuple(experts), router_bias=bias)
-    shared, size = f"{prefix}{names.shared_expert}.", spec.moe.shared_size
+    shared, size, halves = f"{prefix}{names.shared_expert}.", spec.moe.shared_size, names.shared_gate_up
+    wide = {halves[0]: 2 * size} if len(halves) == 1 else dict.fromkeys(halves, size)
     return MoeLayout(
         router,
         tuple(experts),
         (
-            _matrix(shared, {"gate_proj": size, "up_proj": size}, hidden),
-            _matrix(shared, {"down_proj": hidden}, size),
+            _matrix(shared, wide, hidden),
+            _matrix(shared, {names.shared_down: hidden}, size),
         ),
         _matrix(prefix, {f"{names.shared_expert}_gate": 1}, hidden) if spec.moe.gates_shared else None,
         bias,
@@ -323,8 +341,8 @@ def matrices_of(layer: LayerLayout) -> Iterator[Matrix]:
 def norms_of(layer: LayerLayout) -> Iterator[TensorSpec]:
     """Norms, and what else is kept in float32."""
     yield from layer.mixer.norms()
-    found = (layer.input_norm, layer.mixer_out_norm, layer.mlp_norm, layer.mlp_out_norm)
-    yield from (norm for norm in found if norm is not None)
+    for norm in (layer.input_norm, layer.mixer_out_norm, layer.mlp_norm, layer.mlp_out_norm):
+        yield from norm or ()
     if isinstance(layer.mlp, MoeLayout) and layer.mlp.router_bias is not None:
         yield layer.mlp.router_bias
 
@@ -337,6 +355,6 @@ def all_tensors(layout: ModelLayout) -> Iterator[TensorSpec]:
         yield from layer.mixer.reshaped()
         for matrix in matrices_of(layer):
             yield from matrix.all_tensors()
-    yield layout.final_norm
+    yield from layout.final_norm
     if layout.head is not None:
         yield from layout.head.all_tensors()

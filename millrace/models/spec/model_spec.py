@@ -186,6 +186,23 @@ class ModelSpec:
     """True if each head of a layer has a score that takes its share of the softmax without a value."""
     rotates_neighbours: bool = False
     """RoPE pairs dimension 2i with 2i + 1; else i with the one half of the rotated dimensions further."""
+    norm_kind: Literal["rms", "layer"] = "rms"
+    """Layer norms subtract the mean before they scale."""
+    norm_weight: bool = True
+    """False: norms of hidden states scale nothing (OLMo 1)."""
+    norm_bias: bool = False
+    """Of layer norms of hidden states."""
+    parallel_mlp: bool = False
+    """True if MLPs read the residual that attention reads, not the one after it."""
+    one_norm: bool = False
+    """True if attention and a parallel MLP have their norm in common."""
+    gated_mlp: bool = True
+    """False: the activation of one projection, without a second one that it is multiplied with."""
+    qkv_by_group: bool = False
+    """True if one tensor has, for each KV head, its queries, its key and its value."""
+    qkv_clip: float | None = None
+    """Queries, keys and values are limited to this size before they are rotated."""
+    head_bias: bool = False
     input_norms: bool = True
     """False if attention and MLPs read the residual as it is; then their outputs are normalised (`sandwich_norms`)."""
     sandwich_norms: bool = False
@@ -255,9 +272,10 @@ class ModelSpec:
     def active_parameters(self) -> int:
         """Number of layer weights that one token is multiplied with: of the experts, only the chosen ones."""
         chosen = 0 if self.moe is None else self.moe.inner_size * self.moe.top_k + self.moe.shared_size
-        inner = sum(chosen if layer.is_moe else self.inner_size for layer in self.layers)
+        dense = self.inner_size * (2 + self.gated_mlp) / 3
+        inner = sum(chosen if layer.is_moe else dense for layer in self.layers)
         attention = self.num_attention * self._attention_parameters
-        return attention + self._recurrent_parameters + 3 * self.hidden_size * inner
+        return attention + self._recurrent_parameters + round(3 * self.hidden_size * inner)
 
     @property
     def _attention_parameters(self) -> int:
@@ -281,22 +299,25 @@ class ModelSpec:
     def num_parameters(self) -> int:
         """Number of all weights, embedding and norms included."""
         hidden, gates = self.hidden_size, self._gate_size
-        norms = self.num_layers * hidden * 2 * (self.input_norms + self.sandwich_norms)
+        per_norm = hidden * (self.norm_weight + self.norm_bias)
+        norms = per_norm * (self.num_layers * (2 * (self.input_norms + self.sandwich_norms) - self.one_norm) + 1)
         per_layer = self._attention_parameters + (sum(self.qk_norm_sizes) if self.qk_norm else 0)
         per_layer += (hidden if self.out_bias else 0) + (self.num_heads if self.attention_sinks else 0)
         inputs = self.q_size + 2 * self.kv_size + gates
         if self.latent is not None:
             inputs = sum(self.latent.projected(self.num_heads))
         per_layer += inputs if self.qkv_bias else 0
-        dense = 3 * hidden * self.inner_size + (2 * self.inner_size + hidden if self.mlp_bias else 0)
+        halves = 1 + self.gated_mlp
+        dense = (halves + 1) * hidden * self.inner_size
+        dense += halves * self.inner_size + hidden if self.mlp_bias else 0
         sparse = 0 if self.moe is None else self.moe.num_experts * hidden * (3 * self.moe.inner_size + 1)
         sparse += 0 if self.moe is None else hidden * (3 * self.moe.shared_size + self.moe.gates_shared)
         if self.moe is not None and self.moe.has_bias:
             sparse += self.moe.num_experts * (2 * self.moe.inner_size + hidden + 1)
         sparse += self.moe.num_experts if self.moe is not None and self.moe.routing.scores == "sigmoid" else 0
         mlps = sum(sparse if layer.is_moe else dense for layer in self.layers)
-        embeddings = self.vocab_size * hidden * (1 if self.tied_head else 2)
-        return self.num_attention * per_layer + self._recurrent_parameters + norms + mlps + embeddings + hidden
+        embeddings = self.vocab_size * (hidden * (1 if self.tied_head else 2) + self.head_bias)
+        return self.num_attention * per_layer + self._recurrent_parameters + norms + mlps + embeddings
 
     def kv_shape(self, num_blocks: int, block_size: int) -> tuple[int, int, int, int, int]:
         """Shape of one KV tensor of the pool; index 0 is keys, 1 is values. Of latents there is one."""

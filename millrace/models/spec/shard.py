@@ -13,6 +13,7 @@ from millrace.errors import ConfigError
 from millrace.models.spec.layout import (
     EMBEDDING,
     HEAD,
+    HEAD_BIAS,
     AttentionLayout,
     LatentLayout,
     LayerLayout,
@@ -21,6 +22,7 @@ from millrace.models.spec.layout import (
     MoeLayout,
     RecurrentLayout,
     TensorSpec,
+    head_of,
     layout_of,
 )
 from millrace.models.spec.model_spec import ModelSpec, RecurrentSpec
@@ -103,13 +105,13 @@ class Shard:
         return replace(
             layout,
             embedding=TensorSpec(EMBEDDING, shape),
-            head=None if layout.head is None else Matrix((TensorSpec(HEAD, shape),)),
+            head=None if layout.head is None else head_of(self.whole, shape[0]),
         )
 
     def cuts(self) -> dict[str, Cut]:
         """By name of the tensor; those that are not named are whole."""
         layout = layout_of(self.whole)
-        found = {EMBEDDING: Cut(rows=self.vocabulary), HEAD: Cut(rows=self.vocabulary)}
+        found = {name: Cut(rows=self.vocabulary) for name in (EMBEDDING, HEAD, HEAD_BIAS)}
         for layer in layout.layers:
             found.update(self._layer_cuts(layer))
         return found
@@ -129,7 +131,7 @@ class Shard:
             pairs = [(layer.mlp, self.inner)]
         for (gate_up, down), inner in pairs:
             cut = Cut(rows=inner)
-            if len(gate_up.parts) == 1:  # gates, then ups
+            if len(gate_up.parts) == 1 and self.whole.gated_mlp:  # gates, then ups
                 half = gate_up.shape[0] // 2
                 cut = Cut(rows=inner, more_rows=(_shifted(inner, half),))
             for part in gate_up.all_tensors():
@@ -142,8 +144,10 @@ class Shard:
         per_head = mixer.qkv.parts[0].shape[0] // self.whole.num_heads
         queries, keys = _scaled(self.heads, per_head), _scaled(self.kv_heads, size)
         cuts = [Cut(rows=queries), Cut(rows=keys), Cut(rows=keys)]
-        if len(mixer.qkv.parts) == 1:  # all queries, all keys, all values
-            whole = self.whole
+        whole = self.whole
+        if whole.qkv_by_group:
+            cuts = [self._group_rows(size)]
+        elif len(mixer.qkv.parts) == 1:  # all queries, all keys, all values
             queries = _scaled(self.heads, size)
             values = tuple(_shifted(keys, whole.q_size + index * whole.kv_size) for index in (0, 1))
             cuts = [Cut(rows=queries, more_rows=values)]
@@ -156,6 +160,16 @@ class Shard:
             yield mixer.k_norm.name, Cut(rows=keys)
         if mixer.sinks is not None:
             yield mixer.sinks.name, Cut(rows=self.heads)
+
+    def _group_rows(self, size: int) -> Cut:
+        """Of one tensor that has, for each KV head, its queries, its key and its value."""
+        shared = self.whole.num_heads // self.whole.num_kv_heads
+        rows: list[range] = []
+        for group in self.kv_heads:
+            first, last = (min(max(at - group * shared, 0), shared) for at in (self.heads.start, self.heads.stop))
+            own = (range(first, last), range(shared, shared + 2))
+            rows += [_shifted(_scaled(part, size), group * (shared + 2) * size) for part in own]
+        return _cut_of(*rows)
 
     def _latent_cuts(self, mixer: LatentLayout) -> Iterator[tuple[str, Cut]]:
         own = self.whole.latent

@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from millrace.errors import ModelError
+from millrace.models.spec.families import renamed, renames_of
 from millrace.models.spec.shard import Cut
 from millrace.models.weights.source import cut_of
 from millrace.sources.hf_files import INDEX, weight_map
@@ -66,6 +67,7 @@ class SafetensorsWeights:
         self._folder = folder
         self._handles = {path: _open(path) for path in files}
         self._pieces: dict[str, _Piece] = {}
+        self._renames = renames_of(config)
         for path in files:
             for stored in self._handles[path].keys():  # noqa: SIM118 - a safetensors handle is no mapping
                 for name, piece in self._read_entry(path, stored, config):
@@ -164,6 +166,7 @@ class SafetensorsWeights:
                 name = plain + stored.removeprefix(prefix)
         if name.removeprefix("model.").startswith(_OTHER_MODALITIES):
             return
+        name = renamed(name, self._renames)
         shape = tuple(self._handles[path].get_slice(stored).get_shape())
         fused = _FUSED.fullmatch(name)
         if fused is not None and config.get("model_type") == "gpt_oss":

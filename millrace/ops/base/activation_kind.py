@@ -1,11 +1,12 @@
-"""The activation functions of gated MLPs."""
+"""The activation functions of MLPs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-Activation = Literal["silu", "gelu_tanh", "gelu"]
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
+"""`relu2`: the square of ReLU. The last two are for MLPs without gates."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """The gated activation of an MLP: act(gate) · up, where `gate_up` holds both halves side by side.
 
-make(kind) -> function (gate_up [T, 2 I]) -> [T, I]. A CUDA version also takes `quantise=True`, which returns a
+gated: make(kind) -> function (gate_up [T, 2 I]) -> [T, I]. A CUDA version also takes `quantise=True`, which returns a
 `Quantised` for an FP8 linear.
+activation: make(kind) -> function (up [T, I]) -> [T, I], the activation alone
 """
 
 from __future__ import annotations
@@ -33,11 +34,28 @@ def gated_reference(gate_up: Tensor, kind: Activation) -> Tensor:
 def activate(x: Tensor, kind: Activation) -> Tensor:
     if kind == "silu":
         return F.silu(x)
+    if kind in ("relu", "relu2"):
+        return F.relu(x) if kind == "relu" else F.relu(x).square()
     return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
 def make_reference(kind: Activation) -> Gated:
     return lambda gate_up: gated_reference(gate_up, kind)
+
+
+def make_plain(kind: Activation) -> Callable[[Tensor], Tensor]:
+    """Computed in float32, rounded once."""
+    return lambda up: activate(up.float(), kind).to(up.dtype)
+
+
+def make_by_rows(kind: Activation) -> Callable[[Tensor], Tensor]:
+    plain = make_plain(kind)
+    return lambda up: torch.stack([plain(row) for row in up]) if len(up) else up
+
+
+def make_native_plain(kind: Activation) -> Callable[[Tensor], Tensor]:
+    gated = make_native(kind)
+    return lambda up: gated(torch.cat((up, torch.ones_like(up)), dim=1))
 
 
 def make_torch(kind: Activation) -> Gated:
@@ -104,5 +122,46 @@ VERSIONS = (
         make=make_reference,
         when="the reference: everything in float32",
         invariant_on=("cpu", "cuda"),
+    ),
+)
+
+_EXACT: frozenset[Activation] = frozenset(("relu", "relu2"))
+"""Activations that torch computes alike for all items."""
+
+PLAIN_VERSIONS = (
+    Version(
+        op="activation",
+        name="native",
+        make=make_native_plain,
+        when="C++: the gated activation with a factor of one",
+        devices=("cpu",),
+        dtypes=tuple(DTYPES),
+        invariant_on=("cpu",),
+        fits=lambda shape: shape.get("kind", "silu") in ACTIVATION_CODES,
+        missing=native_missing,
+    ),
+    Version(
+        op="activation",
+        name="torch",
+        make=make_plain,
+        when="in float32, rounded once; ReLU and its square on any device",
+        invariant_on=("cpu", "cuda"),
+        fits=lambda shape: shape.get("kind", "silu") in _EXACT,
+    ),
+    Version(
+        op="activation",
+        name="elementwise",
+        make=make_plain,
+        when="in float32, rounded once",
+        devices=("cuda",),
+        invariant_on=("cuda",),
+    ),
+    Version(
+        op="activation",
+        name="reference",
+        make=make_by_rows,
+        when="the reference, token by token: torch rounds items that fill a vector unlike those left over",
+        devices=("cpu",),
+        invariant_on=("cpu",),
     ),
 )

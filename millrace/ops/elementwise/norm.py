@@ -1,7 +1,8 @@
-"""RMS norm over the last dimension, alone or fused with the residual addition before it.
+"""RMS norm, or layer norm, over the last dimension, alone or fused with the residual addition before it.
 
 rms_norm:      make() -> function (x, weight, eps, quantise=False) -> normed
 add_rms_norm:  make() -> function (x, residual, weight, eps, quantise=False) -> (normed, x + residual)
+layer_norm, add_layer_norm: the same, with weights [2, n]: a weight and a bias
 
 Weights are float32 and include a model family's offset (Gemma's 1 + w).
 With `quantise` (CUDA versions only) `normed` is a `Quantised` for an FP8 linear.
@@ -42,6 +43,15 @@ def rms_norm_fused(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm_fused(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     total = x + residual
     return rms_norm_fused(total, weight, eps), total
+
+
+def layer_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x.float(), weight.shape[1:], weight[0], weight[1], eps).to(x.dtype)
+
+
+def add_layer_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return layer_norm(total, weight, eps), total
 
 
 class NativeRmsNorm:
@@ -191,6 +201,26 @@ ADD_RMS_NORM_VERSIONS = (
         op="add_rms_norm",
         name="reference",
         make=lambda: add_rms_norm,
+        when="the reference: the sum in the model's dtype, the norm in float32",
+        invariant_on=("cpu",),
+    ),
+)
+
+LAYER_NORM_VERSIONS = (
+    Version(
+        op="layer_norm",
+        name="torch",
+        make=lambda: layer_norm,
+        when="the reference: torch's kernel in float32, rounded once; a row at a time",
+        invariant_on=("cpu",),
+    ),
+)
+
+ADD_LAYER_NORM_VERSIONS = (
+    Version(
+        op="add_layer_norm",
+        name="torch",
+        make=lambda: add_layer_norm,
         when="the reference: the sum in the model's dtype, the norm in float32",
         invariant_on=("cpu",),
     ),
