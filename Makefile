@@ -19,7 +19,7 @@ AGENT_PACKAGES := node@22.23.3 @anthropic-ai/claude-code@2.1.327 @openai/codex@0
 # How much `make fuzz` sends, and the seed of its cases (new in each run unless given).
 SIZE ?= 100
 SEED := $(or $(SEED),$(shell date +%s))
-FUZZED := tests/contract tests/plan tests/engine/test_cycle_properties.py tests/text tests/sources
+FUZZED := tests/contract tests/plan tests/engine/test_cycle_properties.py tests/models/test_config_changes.py tests/text tests/sources
 
 .PHONY: help serve chat docs test prove test-agents test-clients test-gpu test-models fuzz lint format screenshots bench bench-peers setup setup-dev fetch clean
 

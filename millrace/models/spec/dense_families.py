@@ -107,6 +107,8 @@ def _gemma(c: ConfigReader) -> dict[str, Any]:
     this one."""
     if c.flag("use_bidirectional_attention"):
         raise c.fail("use_bidirectional_attention", "is true: the model is for embeddings and cannot generate text")
+    if not (name := str(c.get("hidden_activation") or c.get("hidden_act") or "gelu")).startswith("gelu"):
+        raise c.fail("hidden_act", f"is {name!r}; this family supports gelu")
     return {
         **attention_bias(c),
         "activation": "gelu_tanh",

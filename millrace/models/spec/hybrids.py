@@ -131,6 +131,8 @@ def _recurrent_layers(c: ConfigReader, default: list[bool]) -> list[bool]:
 
 
 def _check_recurrent(c: ConfigReader, recurrent: RecurrentSpec, key: str) -> RecurrentSpec:
+    if (name := c.get("hidden_act") or "silu") not in ("silu", "swish"):
+        raise c.fail("hidden_act", f"is {name!r}; convolutions of recurrent layers support silu")
     if recurrent.heads % recurrent.groups:
         raise c.fail(key, f"is {recurrent.groups}, which does not divide {recurrent.heads} heads")
     return recurrent
