@@ -31,6 +31,7 @@ from millrace.ops.base.mesh import ONE_RANK, Mesh
 from millrace.ops.base.version import dtype_name
 from millrace.ops.linear.fp8 import fp8_missing
 from millrace.ops.linear.stored import FORMATS
+from millrace.sources.multimodal import is_multimodal
 
 if TYPE_CHECKING:
     from millrace.models.weights import WeightSource
@@ -55,6 +56,8 @@ def load_decoder(
     from millrace.models.weights import open_weights  # local: imports the readers of all formats
 
     check_quantization(quantization, device, dtype)
+    if is_multimodal(files.config) and mesh.rank == 0:
+        log.warning("of this %s the language model is loaded: it takes text, no pictures", files.config["model_type"])
     return build_decoder(
         spec_from_config(files.config),
         open_weights(files, seed=seed),

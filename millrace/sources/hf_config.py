@@ -71,6 +71,8 @@ def flatten(config: dict[str, Any]) -> dict[str, Any]:
     outer = {key: value for key, value in config.items() if not key.endswith("_config")}
     kind = config.get("model_type")
     flat = outer | {key: value for key, value in text.items() if value is not None or key not in outer}
+    if "tie_word_embeddings" in config:  # The head belongs to the whole model.
+        flat["tie_word_embeddings"] = config["tie_word_embeddings"]
     flat["model_type"] = text.get("model_type") or _TEXT_TYPES.get(str(kind), kind)
     for key in ("quantization_config", "compression_config"):
         if config.get(key):

@@ -32,6 +32,7 @@ from millrace.models.spec.model_spec import LayerSpec, ModelSpec, RopeSpec
 from millrace.models.spec.rope import ROPE_KEYS, read_rope
 from millrace.ops.base.activation_kind import Activation
 from millrace.sources.encoders.families import instead_of
+from millrace.sources.multimodal import is_multimodal
 
 MAX_LAYERS = 1024
 """A config with more layers is treated as damaged."""
@@ -140,7 +141,7 @@ def _qwen3_moe(c: ConfigReader) -> dict[str, Any]:
         LayerSpec(windows[layer], is_moe=experts > 0 and layer not in dense and (layer + 1) % step == 0)
         for layer in range(num_layers)
     )
-    renormalise = c.flag("norm_topk_prob")
+    renormalise = c.flag("norm_topk_prob", c.get("model_type") == "qwen3_vl_moe_text")
     moe = experts_of(c, experts, c.whole("moe_intermediate_size"), renormalise) if experts else None
     return {**attention_bias(c), "qk_norm": True, "moe": moe, "layers": layers}
 
@@ -198,7 +199,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name="qwen2",
-        model_types=("qwen2",),
+        model_types=("qwen2", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"),
         architectures=("Qwen2ForCausalLM",),
         traits=lambda c: {"qkv_bias": True},
         windows=qwen_windows,
@@ -206,7 +207,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name="qwen3",
-        model_types=("qwen3",),
+        model_types=("qwen3", "qwen3_vl_text"),
         architectures=("Qwen3ForCausalLM",),
         traits=lambda c: {**attention_bias(c), "qk_norm": True},
         windows=qwen_windows,
@@ -309,7 +310,7 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         name="qwen3_moe",
-        model_types=("qwen3_moe",),
+        model_types=("qwen3_moe", "qwen3_vl_moe_text"),
         architectures=("Qwen3MoeForCausalLM",),
         traits=_qwen3_moe,
         windows=qwen_moe_windows,
@@ -346,13 +347,16 @@ def family_named(name: str) -> Family:
 
 
 def family_of(config: Mapping[str, Any]) -> Family | None:
-    """The family by `architectures`, or by `model_type` if the config names no architecture."""
+    """The family by `architectures`, or by `model_type` if the config names no architecture, or one of which the
+    language model is a part."""
     architectures = config.get("architectures") or []
     for family in FAMILIES:
         if any(name in family.architectures for name in architectures):
             return family
+    if architectures and not is_multimodal(config):
+        return None
     kind = config.get("model_type")
-    return next((family for family in FAMILIES if not architectures and kind in family.model_types), None)
+    return next((family for family in FAMILIES if kind in family.model_types), None)
 
 
 def find_family(config: Mapping[str, Any]) -> Family:

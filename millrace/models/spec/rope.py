@@ -44,7 +44,8 @@ def read_rope(config: Mapping[str, Any], head_dim: int, default_theta: float, la
         )
     kind = reader.get("rope_type") or reader.get("type") or "default"
     base = RopeSpec(rotary_dim, theta)
-    if kind in ("default", "dynamic"):
+    if kind in ("default", "mrope", "dynamic"):
+        # The three positions of mrope are equal in texts.
         # Dynamic NTK changes frequencies only beyond max_position_embeddings, the longest context that is served.
         return base
     if kind == "linear":

@@ -37,13 +37,19 @@ _DTYPES = {
 _PREFIXES = (
     ("language_model.model.", "model."),
     ("model.language_model.", "model."),
+    ("model.text_model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
 """Prefixes of the text model in multimodal checkpoints."""
-_OTHER_MODALITIES = ("vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.", "visual.")
+_OTHER_MODALITIES = (
+    *("vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.", "visual.", "connector."),
+    *("image_newline",),
+)
 _FUSED = re.compile(
     r"(?P<prefix>model\.layers\.\d+)\.mlp\.experts\.(?P<own>gate_up_proj|down_proj)(?P<end>|_bias|_blocks|_scales)"
 )
+_TRANSPOSED = {"llama4_text": "intermediate_size", "qwen3_vl_moe_text": "moe_intermediate_size"}
+"""Model types whose published stacked experts have rows and columns exchanged: the key of an expert's inner size."""
 _MIXTRAL_ROUTER = re.compile(r"(model\.layers\.\d+)\.mlp\.gate\.weight")
 
 
@@ -154,7 +160,8 @@ class SafetensorsWeights:
         if piece.step > 1 or piece.is_transposed:
             whole = handle.get_slice(piece.stored)[piece.expert : piece.expert + 1][0]
             whole = whole.t() if piece.is_transposed else whole
-            return whole[piece.first_row :: piece.step].contiguous()
+            end = piece.first_row + piece.step * piece.shape[0]
+            return whole[piece.first_row : end : piece.step].contiguous()
         rows = slice(piece.first_row, piece.first_row + piece.shape[0])
         part: torch.Tensor = handle.get_slice(piece.stored)[piece.expert : piece.expert + 1, rows]
         return part[0].contiguous()
@@ -205,8 +212,12 @@ def _open(path: Path) -> Any:
 def _split_experts(
     path: Path, stored: str, shape: tuple[int, ...], fused: re.Match[str], config: dict[str, Any]
 ) -> Iterator[tuple[str, _Piece]]:
-    """Stacked experts: `gate_up_proj` [experts, gate rows then up rows, width], `down_proj` [experts, width, rows]."""
+    """Stacked experts: `gate_up_proj` [experts, gate rows then up rows, width], `down_proj` [experts, width, rows]; in
+    some checkpoints with the last two axes exchanged."""
     halves = fused["own"] == "gate_up_proj"
+    inner = config.get(_TRANSPOSED.get(str(config.get("model_type")), ""), 0)
+    is_transposed = inner > 0 and shape[-1] == (2 * inner if halves else config.get("hidden_size"))
+    shape = (*shape[:1], *shape[:0:-1]) if is_transposed else shape
     width_axis = 2 if halves else 1
     if len(shape) != 3 or shape[width_axis] != config.get("hidden_size") or (halves and shape[1] % 2):
         raise ModelError(
@@ -221,7 +232,7 @@ def _split_experts(
     rows = shape[1] // len(owns)
     for expert in range(shape[0]):
         for index, own in enumerate(owns):
-            piece = _Piece(path, stored, (rows, shape[2]), expert, index * rows)
+            piece = _Piece(path, stored, (rows, shape[2]), expert, index * rows, is_transposed=is_transposed)
             yield f"{base}.{expert}.{own}.weight", piece
 
 
