@@ -21,7 +21,7 @@ from millrace.engine.figures.shares import Shares
 from millrace.link.adapter_messages import AdapterAnswer, AddAdapter, AddCanary, CanaryFigures
 from millrace.link.messages import Finish, Query
 from millrace.models.adapters.read import Adapter
-from millrace.observe.engine_metrics import _canaries
+from millrace.observe.engine_metrics import canary_metrics
 from millrace.params.classes import FinishReason
 from millrace.params.sampling import SamplingParams
 from millrace.plan.request import Request
@@ -131,7 +131,7 @@ def test_it_is_taken_back_when_it_is_slow(world: World) -> None:
     assert world.canary.state == "running"
 
     def slow() -> None:
-        is_new_next = world.adapters.canaries.running("legal")._due >= 0.5  # type: ignore[union-attr]
+        is_new_next = world.adapters.canaries.running("legal").due >= 0.5  # type: ignore[union-attr]
         world.ask(token_s=0.04 if is_new_next else 0.01)
 
     ended = world.until_ended(slow)
@@ -154,7 +154,7 @@ def test_what_cannot_be_a_canary_is_refused(world: World) -> None:
         world.store.declare(f"a{number}", Path(f"/a{number}"))
         problem = world.start(name=f"a{number}", path=f"/b{number}").error
     assert f"{MAX_RUNNING} canaries run already" in problem
-    families = {family.name: family for family in _canaries(world.adapters.stats.canaries)}
+    families = {family.name: family for family in canary_metrics(world.adapters.stats.canaries)}
     assert len(families["millrace_adapter_canary_share"].samples) == MAX_RUNNING
 
 
@@ -175,7 +175,7 @@ class Engines:
     def next(self, *, crashed: bool = False, path: str = "/old") -> World:
         if self._worlds:
             self._worlds[-1].adapters.shut_down(is_in_order=not crashed)
-            journal = self._worlds[-1].adapters.canaries._journal
+            journal = self._worlds[-1].adapters.canaries.journal
             assert journal is not None
             journal.close()  # As the end of its process does.
         self._worlds.append(World(self.file, path))

@@ -239,7 +239,7 @@ def test_a_step_that_finds_a_lost_rank_first_blames_no_request(
         async for _ in llm.stream(PROMPTS[0], params):
             if not done:
                 done.append(1)
-                process = groups[0]._others[0].process
+                process = groups[0].others[0].process
                 wait = process.wait
 
                 def slow(*args: Any, wait: Callable[..., int] = wait) -> int:
@@ -275,7 +275,7 @@ def test_a_rank_with_other_shapes_is_an_error(monkeypatch: pytest.MonkeyPatch, t
 def test_the_processes_end_with_the_engine(groups: list[RankGroup], tmp_path: Path) -> None:
     with LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000, tensor_parallel=2) as llm:
         llm.generate(PROMPTS, GREEDY)
-        process = groups[0]._others[0].process
+        process = groups[0].others[0].process
         assert process.poll() is None
         wait_until(lambda: groups[0].num_same > 5, "draws are compared")
     assert process.poll() is not None

@@ -46,19 +46,19 @@ class Sampler:
         has_native = device.kind == "cpu" and not native_missing(device.torch_device)
         self._draw_native = NativeDraw() if has_native else None
         self.row_params = RowParamTable(max_rows=max_rows, vocab_size=vocab_size)
-        self._shaped = ShapedRows(device, table, self.row_params, vocab_size=vocab_size)
+        self.shaped = ShapedRows(device, table, self.row_params, vocab_size=vocab_size)
 
     def update(self, plan: StepPlan) -> None:
         for release in plan.released:
             self._penalties.release(release.row)
-            self._shaped.release(release)
+            self.shaped.release(release)
         for admission in plan.admitted:
             values = self.row_params.admit(admission)
             if values.has_penalties:
                 self._penalties.admit(admission.row, self._table.known_tokens(admission.row), admission.num_prompt)
             else:
                 self._penalties.release(admission.row)
-            self._shaped.update(admission, is_shaped=values.is_shaped)
+            self.shaped.update(admission, is_shaped=values.is_shaped)
 
     def draw(
         self,
@@ -78,16 +78,16 @@ class Sampler:
             self._draw_native.mask(logits, masks.index, masks.bits)
         elif masks is not None:
             apply_masks(logits, masks)
-        self._constrain(logits, rows, positions, drafts)
+        self.constrain(logits, rows, positions, drafts)
         shaped = np.flatnonzero(self.row_params.is_shaped[rows])
         if len(shaped) == len(rows):
-            tokens = self._shaped.draw(logits, rows, positions)
+            tokens = self.shaped.draw(logits, rows, positions)
         else:
             own_index = torch.from_numpy(shaped).to(logits.device)
             own = logits[own_index] if len(shaped) else None
             tokens = self.choose(logits, rows, positions)
             if own is not None:
-                tokens[own_index] = self._shaped.draw(own, rows[shaped], positions[shaped])
+                tokens[own_index] = self.shaped.draw(own, rows[shaped], positions[shaped])
         if drafts is None:
             self.count(rows, tokens)
             self._table.append_drawn(rows, positions, tokens)
@@ -102,7 +102,7 @@ class Sampler:
         for index in np.flatnonzero(self.row_params.has_penalties[rows]).tolist():
             self._penalties.count(int(rows[index]), tokens[index])
 
-    def _constrain(self, logits: Tensor, rows: Int32s, positions: Int32s, drafts: Int32s | None = None) -> None:
+    def constrain(self, logits: Tensor, rows: Int32s, positions: Int32s, drafts: Int32s | None = None) -> None:
         """Apply bias, minimum length and penalties to the few rows that have them. Penalties count the drafts before
         the draw."""
         counted: list[tuple[int, int]] = []
