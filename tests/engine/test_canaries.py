@@ -37,15 +37,15 @@ class World:
         requests = AdaptedRequests(self.store, 4, lambda slot, adapter: lambda: True)
         canaries = Canaries(None if file is None else CanaryJournal(file))
         self.adapters = EngineAdapters(requests, Shares, canaries=canaries)
-        self._next = 0
+        self.next_id = 0
 
     @staticmethod
     def read(folder: Path) -> Adapter:
         return Adapter(torch.zeros(4), {}, 4, folder.name.encode().hex(), "", folder)
 
     def query(self, kind: Any, name: str) -> AdapterAnswer:
-        self._next += 1
-        reply = self.adapters.answer(Query(0, self._next, kind, name))
+        self.next_id += 1
+        reply = self.adapters.answer(Query(0, self.next_id, kind, name))
         if reply is None:
             self.store.run(lambda: None).result(60)
             ((_, reply),) = self.adapters.advance(0.0)
@@ -57,10 +57,10 @@ class World:
 
     def ask(self, reason: FinishReason = "stop", token_s: float = 0.01) -> str:
         """One request, from its beginning to its end; returns the version that it got."""
-        self._next += 1
-        version = self.begin(self._next)
-        finish = Finish(self._next, reason, output_tokens=10, queued_s=5.0, total_s=5.0 + 10 * token_s)
-        self.adapters.close(self._next, reason, finish if reason in ("stop", "length") else None)
+        self.next_id += 1
+        version = self.begin(self.next_id)
+        finish = Finish(self.next_id, reason, output_tokens=10, queued_s=5.0, total_s=5.0 + 10 * token_s)
+        self.adapters.close(self.next_id, reason, finish if reason in ("stop", "length") else None)
         return version
 
     def begin(self, request_id: int, output: bytes = b"") -> str:
@@ -113,8 +113,8 @@ def test_it_is_taken_back_when_its_requests_fail(world: World) -> None:
     world.start(share=0.5)
 
     def fails() -> None:
-        request = Request(id=10_000 + world._next, prompt=np.zeros(1, np.int32), max_tokens=1)
-        world._next += 1
+        request = Request(id=10_000 + world.next_id, prompt=np.zeros(1, np.int32), max_tokens=1)
+        world.next_id += 1
         is_new = world.adapters.canaries.version("legal", request.id) is not None
         world.adapters.close(request.id, "error" if is_new else "stop")
 

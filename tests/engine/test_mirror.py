@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from helpers.engine_stats import stats_after
+from helpers.inside import client_of
 from helpers.mixed_requests import MIXED_SETTINGS, mixed_requests
 from helpers.served import wait_until
 from helpers.tiny_server import CONFIG, tiny_source
@@ -112,7 +113,7 @@ def test_a_difference_is_named_and_the_engine_goes_on(
     with LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000, mirror=True) as llm:
         answers = [generation.token_ids for generation in llm.generate(PROMPTS, GREEDY)]
         stats = mirror_stats(llm, len(PROMPTS))
-        metrics = {one.name: one.value for family in engine_metrics(llm._client) for one in family.samples}
+        metrics = {one.name: one.value for family in engine_metrics(client_of(llm)) for one in family.samples}
         again = llm.generate([PROMPTS[0]], GREEDY)[0].token_ids
     assert len(again) == 12
     assert (metrics["millrace_mirror_up"], metrics["millrace_mirror_differences_total"]) == (0, 1)

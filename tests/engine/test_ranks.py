@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 from helpers.engine_stats import stats_after
+from helpers.inside import client_of
 from helpers.served import wait_until
 from helpers.tiny_files import write_tiny
 from helpers.tiny_models import HYBRIDS
@@ -223,7 +224,7 @@ def test_an_idle_engine_notices_a_lost_rank(
         assert len(llm.generate(PROMPTS[:1], GREEDY)[0].token_ids) == 12
         harm(groups[0].pids[0])
         wait_until(lambda: "The engine ends with it." in caplog.text, "the rank's loss")
-        wait_until(lambda: llm._client.failure is not None, "the engine's end")
+        wait_until(lambda: client_of(llm).failure is not None, "the engine's end")
         with pytest.raises(EngineUnavailable, match=f"Rank 1 of 2 {says}"):
             llm.generate(PROMPTS[:1], GREEDY)
 

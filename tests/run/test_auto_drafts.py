@@ -118,7 +118,7 @@ def test_a_drafter_that_rests_is_told_nothing_and_no_token_changes(
     expected, _ = drive(runner_of(decoder, None, 60), DraftSettings())
     monkeypatch.setattr(trained_control, "FIRST_REST", 12)
     monkeypatch.setattr(trained_control, "LAST_REST", 12)
-    monkeypatch.setattr(TrainedControl, "_judge_trial", lambda control, rows: None)
+    monkeypatch.setattr(TrainedControl, "judge_trial", lambda control, rows: None)
     monkeypatch.setattr(TrainedControl, "__init__", resting(TrainedControl.__init__))
     model = load("llama_tied", spoilt=True) if make is None else make(tmp_path, decoder)
     runner = runner_of(decoder, model, 60, "auto")
@@ -145,7 +145,7 @@ def test_a_drafter_that_rests_is_told_nothing_and_no_token_changes(
 def resting(init: Any) -> Any:
     def begin(control: TrainedControl, *args: Any) -> None:
         init(control, *args)
-        control._rest(12)
+        control.rest(12)
 
     return begin
 

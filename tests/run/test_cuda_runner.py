@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.decode_table import change_decode_table, want_few_programs
+from helpers.inside import set_head, weights_of
 from helpers.quick_interpreter import quick_interpreter
 from helpers.small_decoder import with_paged_attention
 from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
@@ -194,8 +195,8 @@ def test_a_greedy_head_computes_logits_only_where_they_are_needed(kind: str, mon
     plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), RunnerSettings(**SIZES))
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     decoder = decoder_for("qwen3", place, True)
-    head = GreedyHead(decoder._weights.head)
-    decoder._weights = dataclasses.replace(decoder._weights, head=head)
+    head = GreedyHead(weights_of(decoder).head)
+    set_head(decoder, head)
     fast = CudaRunner(decoder, device, RunnerSettings(token_budget=BUDGET, graphs=False, **SIZES))
     expected, expected_scores = drive(plain, requests(7, 1, KINDS[kind]))
     with quick_interpreter() if interpreted else nullcontext():
@@ -299,12 +300,12 @@ def test_a_cached_prefix_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) 
 def with_kernels(decoder: Decoder) -> Decoder:
     """The decoder with the Triton kernel that packs keys and values, on any device."""
     spec = decoder.spec
-    for layer in decoder._weights.layers:
+    for layer in weights_of(decoder).layers:
         mixer: Any = layer.mixer
         own = mixer.prepare_qkv
         if not isinstance(own, PrepareQkvKernel):
             assert isinstance(own, NativePrepareQkv)
-            kernel = PrepareQkvKernel(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.norm_eps, *own._vectors)
+            kernel = PrepareQkvKernel(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.norm_eps, *own.vectors)
             object.__setattr__(mixer, "prepare_qkv", kernel)
     return decoder
 
@@ -357,8 +358,8 @@ def test_two_head_groups_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -
     plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), RunnerSettings(**SIZES))
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     decoder = decoder_for("qwen3", place, True)
-    head = GreedyHead(decoder._weights.head)
-    decoder._weights = dataclasses.replace(decoder._weights, head=head)
+    head = GreedyHead(weights_of(decoder).head)
+    set_head(decoder, head)
     fast = CudaRunner(decoder, device, RunnerSettings(token_budget=BUDGET, graphs=False, **SIZES))
     scored = msgspec.structs.replace(GREEDY, logprobs=2)
     kinds = [GREEDY, SamplingParams(temperature=0.9, seed=3, max_tokens=4, logprobs=1), GREEDY, GREEDY, scored, GREEDY]
@@ -523,7 +524,7 @@ def test_a_larger_graph_is_the_fallback_for_a_missing_one(kind: str, monkeypatch
     fast.graphs.is_capturing = True
     expected, _ = drive(plain, short_requests(KINDS[kind]))
     shapes = ShapeChoice(PaddedShapes(dataclasses.replace(fast.shapes.facts, can_capture=True)))
-    shapes.captures._waiting.clear()
+    shapes.captures.waiting.clear()
     with quick_interpreter():
         given = {fast.shapes.table.decode(4), HeadShape(4, "greedy"), HeadShape(4, "full")}
         for part in given:
@@ -531,7 +532,7 @@ def test_a_larger_graph_is_the_fallback_for_a_missing_one(kind: str, monkeypatch
         warm_up(fast, shapes)
         assert set(fast.graphs.captured) == given
         assert drive(fast, short_requests(KINDS[kind]), shapes=shapes)[0] == expected
-        missed = set(shapes.captures._waiting)
+        missed = set(shapes.captures.waiting)
         assert HeadShape(2, "greedy" if kind == "greedy" else "full") in missed
         assert not missed & set(fast.graphs.captured)
         warm_up(fast, shapes)

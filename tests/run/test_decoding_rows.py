@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.grouped_plans import for_groups
+from helpers.inside import program_of
 from helpers.stored_blocks import StoredSource
 
 from millrace.config import RunConfig
@@ -262,7 +263,8 @@ def test_deterministic_mode_has_one_kernel_for_all_rows(tmp_path: Path) -> None:
 def test_decode_kernels_round_less(tmp_path: Path) -> None:
     runner = make_runner(tmp_path)
     decoded, given = decoded_and_given(runner)
-    assert same_bits(decoded, given) == (not runner.decoder._program._splits_decode)
+    # Whether this machine has such kernels shows in no public choice.
+    assert same_bits(decoded, given) == (not program_of(runner.decoder)._splits_decode)
     for one, other in zip(decoded, given, strict=True):
         torch.testing.assert_close(one.float(), other.float(), atol=0.1 * float(other.float().std()), rtol=0.1)
 

@@ -53,6 +53,7 @@ def drafter_with_paged_attention(drafter: Any) -> Any:
     """See `with_paged_attention`: loading offers no GPU's op on a CPU."""
     if isinstance(drafter, EagleDrafter) and not isinstance(drafter.attention, PagedAttention):
         assert drafter.spec.decoder is not None
+        # No setting of loading puts an op of a GPU in place.
         drafter._ops = dataclasses.replace(drafter._ops, attention=paged_attention(drafter.spec.decoder))
     return drafter
 

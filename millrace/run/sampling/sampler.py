@@ -44,7 +44,7 @@ class Sampler:
         self._table = table
         self._penalties = Penalties(vocab_size, device.torch_device)
         has_native = device.kind == "cpu" and not native_missing(device.torch_device)
-        self._draw_native = NativeDraw() if has_native else None
+        self.native_draw = NativeDraw() if has_native else None
         self.row_params = RowParamTable(max_rows=max_rows, vocab_size=vocab_size)
         self.shaped = ShapedRows(device, table, self.row_params, vocab_size=vocab_size)
 
@@ -74,8 +74,8 @@ class Sampler:
         num_logprobs = self.row_params.num_logprobs[rows]
         scored = np.flatnonzero(num_logprobs >= 0)
         raw = logits[torch.from_numpy(scored).to(logits.device)] if len(scored) else None
-        if masks is not None and self._draw_native is not None:
-            self._draw_native.mask(logits, masks.index, masks.bits)
+        if masks is not None and self.native_draw is not None:
+            self.native_draw.mask(logits, masks.index, masks.bits)
         elif masks is not None:
             apply_masks(logits, masks)
         self.constrain(logits, rows, positions, drafts)
@@ -133,9 +133,9 @@ class Sampler:
         """Temperature, cuts and the draw: int64, a token for each row of the logits, which may be overwritten. They may
         be those of a draft model, with another number of tokens."""
         columns = self.row_params
-        if self._draw_native is not None:
+        if self.native_draw is not None:
             limits = (columns.temperature[rows], columns.top_k[rows], columns.top_p[rows], columns.min_p[rows])
-            return self._draw_native(logits, *limits, uniforms(columns.seed[rows], positions.astype(np.uint64)))
+            return self.native_draw(logits, *limits, uniforms(columns.seed[rows], positions.astype(np.uint64)))
         random = np.flatnonzero(columns.temperature[rows] > 0)
         if len(random) == 0:
             return logits.argmax(dim=-1)
