@@ -21,7 +21,7 @@ VERSION = (sys.executable, "-m", "millrace", "--version")
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Pids of what was started in the quick way, by a starter with today's variables: earlier tests may set some."""
-    monkeypatch.setattr(starter, "_starter", None)
+    monkeypatch.setattr(starter, "current_starter", None)
     pids: list[int] = []
     start = starter.Starter.start
     monkeypatch.setattr(starter.Starter, "start", lambda *given: pids.append(start(*given)) or pids[-1])

@@ -45,7 +45,7 @@ def _file_digest(path: Path) -> str:
         known_version, digest = cached.read_text().split("\n")
         if known_version == version:
             return digest
-    digest = _compute(path)
+    digest = computed_digest(path)
     with contextlib.suppress(OSError):  # A cache that cannot be written only costs time.
         cached.parent.mkdir(parents=True, exist_ok=True)
         partial = cached.with_name(f"{cached.name}.{os.getpid()}")
@@ -54,7 +54,7 @@ def _file_digest(path: Path) -> str:
     return digest
 
 
-def _compute(path: Path) -> str:
+def computed_digest(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size

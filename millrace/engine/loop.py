@@ -97,7 +97,7 @@ class Engine:
         self._shares_by_adapter = parts.shares_by_adapter
         self._constrained, self._mirror, self._ranks = parts.constrained, parts.mirror, parts.ranks
         self._disk = parts.disk
-        self._device = device
+        self.device = device
         self._channel = channel
         self._clock = clock
         self._ledger = Ledger(None if parts.has_figures else UncountedTimes(), parts.timed_adapters)
@@ -155,7 +155,7 @@ class Engine:
                 self._disk.close()
             if self._ranks is not None:
                 self._ranks.close()  # Before the device: a step may wait for a rank.
-            self._device.close()
+            self.device.close()
             if self._constrained is not None:
                 self._constrained.shut_down()
             if self.adapters is not None:
@@ -165,7 +165,7 @@ class Engine:
 
     def _probe(self) -> None:
         """Raise if no step can run any more."""
-        self._device.probe()
+        self.device.probe()
         if self._ranks is not None:
             self._ranks.check()
 
@@ -301,7 +301,7 @@ class Engine:
         """Timeout when there is nothing to do: poll briefly, report, wait for a while, release memory, then block."""
         if self._idle_since is None:
             self._idle_since, self._is_trimmed = self._clock(), False
-            self._poll_s = self._device.poll_s
+            self._poll_s = self.device.poll_s
             if self._poll_s > 0:
                 return self._poll_s
         if not self._reported_idle:

@@ -76,18 +76,18 @@ async def kill_repeatedly(
     while result.kills < num_kills if num_kills else time.monotonic() < end or result.kills == 0:
         if part != "front" and result.kills and result.kills % BURST == 0:
             await asyncio.sleep(REST_S)
-        streams = [asyncio.create_task(_stream(address, result)) for _ in range(num_streams)]
+        streams = [asyncio.create_task(stream_once(address, result)) for _ in range(num_streams)]
         await asyncio.sleep(BEFORE_KILL_S)
-        os.kill(_child(pid, part), signal.SIGKILL)
+        os.kill(child_of(pid, part), signal.SIGKILL)
         result.kills += 1
-        recovery = asyncio.create_task(asyncio.to_thread(_await_recovery, url, pid, part))
+        recovery = asyncio.create_task(asyncio.to_thread(await_recovery, url, pid, part))
         await asyncio.gather(*streams)
         result.recovery_s.append(await recovery)
         pace.done(result.kills)
     return result
 
 
-def _child(pid: int, part: Part) -> int:
+def child_of(pid: int, part: Part) -> int:
     for child in descendants(pid):
         try:
             if _MODULES[part] in Path(f"/proc/{child}/cmdline").read_text(errors="replace"):
@@ -97,7 +97,7 @@ def _child(pid: int, part: Part) -> int:
     raise BenchError(f"Server {pid} has no {part} process to kill. Start it with --fronts 2.")
 
 
-async def _stream(address: Address, result: KillResult) -> None:
+async def stream_once(address: Address, result: KillResult) -> None:
     try:
         data = completion(address, max_tokens=200, ignore_eos=True)
         status, body = await exchange(address, data, STREAM_LIMIT_S)
@@ -114,13 +114,13 @@ async def _stream(address: Address, result: KillResult) -> None:
         result.completed += 1
 
 
-def _await_recovery(url: str, pid: int, part: Part) -> float:
+def await_recovery(url: str, pid: int, part: Part) -> float:
     """Seconds until the server is ready and the killed process has been replaced."""
     began = time.monotonic()
     while time.monotonic() < began + RECOVERY_LIMIT_S:
         try:
             with urllib.request.urlopen(f"{url}/ready", timeout=2) as answer:
-                if answer.status == 200 and _child(pid, part):
+                if answer.status == 200 and child_of(pid, part):
                     return time.monotonic() - began
         except (urllib.error.URLError, OSError, BenchError):
             pass

@@ -44,7 +44,7 @@ async def overload(url: str, seconds: float, factor: float, concurrency: int) ->
         due += rng.expovariate(capacity * factor)
         await asyncio.sleep(max(0.0, due - time.monotonic()))
         name = rng.choices([name for name, _ in CLASSES], [share for _, share in CLASSES])[0]
-        task = asyncio.create_task(_send_one(address, rng.randrange(1 << 30), results[name]))
+        task = asyncio.create_task(send_one(address, rng.randrange(1 << 30), results[name]))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
     await asyncio.gather(*tasks)
@@ -58,7 +58,7 @@ async def _capacity(address: Address, concurrency: int) -> float:
 
     async def client(number: int) -> None:
         while time.monotonic() < end:
-            await _send_one(address, number, result)
+            await send_one(address, number, result)
             number += 1009
 
     began = time.monotonic()
@@ -66,7 +66,7 @@ async def _capacity(address: Address, concurrency: int) -> float:
     return result.served / (time.monotonic() - began)
 
 
-async def _send_one(address: Address, number: int, result: ClassResult) -> None:
+async def send_one(address: Address, number: int, result: ClassResult) -> None:
     rng = random.Random(number)
     words = " ".join(rng.choice(("river", "mill", "wheel", "stone", "corn", "day")) for _ in range(PROMPT_WORDS))
     body = {

@@ -85,7 +85,7 @@ class Fleet:
         self._turn += 1
         choice = self.policy.choose(asked, candidates, moment)
         matched = next(one.matched_tokens for one in candidates if one.name == choice.replica)
-        kv_from = self._kv_source(asked, choice.replica, matched, excluded)
+        kv_from = self.kv_source(asked, choice.replica, matched, excluded)
         decision = Decision(
             time.time(), self.settings.policy, asked, moment, candidates, choice, len(record.decisions), cause, kv_from
         )
@@ -121,7 +121,7 @@ class Fleet:
             if one.name not in excluded and one.is_millrace and one.health.share(now) and one.takes(asked.model)
         ]
 
-    def _kv_source(self, asked: Asked, chosen: str, matched: int, excluded: Collection[str]) -> str:
+    def kv_source(self, asked: Asked, chosen: str, matched: int, excluded: Collection[str]) -> str:
         """The replica with the most of the prompt in its cache, if that is enough more."""
         if not self.settings.kv_fetch_tokens or not self.replicas[chosen].is_millrace:
             return ""

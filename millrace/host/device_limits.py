@@ -55,22 +55,22 @@ class DeviceProperties:
 
 def device_limits(name: str, index: int = 0) -> DeviceLimits:
     """Limits of the GPU with this name; `index` is its number for the driver, used only if the name is unknown."""
-    entry = _known_devices().get(name)
+    entry = known_devices().get(name)
     if entry is None:
-        return computed_limits(_read_properties(index))
+        return computed_limits(read_properties(index))
     return DeviceLimits(entry["flops"], entry["bytes_per_s"], entry.get("step_flops", STEP_SHARE * entry["flops"]))
 
 
 def known_device(text: str) -> tuple[str, DeviceLimits]:
     """The one device of the table whose name contains these words, such as `h200` or `a100 80gb`."""
     words = text.lower().replace("-", " ").split()
-    found = [name for name in _known_devices() if all(word in name.lower() for word in words)]
+    found = [name for name in known_devices() if all(word in name.lower() for word in words)]
     exact = [name for name in found if set(words) <= set(name.lower().replace("-", " ").split())]
     for names in (exact, found):
         if names:
             shortest = min(names, key=len)
             return shortest, device_limits(shortest)
-    raise ConfigError(f"There is no data sheet for {text!r}. Known devices: {', '.join(sorted(_known_devices()))}.")
+    raise ConfigError(f"There is no data sheet for {text!r}. Known devices: {', '.join(sorted(known_devices()))}.")
 
 
 def computed_limits(properties: DeviceProperties | None) -> DeviceLimits:
@@ -84,11 +84,11 @@ def computed_limits(properties: DeviceProperties | None) -> DeviceLimits:
     return DeviceLimits(flops, bytes_per_s, STEP_SHARE * flops)
 
 
-def _known_devices() -> dict[str, dict[str, float]]:
+def known_devices() -> dict[str, dict[str, float]]:
     return tomllib.loads(resources.files("millrace.host").joinpath("device_limits.toml").read_text("utf-8"))
 
 
-def _read_properties(index: int) -> DeviceProperties | None:
+def read_properties(index: int) -> DeviceProperties | None:
     with contextlib.suppress(OSError, AttributeError):
         driver = ctypes.CDLL("libcuda.so.1")
         device = ctypes.c_int()

@@ -218,7 +218,7 @@ def _adapters(stats: EngineStats) -> Iterator[Metric]:
     for held in adapters.rank_classes:
         classes.add_metric([str(held.rank)], held.bytes)
     yield classes
-    yield from _canaries(adapters.canaries)
+    yield from canary_metrics(adapters.canaries)
     requests = GaugeMetricFamily(
         "millrace_adapter_requests", "Open sequences by adapter and state.", labels=["adapter", "state"]
     )
@@ -238,7 +238,7 @@ def _adapters(stats: EngineStats) -> Iterator[Metric]:
     yield tokens
 
 
-def _canaries(canaries: CanaryStats) -> Iterator[Metric]:
+def canary_metrics(canaries: CanaryStats) -> Iterator[Metric]:
     """Labels are bounded: few canaries may run at once."""
     share = GaugeMetricFamily(
         "millrace_adapter_canary_share", "Share of an adapter's requests that its canary gets.", labels=["adapter"]

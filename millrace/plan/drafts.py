@@ -54,10 +54,10 @@ class DraftPlaces:
             fixed=settings.is_fixed,
             is_weighed=settings.is_weighed,
         )
-        self._trained: TrainedControl | None = None
+        self.trained_control: TrainedControl | None = None
         if settings.has_trained and settings.max_drafts and not settings.is_fixed:
-            self._trained = TrainedControl(seating.rows.capacity, settings.max_drafts, self.control)
-        self._looks = None if settings.is_padded or settings.is_fixed else Looks(seating.rows.capacity)
+            self.trained_control = TrainedControl(seating.rows.capacity, settings.max_drafts, self.control)
+        self.looks = None if settings.is_padded or settings.is_fixed else Looks(seating.rows.capacity)
         self._idle_left, self._idle_epoch = 0, -1
         """Steps in which nothing is drafted while the rows have this `Rows.epoch`."""
         self.floor = 0.0
@@ -73,7 +73,7 @@ class DraftPlaces:
 
     @property
     def state(self) -> DraftState:
-        control, trained = self.control, self._trained
+        control, trained = self.control, self.trained_control
         if trained is None:
             return DraftState(control.length, control.num_probes, control.num_stops)
         return DraftState(
@@ -105,7 +105,7 @@ class DraftPlaces:
     @property
     def trained_rests(self) -> bool:
         """`StepPlan.trained_rests` of a step planned now."""
-        return self._trained is not None and self._trained.rests
+        return self.trained_control is not None and self.trained_control.rests
 
     def _wanted(self, singles: Int64s) -> Int32s | None:
         settings, rows = self._settings, self._rows
@@ -114,8 +114,8 @@ class DraftPlaces:
             return None
         ids, can_draft = rows.request_ids[singles], rows.can_draft[singles]
         looks = can_draft
-        if self._looks is not None and not (self._trained is not None and self._trained.length):
-            looks = can_draft & self._looks.due(singles, ids)
+        if self.looks is not None and not (self.trained_control is not None and self.trained_control.length):
+            looks = can_draft & self.looks.due(singles, ids)
         decision = NO_DRAFTS
         if looks.any() or self.control.length == 0:
             decision = self.control.decide(singles, ids)
@@ -124,8 +124,10 @@ class DraftPlaces:
         left = rows.limit[singles] - rows.known[singles] - 1
         looks = can_draft if decision.is_probe else looks
         places: Int32s = np.where(looks, np.clip(left, 0, text), 0).astype(np.int32)
-        if self._trained is not None and not decision.measures_plain:
-            trained = self._trained_places(self._trained.decide(singles, ids), can_draft, np.clip(left, 0, per_row))
+        if self.trained_control is not None and not decision.measures_plain:
+            trained = self._trained_places(
+                self.trained_control.decide(singles, ids), can_draft, np.clip(left, 0, per_row)
+            )
             self.floor = self.floor if text > 0 else NO_TEXT
             self.trained = trained
             places = np.maximum(places, trained.places)
@@ -133,19 +135,19 @@ class DraftPlaces:
 
     def _idle_steps(self, singles: Int64s) -> int:
         """Steps from now in which certainly no row drafts. `singles`: those that decode in this step."""
-        if self._looks is None or not len(singles) or len(singles) < len(self._rows.order):
+        if self.looks is None or not len(singles) or len(singles) < len(self._rows.order):
             return 0  # The others will decode soon.
-        if self._trained is not None and not self._trained.is_idle(singles):
+        if self.trained_control is not None and not self.trained_control.is_idle(singles):
             return 0
-        return self._looks.steps_without(singles) if self.control.length else self.control.steps_without
+        return self.looks.steps_without(singles) if self.control.length else self.control.steps_without
 
     def _skip_step(self) -> None:
-        assert self._looks is not None
+        assert self.looks is not None
         self._idle_left -= 1
-        self._looks.skip()
+        self.looks.skip()
         self.control.skip()
-        if self._trained is not None:
-            self._trained.skip()
+        if self.trained_control is not None:
+            self.trained_control.skip()
 
     def _trained_places(self, decision: TrainedDecision | None, can_draft: Bools, most: Int64s) -> TrainedPlaces:
         if decision is None:
@@ -178,23 +180,23 @@ class DraftPlaces:
         drawn = (counts > 0) & (plan.draft_places > 0)  # The others are past their limit, or did not look.
         rows = plan.rows[drawn].astype(np.int64)
         ids, own, accepted = self._rows.request_ids[rows], drafts[drawn], counts[drawn] - 1
-        if trained is not None and self._trained is not None:
+        if trained is not None and self.trained_control is not None:
             its = trained.num_drafts[drawn]
             has = its > 0
-            self._trained.observe(rows[has], ids[has], its[has], accepted[has])
+            self.trained_control.observe(rows[has], ids[has], its[has], accepted[has])
             own, accepted = np.where(has, 0, own), np.where(has, 0, accepted)
         has = own > 0
-        if self._looks is not None:
-            self._looks.observe(rows, np.where(has, accepted, 0), len(plan.rows))
+        if self.looks is not None:
+            self.looks.observe(rows, np.where(has, accepted, 0), len(plan.rows))
         if has.any():
             self.control.observe_drafts(rows[has], ids[has], own[has], accepted[has])
         self._measured[plan.step_no] = int(drafts.sum()), self._drafting_s(trained)
 
     def _drafting_s(self, trained: TrainedDrafts | None) -> float:
-        if trained is None or self._trained is None:
+        if trained is None or self.trained_control is None:
             return 0.0
         num_rows, num_passes = int((trained.num_drafts > 0).sum()), int(trained.num_drafts.max(initial=0))
-        self._trained.observe_time(num_rows, num_passes, trained.seconds)
+        self.trained_control.observe_time(num_rows, num_passes, trained.seconds)
         return trained.seconds
 
     def observe_time(self, plan: StepPlan, seconds: float) -> None:

@@ -78,13 +78,13 @@ class CudaRunner:
         build_pool: KernelBuildPool | None = None,
     ) -> None:
         """`drafter`: for the kinds of `settings.speculate` that are models."""
-        self._decoder = decoder
+        self.decoder = decoder
         self._device = device
         state = make_device_state(decoder, device, settings, drafter)
         self._table = state.table
         self._sampler = state.sampler
-        self._drafts = state.drafts
-        self._chain = state.chain
+        self.device_drafts = state.drafts
+        self.chain = state.chain
         self._states = state.states
         self._copier = make_copier(state, device, settings)
         self._placing = TokenPlacing(decoder, state.kv, settings.block_size, device)
@@ -92,7 +92,7 @@ class CudaRunner:
         self._filler = make_filler(state, device)
         self.contents = BlockContents([state.kv, state.draft_kv], device, settings.kv_dtype)
         shapes = PaddedShapes(shape_facts(decoder, state, settings, drafter))
-        self._writer = PacketWriter(shapes.table)
+        self.writer = PacketWriter(shapes.table)
         self.facts = RunnerFacts(
             ring_size=RING,
             min_jump=shapes.facts.sizes.min_jump,
@@ -103,11 +103,11 @@ class CudaRunner:
             shapes=shapes,
         )
         table = shapes.table
-        self._work = StepWork(decoder, state, self._writer, settings, smallest=table.decode(1))
-        self._graphs = GraphCache(enabled=shapes.can_capture)
-        self._warm_up = WarmUp(
-            self._work,
-            self._graphs,
+        self.work = StepWork(decoder, state, self.writer, settings, smallest=table.decode(1))
+        self.graphs = GraphCache(enabled=shapes.can_capture)
+        self.warm_up = WarmUp(
+            self.work,
+            self.graphs,
             to_build=build_order(table),
             first=first_request_parts(table),
             build_pool=build_pool,
@@ -147,13 +147,13 @@ class CudaRunner:
 
     @property
     def is_built(self) -> bool:
-        return self._warm_up.is_done
+        return self.warm_up.is_done
 
     def build_next(self) -> None:
-        self._warm_up.build_next()
+        self.warm_up.build_next()
 
     def capture(self, plan: CapturePlan) -> bool:
-        return self._warm_up.capture(plan.shape)
+        return self.warm_up.capture(plan.shape)
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         self.forward(plan)
@@ -162,7 +162,7 @@ class CudaRunner:
     def forward(self, plan: StepPlan, given: tuple[Int32s, ...] | None = None) -> None:
         self._placed = plan, None
         if not masks_drafts(plan):
-            self._forwarded = self._device.queue(lambda: self._forward(plan))
+            self._forwarded = self._device.queue(lambda: self.run_forward(plan))
             return
         draws = self._device.queue(lambda: self._send(plan))
         self._placed = plan, self._device.launch(lambda: self._place(plan), partial(self._placed_to_host, plan))
@@ -176,8 +176,8 @@ class CudaRunner:
 
     def mask_memory(self, count: int) -> Uint32s:
         if self._device.kind != "cuda":  # The forward pass may not have begun.
-            return new_masks(count, self._decoder.spec.vocab_size)
-        return self._work.mask_memory(count)
+            return new_masks(count, self.decoder.spec.vocab_size)
+        return self.work.mask_memory(count)
 
     def draw(self, plan: StepPlan, inputs: StepInputs | None = None) -> Pending[StepResult]:
         masks = None if inputs is None else inputs.masks
@@ -185,17 +185,17 @@ class CudaRunner:
         assert forwarded is not None, "a draw follows the forward pass of its step"
         if masks is not None and masks.places is not None:
             self.drafts()  # Then the packet has arrived, and may be told which state has which mask.
-        return self._device.launch(lambda: self._draw(plan, forwarded(), masks), self._copy_to_host)
+        return self._device.launch(lambda: self.run_draw(plan, forwarded(), masks), self._copy_to_host)
 
     def draw_ahead(self, plan: StepPlan, inputs: StepInputs) -> Pending[StepResult] | None:
         assert self._forwarded is not None, "a draw follows the forward pass of its step"
-        if not all(head in self._graphs.captured for head in plan.draw.heads):
+        if not all(head in self.graphs.captured for head in plan.draw.heads):
             return None  # Its capture failed. Uncaptured it might allocate, and wait for the whole device.
         forwarded, masks = self._forwarded(), inputs.masks
-        return self._device.launch(lambda: self._draw(plan, forwarded, masks, is_ahead=True), self._copy_to_host)
+        return self._device.launch(lambda: self.run_draw(plan, forwarded, masks, is_ahead=True), self._copy_to_host)
 
     def masks_ready(self) -> None:
-        self._work.masks_ready()
+        self.work.masks_ready()
 
     def _send(self, plan: StepPlan) -> DrawPlan:
         """Send the step's packet and let a drafter that is a model propose."""
@@ -205,55 +205,57 @@ class CudaRunner:
             self._placing.place(plan.placed)
         if self._states is not None:
             self._states.load(plan.states)
-        if self._drafts is not None:
-            self._drafts.admit(plan)
-        if self._chain is not None and plan.admitted:
-            self._chain.admit(self._device.upload(np.array([one.row for one in plan.admitted], np.int64)))
+        if self.device_drafts is not None:
+            self.device_drafts.admit(plan)
+        if self.chain is not None and plan.admitted:
+            self.chain.admit(self._device.upload(np.array([one.row for one in plan.admitted], np.int64)))
         repeats, self._epoch = plan.repeats(self._epoch), plan.epoch
-        draws, work = self._draw_plan(plan, repeats), self._work
+        draws, work = self._draw_plan(plan, repeats), self.work
         records = self._sampler.records(plan)
         # A draft model needs this step's blocks before the packet's updates are applied.
-        num_sent = self._table.send_excess_blocks(plan, 0 if self._chain is not None else UPDATES_IN_PACKET)
+        num_sent = self._table.send_excess_blocks(plan, 0 if self.chain is not None else UPDATES_IN_PACKET)
         shape = plan.shape
         work.send(plan, shape, draws, records, num_sent)
         if (proposal := work.proposal(shape)) is not None:
-            self._graphs.run(proposal, partial(work.propose_drafts, shape), captures=shape in plan.captures)
+            self.graphs.run(proposal, partial(work.propose_drafts, shape), captures=shape in plan.captures)
         return draws
 
     def _place(self, plan: StepPlan) -> Tensor:
         """Place drafts before the body does, which finds them placed: the host computes masks meanwhile."""
-        self._work.place_drafts(plan.shape)
-        return self._work.placed(plan.shape, len(plan.rows))[0]
+        self.work.place_drafts(plan.shape)
+        return self.work.placed(plan.shape, len(plan.rows))[0]
 
     def _placed_to_host(self, plan: StepPlan, placed: Tensor) -> Tensor:
-        return self._work.placed(plan.shape, len(plan.rows))[1].copy_(placed, non_blocking=True)
+        return self.work.placed(plan.shape, len(plan.rows))[1].copy_(placed, non_blocking=True)
 
-    def _forward(self, plan: StepPlan) -> Forwarded:
+    def run_forward(self, plan: StepPlan) -> Forwarded:
         return self._body(plan, self._send(plan))
 
     def _body(self, plan: StepPlan, draws: DrawPlan) -> Forwarded:
-        shape, work = plan.shape, self._work
+        shape, work = plan.shape, self.work
         if plan.draft_places is not None and not shape.places:
             work.place_drafts(shape)
         if shape.kind == "exact":
             long_rows = _long_rows(plan, work.key_of(shape).long_from)
             hidden = work.body(shape, long_rows=long_rows, drawn_only=False)
         else:
-            hidden = self._graphs.run(shape, partial(work.body, shape), captures=shape in plan.captures)
+            hidden = self.graphs.run(shape, partial(work.body, shape), captures=shape in plan.captures)
         if self._states is not None:
             self._states.save(plan.states)
         return Forwarded(draws, shape, *self._read_prompts(plan, hidden))
 
     def _copy_to_host(self, result: StepResult) -> StepResult:
-        host = copy_to_host(result, *self._work.drawn_on_host(result.tokens.size(0)))
+        host = copy_to_host(result, *self.work.drawn_on_host(result.tokens.size(0)))
         if not result.places:
             return host
-        counts, into, view = self._work.counts(result.tokens.size(0) // result.places)
+        counts, into, view = self.work.counts(result.tokens.size(0) // result.places)
         into.copy_(counts, non_blocking=True)
         return _with_counts(host, view)
 
-    def _draw(self, plan: StepPlan, forwarded: Forwarded, masks: Masks | None, *, is_ahead: bool = False) -> StepResult:
-        draws, shape, work = forwarded.draws, forwarded.shape, self._work
+    def run_draw(
+        self, plan: StepPlan, forwarded: Forwarded, masks: Masks | None, *, is_ahead: bool = False
+    ) -> StepResult:
+        draws, shape, work = forwarded.draws, forwarded.shape, self.work
         check_masks(masks, draws.masked)
         if masks is not None and is_ahead:
             work.send_masks_ahead(len(masks.bits))
@@ -261,7 +263,7 @@ class CudaRunner:
             work.send_masks(masks, draws, shape.tokens_per_row)
         logits: Tensor | None = None
         for head in _heads(plan, draws):
-            logits = self._graphs.run(head, partial(work.head, head), captures=head in plan.captures)
+            logits = self.graphs.run(head, partial(work.head, head), captures=head in plan.captures)
         places = shape.tokens_per_row
         drawn, logprobs = work.drawn(len(draws.due) * places), None
         if len(draws.shaped):
@@ -270,9 +272,9 @@ class CudaRunner:
             logprobs = self._score(draws, logits, drawn, places)
         parts = (logprobs, draws.scored, draws.num_logprobs, forwarded.prompt_logprobs)
         result = StepResult(plan.step_no, drawn, *parts, pooled=forwarded.pooled)
-        if self._drafts is None or not len(draws.due):
+        if self.device_drafts is None or not len(draws.due):
             return result
-        self._graphs.run(Accept.of(shape), partial(work.accept_drafts, shape), captures=shape in plan.captures)
+        self.graphs.run(Accept.of(shape), partial(work.accept_drafts, shape), captures=shape in plan.captures)
         if plan.draft_places is None:
             return result
         result = replace(result, places=places)
@@ -311,7 +313,7 @@ class CudaRunner:
         query_starts = np.zeros(len(plan.rows) + 1, np.int32)
         np.cumsum(plan.counts, out=query_starts[1:])
         pooled = pool_states(plan, query_starts, self._table, hidden)
-        return score_prompts(plan, query_starts, self._table, self._decoder, hidden), pooled
+        return score_prompts(plan, query_starts, self._table, self.decoder, hidden), pooled
 
 
 def _heads(plan: StepPlan, draws: DrawPlan) -> tuple[HeadShape, ...]:

@@ -103,35 +103,38 @@ class Runner:
     ) -> None:
         """`drafter`: for the kinds of `settings.speculate` that are models. `guide`: the grammars, on rank 0.
         `tell_drafts`: on rank 0 of several, called on the device's thread for every step with draft places."""
-        self._decoder = decoder
+        self.decoder = decoder
         self._device = device
         self._block_size = settings.block_size
         self._mesh = decoder.mesh
         self._tell_drafts = tell_drafts
-        self._kv, self._draft_kv = allocate_pools(decoder, device.torch_device, settings, drafter)
+        self.kv, self._draft_kv = allocate_pools(decoder, device.torch_device, settings, drafter)
         self._state_pool = make_state_pool(decoder, device, settings)
-        pools, slots = [kv for kv in (self._kv, self._draft_kv) if kv], settings.host_slots
+        pools, slots = [kv for kv in (self.kv, self._draft_kv) if kv], settings.host_slots
         self._copier = JointCopier([OrderedCopier(kv, slots, device) for kv in pools]) if slots else None
-        self._placing = TokenPlacing(decoder, self._kv, settings.block_size, device)
+        self._placing = TokenPlacing(decoder, self.kv, settings.block_size, device)
         self.contents = BlockContents(pools, device, settings.kv_dtype)
         spec, max_rows = decoder.spec, settings.max_rows
         num_groups = spec.kv_groups.num_groups
-        self._table = RequestTable(device, max_rows=max_rows, max_blocks=settings.context_blocks, num_groups=num_groups)
-        self._sampler = Sampler(device, self._table, max_rows=max_rows, vocab_size=spec.vocab_size)
+        self.table = RequestTable(device, max_rows=max_rows, max_blocks=settings.context_blocks, num_groups=num_groups)
+        self.sampler = Sampler(device, self.table, max_rows=max_rows, vocab_size=spec.vocab_size)
 
         self._slots = make_slots(decoder, settings)
-        self._native: NativeStep | None = None
+        self.native_step: NativeStep | None = None
+        """The C++ step, if the model has one."""
         stack = decoder.native_stack
         if stack is not None and stack.can_run_whole_steps:
-            self._native = NativeStep(stack, self._kv, self._table, self._sampler, max_rows=max_rows, slots=self._slots)
+            self.native_step = NativeStep(
+                stack, self.kv, self.table, self.sampler, max_rows=max_rows, slots=self._slots
+            )
         model: Drafter | None = None
         if drafter is not None:
-            parts = (decoder, self._draft_kv, self._table, self._sampler, device)
+            parts = (decoder, self._draft_kv, self.table, self.sampler, device)
             model = make_model_drafter(drafter, *parts, block_size=settings.block_size, max_rows=max_rows)
         self._read_layers = read_layers(drafter)
         self._all_states = settings.all_states
         drafters = make_drafters(settings.speculate, model, "" if drafter is None else kind_of(drafter))
-        self._drafted = DraftedRows(self._table, max_rows, drafters, guide) if drafters is not None else None
+        self.drafted = DraftedRows(self.table, max_rows, drafters, guide) if drafters is not None else None
         self._no_states = torch.zeros((0, decoder.spec.hidden_size), dtype=decoder.dtype, device=device.torch_device)
         self._expanded: Callable[[], VerifiedStep | None] | None = None
         """What the last forward pass of a step with masks computes."""
@@ -139,14 +142,9 @@ class Runner:
         """The last forward pass."""
         self._whole: Pending[StepResult] | None = None
 
-    @property
-    def native_step(self) -> NativeStep | None:
-        """The C++ step, if the model has one."""
-        return self._native
-
     def forward(self, plan: StepPlan, given: tuple[Int32s, ...] | None = None) -> None:
         if plan.masked is None:  # the draw waits for nothing: both parts are one launch, and natively one call
-            self._whole = self._launch(lambda: self._execute(plan, given))
+            self._whole = self._launch(lambda: self.execute(plan, given))
         else:
             self._expanded = expanded = self._device.queue(lambda: self._expand(plan, given))
             self._forwarded = self._device.queue(lambda: self._mesh.step(lambda: self._states(plan, expanded())))
@@ -157,7 +155,7 @@ class Runner:
         return verified.drafts
 
     def mask_memory(self, count: int) -> Uint32s:
-        return new_masks(count, self._decoder.spec.vocab_size)
+        return new_masks(count, self.decoder.spec.vocab_size)
 
     def draw(self, plan: StepPlan, inputs: StepInputs | None = None) -> Pending[StepResult]:
         masks = None if inputs is None else inputs.masks
@@ -211,9 +209,9 @@ class Runner:
     def _launch(self, work: Callable[[], StepResult]) -> Pending[StepResult]:
         return self._device.launch(lambda: self._mesh.step(work), copy_to_host)
 
-    def _execute(self, plan: StepPlan, given: tuple[Int32s, ...] | None) -> StepResult:
+    def execute(self, plan: StepPlan, given: tuple[Int32s, ...] | None) -> StepResult:
         self._begin(plan)
-        drafted = self._drafted
+        drafted = self.drafted
         if drafted is None:
             if self._is_one_call(plan):
                 return StepResult(plan.step_no, self._whole_step(plan), None, _NO_INDEX, _NO_COUNTS, ())
@@ -252,28 +250,28 @@ class Runner:
         )
 
     def _is_one_call(self, plan: StepPlan) -> bool:
-        return self._native is not None and len(plan.rows) > 0 and self._native.can_run(plan)
+        return self.native_step is not None and len(plan.rows) > 0 and self.native_step.can_run(plan)
 
     def _slots_of(self, plan: StepPlan) -> AdapterSlots | None:
         """The slots if some row of the step has an adapter."""
         return self._slots if plan.shape.key == OwnSizes.WITH_ADAPTERS else None
 
     def _whole_step(self, batch: StepRows) -> Tensor:
-        assert self._native is not None
-        return self._native(batch)
+        assert self.native_step is not None
+        return self.native_step(batch)
 
     def _expand(self, plan: StepPlan, given: tuple[Int32s, ...] | None) -> VerifiedStep | None:
         self._begin(plan)
-        return None if self._drafted is None else self._verified(self._drafted, plan, given)
+        return None if self.drafted is None else self._verified(self.drafted, plan, given)
 
     def _begin(self, plan: StepPlan) -> None:
         """Take over what changes with the plan."""
-        drafted = self._drafted
+        drafted = self.drafted
         try:
             if drafted is not None:
                 drafted.leave(plan)
-            self._table.update(plan)
-            self._sampler.update(plan)
+            self.table.update(plan)
+            self.sampler.update(plan)
             if plan.placed:
                 self._placing.place(plan.placed)
             if self._state_pool is not None:
@@ -308,8 +306,8 @@ class Runner:
         computed = self._compute(batch, draws, self._slots_of(plan))
         if self._state_pool is not None:
             self._state_pool.save(plan.states)
-        if self._drafted is not None:
-            self._drafted.feed(batch, draws, computed.for_drafter)
+        if self.drafted is not None:
+            self.drafted.feed(batch, draws, computed.for_drafter)
         return DrawStates(computed.hidden, rows, positions, computed.prompt_logprobs, verified, computed.pooled)
 
     def _compute(self, step: StepRows, draws: Int32s, slots: AdapterSlots | None) -> Computed:
@@ -319,18 +317,18 @@ class Runner:
         query_starts = np.zeros(len(step.rows) + 1, np.int32)
         np.cumsum(step.counts, out=query_starts[1:])
         prompt_logprobs: tuple[PromptLogprobs, ...] = ()
-        if self._native is not None and not scores_prompts:
-            hidden = self._native.forward(step, step.counts if needs_all else draws, taps)
+        if self.native_step is not None and not scores_prompts:
+            hidden = self.native_step.forward(step, step.counts if needs_all else draws, taps)
         else:
-            batch = gather_inputs(step, self._table, self._device, self._block_size, slots)
+            batch = gather_inputs(step, self.table, self._device, self._block_size, slots)
             batch.taps = taps
             if self._state_pool is not None:
                 batch.states = self._state_pool.of_step(batch.rows.query_starts, step.starts, step.rows)
             if draws.sum() < step.num_tokens and not needs_all and not scores_prompts and int(draws.max()) <= 1:
                 batch.last = last_tokens(batch, step.samples.nonzero()[0], self._device)
-            hidden = self._decoder.forward(batch, self._kv)
-            prompt_logprobs = score_prompts(step, query_starts, self._table, self._decoder, hidden)
-        pooled = pool_states(step, query_starts, self._table, hidden)
+            hidden = self.decoder.forward(batch, self.kv)
+            prompt_logprobs = score_prompts(step, query_starts, self.table, self.decoder, hidden)
+        pooled = pool_states(step, query_starts, self.table, hidden)
         all_states = hidden if drafter_needs_all else None if taps is None else taps.out.flatten(1)
         due = np.repeat(query_starts[1:] - draws, draws) + places_of(draws)
         states = hidden if len(due) == len(hidden) else hidden[self._device.upload(due).long()]
@@ -338,8 +336,8 @@ class Runner:
 
     def _taps(self, step: StepRows) -> tuple[Taps | None, bool]:
         """What a feature drafter reads: states inside the target, or those of all tokens after its final norm."""
-        layers, decoder = self._read_layers, self._decoder
-        if self._drafted is None or not self._drafted.needs_hidden(step):
+        layers, decoder = self._read_layers, self.decoder
+        if self.drafted is None or not self.drafted.needs_hidden(step):
             return None, False
         if layers is None or not len(layers):
             return None, layers is not None
@@ -351,11 +349,11 @@ class Runner:
         if masks is not None and verified is not None:
             masks = verified.state_masks(masks)
         drawn = self._draw_tokens(states, masks, self._drafts_before(states))
-        if verified is not None and self._drafted is not None:
-            self._drafted.take_hidden(states.hidden, states.rows, states.positions)
+        if verified is not None and self.drafted is not None:
+            self.drafted.take_hidden(states.hidden, states.rows, states.positions)
             return replace(self._accept(plan, verified, drawn, states.prompt_logprobs), pooled=states.pooled)
         if len(states.rows):
-            self._table.last_tokens[self._device.upload(states.rows).long()] = drawn.tokens
+            self.table.last_tokens[self._device.upload(states.rows).long()] = drawn.tokens
         parts = (drawn.logprobs, drawn.logprob_index, drawn.logprob_counts, states.prompt_logprobs)
         return StepResult(plan.step_no, drawn.tokens, *parts, pooled=states.pooled)
 
@@ -363,11 +361,11 @@ class Runner:
         self, plan: StepPlan, verified: VerifiedStep, drawn: Drawn, prompt_logprobs: tuple[PromptLogprobs, ...]
     ) -> StepResult:
         """Keep the tokens up to the first wrong draft of each row."""
-        assert self._drafted is not None
+        assert self.drafted is not None
         scored = drawn.logprob_index
-        accepted = self._drafted.accept(plan, verified, drawn.tokens.numpy().astype(np.int32))
+        accepted = self.drafted.accept(plan, verified, drawn.tokens.numpy().astype(np.int32))
         tokens = torch.from_numpy(accepted.tokens)
-        self._sampler.count(np.repeat(plan.rows[plan.samples], accepted.counts), tokens)
+        self.sampler.count(np.repeat(plan.rows[plan.samples], accepted.counts), tokens)
         has_places = plan.draft_places is not None
         return StepResult(
             plan.step_no,
@@ -386,23 +384,25 @@ class Runner:
 
     def _drafts_before(self, states: DrawStates) -> Int32s | None:
         """The draft before each state, for penalties. None if rows have no drafts."""
-        if states.verified is None or self._drafted is None:
+        if states.verified is None or self.drafted is None:
             return None
-        if not self._sampler.row_params.has_penalties[states.rows].any():
+        if not self.sampler.row_params.has_penalties[states.rows].any():
             return np.full(len(states.rows), NO_DRAFT, np.int32)
-        return self._drafted.before(states.verified)
+        return self.drafted.before(states.verified)
 
     def _draw_tokens(self, states: DrawStates, masks: Masks | None, drafts: Int32s | None) -> Drawn:
         rows, positions = states.rows, states.positions
         if not len(rows):
             return Drawn(torch.zeros(0, dtype=torch.int64, device=states.hidden.device), None, _NO_INDEX, _NO_COUNTS)
-        is_adjusted = self._sampler.row_params.is_adjusted[rows]
-        if self._native is not None and not is_adjusted.any():
-            return Drawn(self._native.draw(states.hidden, rows, positions, masks=masks), None, _NO_INDEX, _NO_COUNTS)
-        if self._native is not None and not is_adjusted.all():
-            return self._draw_groups(self._native, states, is_adjusted, masks, drafts)
-        logits = self._decoder.logits(states.hidden, draws=True)
-        return self._sampler.draw(logits, rows, positions, masks, drafts)
+        is_adjusted = self.sampler.row_params.is_adjusted[rows]
+        if self.native_step is not None and not is_adjusted.any():
+            return Drawn(
+                self.native_step.draw(states.hidden, rows, positions, masks=masks), None, _NO_INDEX, _NO_COUNTS
+            )
+        if self.native_step is not None and not is_adjusted.all():
+            return self._draw_groups(self.native_step, states, is_adjusted, masks, drafts)
+        logits = self.decoder.logits(states.hidden, draws=True)
+        return self.sampler.draw(logits, rows, positions, masks, drafts)
 
     def _draw_groups(
         self, native: NativeStep, states: DrawStates, is_adjusted: Bools, masks: Masks | None, drafts: Int32s | None
@@ -417,10 +417,10 @@ class Runner:
             states.positions[plain],
             masks=None if masks is None else masks.of(plain),
         )
-        logits = self._decoder.logits(states.hidden[adjusted_index], draws=True)
+        logits = self.decoder.logits(states.hidden[adjusted_index], draws=True)
         own_masks = None if masks is None else masks.of(adjusted)
         own_drafts = None if drafts is None else drafts[adjusted]
-        drawn = self._sampler.draw(logits, states.rows[adjusted], states.positions[adjusted], own_masks, own_drafts)
+        drawn = self.sampler.draw(logits, states.rows[adjusted], states.positions[adjusted], own_masks, own_drafts)
         tokens[adjusted_index] = drawn.tokens
         return Drawn(tokens, drawn.logprobs, adjusted[drawn.logprob_index], drawn.logprob_counts)
 

@@ -118,7 +118,7 @@ class ServedModels(Generic[State]):
         """`created`: models that clients made of these."""
         self.created = created or CreatedModels()
         self._models: list[ServedModel[State]] = []
-        self._named: dict[str, ServedModel[State]] = {}
+        self.by_name: dict[str, ServedModel[State]] = {}
 
     def __len__(self) -> int:
         return len(self._models)
@@ -129,14 +129,14 @@ class ServedModels(Generic[State]):
     def add(self, model: ServedModel[State]) -> None:
         self._models.append(model)
         for name in (model.name, *model.aliases):
-            self._named.setdefault(name, model)
+            self.by_name.setdefault(name, model)
 
     def names_of(self, model: ServedModel[State], adapter: str = "") -> tuple[str, ...]:
         """All names that requests may give for a model, or for its adapter."""
         own = (model.name, *model.aliases)
         if not adapter:
             return own
-        alone = () if adapter in self._named else (adapter,)
+        alone = () if adapter in self.by_name else (adapter,)
         return (*(f"{name}:{adapter}" for name in own), *alone)
 
     def listed(
@@ -156,7 +156,7 @@ class ServedModels(Generic[State]):
 
     def serves(self, name: str) -> bool:
         """Whether this is the name or an alias of a served model."""
-        return name in self._named
+        return name in self.by_name
 
     def made(self, name: str) -> CreatedModel | None:
         """What clients made under this name, if its model is served here and no served model has the name."""
@@ -170,7 +170,7 @@ class ServedModels(Generic[State]):
         return not made.adapter or made.adapter in (adapters or ()) or (adapters is None and model.client.ready is None)
 
     def find(self, name: str) -> ServedModel[State]:
-        found = self._named.get(name)
+        found = self.by_name.get(name)
         if found is None and (adapted := self._adapter_of(name)) is not None:
             found = adapted[0]
         if found is None:
@@ -180,7 +180,7 @@ class ServedModels(Generic[State]):
         return found
 
     def knows(self, name: str) -> bool:
-        return name in self._named or self._adapter_of(name) is not None
+        return name in self.by_name or self._adapter_of(name) is not None
 
     def with_adapter(self, name: str) -> tuple[ServedModel[State], str]:
         """The model, and the adapter that the name asks for; empty for the model itself. Names of adapters may stand
@@ -188,13 +188,13 @@ class ServedModels(Generic[State]):
         return self._adapter_of(name) or (self.find(name), "")
 
     def _adapter_of(self, name: str) -> tuple[ServedModel[State], str] | None:
-        if name in self._named:
+        if name in self.by_name:
             return None
         if (made := self.made(name)) is not None:
-            return self._named[made.model], made.adapter
+            return self.by_name[made.model], made.adapter
         base, colon, adapter = name.partition(":")
         while colon:
-            model = self._named.get(base)
+            model = self.by_name.get(base)
             if model is not None and adapter in (model.client.adapters.names or ()):
                 return model, adapter
             more, colon, adapter = adapter.partition(":")

@@ -264,7 +264,7 @@ def profile_of(engine: RealEngine, measured: Measured, found: Fit, model: str, n
         kv_token_bytes=plan.block_bytes // settings.block_size,
         copy_bytes_per_s=_copy_rate() if not decided.device.defaults.has_own_memory else 25e9,
         copy_batch_bytes=decided.device.defaults.copy_batch_bytes,
-        disk_bytes_per_s=_disk_rate(plan.block_bytes),
+        disk_bytes_per_s=disk_rate(plan.block_bytes),
         pads_drafts=decided.device.defaults.pads_drafts,
     )
 
@@ -280,7 +280,7 @@ def _copy_rate() -> float:
     return len(source) / min(times)
 
 
-def _disk_rate(block_bytes: int) -> float:
+def disk_rate(block_bytes: int) -> float:
     """Of the disk with the directory for temporary files, without the system's cache; 0 if it cannot be measured."""
     try:
         with tempfile.TemporaryDirectory() as folder:

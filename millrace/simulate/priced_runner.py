@@ -106,7 +106,7 @@ class PricedRunner:
         self._parts: Floats = np.zeros(5)
         self._fixed_s = 0.0
         """Time of the last plan's step without its context."""
-        self._epoch = NO_EPOCH
+        self.epoch = NO_EPOCH
         """Parts and epoch of the last plan."""
         self._free_at = 0.0
         """When the device has completed all steps that were launched."""
@@ -128,20 +128,20 @@ class PricedRunner:
             self._end[row] = admission.num_prompt + self.num_output[admission.request_id]
             self._salt[row] = admission.request_id * 31
         self._clock.sleep(self._profile.host_s)
-        parts = self._parts_of(plan)
+        parts = self.parts_of(plan)
         seconds = (self._fixed_s + self._context_s * float(parts[CONTEXT])) * self._noise.take(1)[0]
         if self._profile.is_outside(parts):
             self.outside_s += seconds
         self._free_at = max(self._free_at, self._clock()) + seconds
 
-    def _parts_of(self, plan: StepPlan) -> Floats:
+    def parts_of(self, plan: StepPlan) -> Floats:
         """A step that repeats the one before reads one more token of context for each row."""
-        if plan.repeats(self._epoch) and plan.draft_places is None:
+        if plan.repeats(self.epoch) and plan.draft_places is None:
             self._parts[CONTEXT] += len(plan.rows)
         else:
             self._parts = step_parts(plan)
             self._fixed_s = float(self._parts @ self._fixed_rates)
-        self._epoch = plan.epoch if plan.draft_places is None else NO_EPOCH
+        self.epoch = plan.epoch if plan.draft_places is None else NO_EPOCH
         return self._parts
 
     def repeat(
@@ -150,7 +150,7 @@ class PricedRunner:
         """See `RepeatingRunner`. The same times and tokens as one step after the other."""
         rows = last.rows
         most = min(most, int((self._end[rows] - self._known[rows]).min()) - 1)
-        if most < 2 or not last.repeats(self._epoch) or self._epoch == NO_EPOCH:
+        if most < 2 or not last.repeats(self.epoch) or self.epoch == NO_EPOCH:
             return None
         contexts = self._parts[CONTEXT] + len(rows) * np.arange(1, most + 1)
         times = ((self._fixed_s + self._context_s * contexts) * self._noise.look(most)).tolist()

@@ -30,8 +30,8 @@ class GroupProcess:
         context = multiprocessing.get_context("spawn")
         self._end, theirs = context.Pipe()
         arguments = (theirs, profile, settings, seed, list(indices))
-        self._process = context.Process(target=_serve, args=arguments, daemon=True)
-        self._process.start()
+        self.process = context.Process(target=_serve, args=arguments, daemon=True)
+        self.process.start()
         theirs.close()
 
     def ask_until(self, at_s: float) -> None:
@@ -59,9 +59,9 @@ class GroupProcess:
 
     def close(self) -> None:
         self._end.close()
-        self._process.join(END_LIMIT_S)
-        if self._process.is_alive():
-            self._process.kill()
+        self.process.join(END_LIMIT_S)
+        if self.process.is_alive():
+            self.process.kill()
 
     def _send(self, *call: object) -> None:
         try:

@@ -91,20 +91,20 @@ class Fleet:
         self._settings = settings
         numbers = range(settings.replicas)
         self._here: list[ReplicaGroup] = []
-        self._elsewhere: list[GroupProcess] = []
+        self.elsewhere: list[GroupProcess] = []
         if num_processes > 1:
             shares = [numbers[part::num_processes] for part in range(num_processes)]
-            self._elsewhere = [GroupProcess(profile, settings, seed, share) for share in shares]
+            self.elsewhere = [GroupProcess(profile, settings, seed, share) for share in shares]
         else:
             self._here = [ReplicaGroup(profile, settings, seed, numbers)]
         self._back_at = [0.0] * settings.replicas
         self._router = Router(settings.routing, settings.replicas, limit=settings.max_tokens, seed=seed)
 
     def run_until(self, at_s: float) -> None:
-        for process in self._elsewhere:
+        for process in self.elsewhere:
             process.ask_until(at_s)
         ended = [one for group in self._here for one in group.run_until(at_s)]
-        ended += [one for process in self._elsewhere for one in process.take_ended()]
+        ended += [one for process in self.elsewhere for one in process.take_ended()]
         for number, index in ended:
             self._router.ended(number, index)
 
@@ -126,15 +126,15 @@ class Fleet:
 
     def reports(self) -> list[ReplicaReport]:
         """Those of replicas that died are among them."""
-        groups: list[ReplicaGroup | GroupProcess] = [*self._here, *self._elsewhere]
+        groups: list[ReplicaGroup | GroupProcess] = [*self._here, *self.elsewhere]
         return [report for group in groups for report in group.reports()]
 
     def close(self) -> None:
-        for process in self._elsewhere:
+        for process in self.elsewhere:
             process.close()
 
     def _group_of(self, index: int) -> ReplicaGroup | GroupProcess:
-        groups = self._here or self._elsewhere
+        groups = self._here or self.elsewhere
         return groups[index % len(groups)]
 
 

@@ -45,14 +45,14 @@ def estimate_lines(name: str, weight_bytes: int) -> Iterator[str]:
         return
     share = entry.active / entry.parameters if entry is not None and entry.active else 1.0
     bandwidth = memory_bytes_per_s()
-    busy = " now. Other programs keep this machine busy: it is faster when they have ended" if _is_busy() else ""
+    busy = " now. Other programs keep this machine busy: it is faster when they have ended" if is_busy() else ""
     yield (
         f"One stream on this CPU gets at most about {_two_digits(bandwidth / (weight_bytes * share))} tokens/s: the"
         f" weights are read for each token, and memory gives {_rate(bandwidth)}{busy}."
     )
 
 
-def _is_busy() -> bool:
+def is_busy() -> bool:
     """True if more programs want to run than there are cores, so that a measurement shows too little."""
     return os.getloadavg()[0] > usable_cores()
 

@@ -34,7 +34,7 @@ def test_each_case_runs_with_as_many_adapters_as_it_says(tmp_path: Path, monkeyp
         model=ModelConfig(source=f"random:{tmp_path / 'config.json'}"), run=RunConfig(device="cpu", threads=1)
     )
     seen: set[tuple[int, int, int]] = set()
-    execute = Runner._execute
+    execute = Runner.execute
 
     # Counts what the runner does itself: figures do not show it.
     def counted(self: Runner, plan: StepPlan, *rest: object) -> object:
@@ -44,7 +44,7 @@ def test_each_case_runs_with_as_many_adapters_as_it_says(tmp_path: Path, monkeyp
         seen.add((len(plan.rows), int(plan.counts[0]), len(np.unique(slots[slots > 0]))))
         return result
 
-    monkeypatch.setattr(Runner, "_execute", counted)
+    monkeypatch.setattr(Runner, "execute", counted)
     figures = list(adapter_figures(config, CASES, rounds=2))
     assert seen == {(4, 1, 0), (4, 1, 1), (4, 1, 3), (1, 30, 0), (1, 30, 1)}
     names = [f"{case.name}, {targets}" for targets in (Q_AND_V, ALL) for case in CASES]

@@ -38,7 +38,7 @@ def test_cpu_time_of_clients_is_not_the_servers() -> None:
 def test_both_servers_get_the_same_memory_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def options(**memory: float) -> tuple[str, ...]:
         settings: Any = SimpleNamespace(config=Config(memory=MemoryConfig(**memory)))
-        return bench_observe._equal_memory(settings)  # The command itself starts two servers.
+        return bench_observe.with_equal_memory(settings)  # The command itself starts two servers.
 
     monkeypatch.setattr(bench_observe, "has_gpu", lambda: True)
     assert options() == ("--kv-gib", "16")

@@ -38,7 +38,7 @@ def test_the_server_without_a_target_has_no_bars() -> None:
 def test_throughput_is_held_to_that_without_a_target(rate: float, verdict: str) -> None:
     off = run_of("off", gap_s=1.0, small_s=1.0, rate=100.0)
     # The public entry measures a server.
-    compared = list(smooth._compared(run_of("smooth", gap_s=0.1, small_s=1.0, rate=rate), off))
+    compared = list(smooth.compared(run_of("smooth", gap_s=0.1, small_s=1.0, rate=rate), off))
     assert [figure.note for figure in compared] == [f"bar 0.9: {verdict}"] * 2
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from millrace.bench.http.paired import half_width, paired_ratio
 from millrace.bench.http.speculating import STREAMS, WORKLOADS, Point, Side, SpeculateBench, messages_of, plot_svg
-from millrace.commands.benchmarks.bench_speculate import _workloads
+from millrace.commands.benchmarks.bench_speculate import chosen_workloads
 from millrace.terminal.parser import UsageError
 
 
@@ -21,10 +21,10 @@ def test_copy_heavy_work_begins_the_answer() -> None:
 
 
 def test_workloads_are_chosen_by_name() -> None:
-    assert _workloads("") == WORKLOADS
-    assert _workloads("chat,edit,chat") == ("chat", "edit")
+    assert chosen_workloads("") == WORKLOADS
+    assert chosen_workloads("chat,edit,chat") == ("chat", "edit")
     with pytest.raises(UsageError, match="--workloads names 'chess'; it must be some of edit, quote"):
-        _workloads("chat,chess")
+        chosen_workloads("chat,chess")
 
 
 def sides(*rates: float) -> tuple[Side, ...]:
@@ -66,11 +66,11 @@ def test_a_point_ends_when_its_interval_is_narrow_or_its_time_is_over() -> None:
     wide = Point("chat", 1, sides(*[10.0] * 5), sides(9.0, 12.0, 8.0, 11.0, 10.0))
     few = Point("chat", 1, sides(10.0, 10.0), sides(10.0, 10.0))
     # The public entry measures servers for minutes.
-    assert bench._is_done(narrow, 5.0, 60.0)
-    assert not bench._is_done(wide, 5.0, 60.0)
-    assert bench._is_done(wide, 55.0, 60.0), "no round fits any more"
-    assert not bench._is_done(few, 55.0, 60.0)
-    assert SpeculateBench((), (), rounds=2)._is_done(few, 5.0, 60.0)
+    assert bench.is_done(narrow, 5.0, 60.0)
+    assert not bench.is_done(wide, 5.0, 60.0)
+    assert bench.is_done(wide, 55.0, 60.0), "no round fits any more"
+    assert not bench.is_done(few, 55.0, 60.0)
+    assert SpeculateBench((), (), rounds=2).is_done(few, 5.0, 60.0)
 
 
 def test_the_picture_is_a_drawing_of_every_point() -> None:

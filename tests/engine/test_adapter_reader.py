@@ -114,7 +114,7 @@ def test_the_process_yields_its_core_to_steps(reader: AdapterReader, folder: Pat
 def test_a_process_that_was_ended_is_replaced(reader: AdapterReader, folder: Path) -> None:
     before = reader.pid
     os.kill(before, signal.SIGKILL)
-    reader._process.wait(60)
+    reader.process.wait(60)
     assert reader(folder).max_rank == 5
     assert reader.pid != before
 
@@ -125,6 +125,6 @@ def test_a_process_that_does_not_answer_is_ended_in_time(targets: AdapterTargets
         os.kill(reader.pid, signal.SIGSTOP)
         with pytest.raises(AdapterError, match=r"has not answered for 0\.2 s. Send a request for it again"):
             reader(folder)
-        assert reader._process.poll() is not None
+        assert reader.process.poll() is not None
     finally:
         reader.close()

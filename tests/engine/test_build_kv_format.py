@@ -38,7 +38,7 @@ def ready_with(directory: Path, **settings: object) -> EngineReady:
     threads = torch.get_num_threads()
     engine, ready = build_engine(config, InProcessLink())
     # An engine closes its device at the end of `run`, and this one does not run.
-    engine._device.close()
+    engine.device.close()
     torch.set_num_threads(threads)
     return ready
 

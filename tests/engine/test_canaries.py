@@ -21,7 +21,7 @@ from millrace.engine.figures.shares import Shares
 from millrace.link.adapter_messages import AdapterAnswer, AddAdapter, AddCanary, CanaryFigures
 from millrace.link.messages import Finish, Query
 from millrace.models.adapters.read import Adapter
-from millrace.observe.engine_metrics import _canaries
+from millrace.observe.engine_metrics import canary_metrics
 from millrace.params.classes import FinishReason
 from millrace.params.sampling import SamplingParams
 from millrace.plan.request import Request
@@ -37,15 +37,15 @@ class World:
         requests = AdaptedRequests(self.store, 4, lambda slot, adapter: lambda: True)
         canaries = Canaries(None if file is None else CanaryJournal(file))
         self.adapters = EngineAdapters(requests, Shares, canaries=canaries)
-        self._next = 0
+        self.next_id = 0
 
     @staticmethod
     def read(folder: Path) -> Adapter:
         return Adapter(torch.zeros(4), {}, 4, folder.name.encode().hex(), "", folder)
 
     def query(self, kind: Any, name: str) -> AdapterAnswer:
-        self._next += 1
-        reply = self.adapters.answer(Query(0, self._next, kind, name))
+        self.next_id += 1
+        reply = self.adapters.answer(Query(0, self.next_id, kind, name))
         if reply is None:
             self.store.run(lambda: None).result(60)
             ((_, reply),) = self.adapters.advance(0.0)
@@ -57,10 +57,10 @@ class World:
 
     def ask(self, reason: FinishReason = "stop", token_s: float = 0.01) -> str:
         """One request, from its beginning to its end; returns the version that it got."""
-        self._next += 1
-        version = self.begin(self._next)
-        finish = Finish(self._next, reason, output_tokens=10, queued_s=5.0, total_s=5.0 + 10 * token_s)
-        self.adapters.close(self._next, reason, finish if reason in ("stop", "length") else None)
+        self.next_id += 1
+        version = self.begin(self.next_id)
+        finish = Finish(self.next_id, reason, output_tokens=10, queued_s=5.0, total_s=5.0 + 10 * token_s)
+        self.adapters.close(self.next_id, reason, finish if reason in ("stop", "length") else None)
         return version
 
     def begin(self, request_id: int, output: bytes = b"") -> str:
@@ -113,8 +113,8 @@ def test_it_is_taken_back_when_its_requests_fail(world: World) -> None:
     world.start(share=0.5)
 
     def fails() -> None:
-        request = Request(id=10_000 + world._next, prompt=np.zeros(1, np.int32), max_tokens=1)
-        world._next += 1
+        request = Request(id=10_000 + world.next_id, prompt=np.zeros(1, np.int32), max_tokens=1)
+        world.next_id += 1
         is_new = world.adapters.canaries.version("legal", request.id) is not None
         world.adapters.close(request.id, "error" if is_new else "stop")
 
@@ -131,7 +131,7 @@ def test_it_is_taken_back_when_it_is_slow(world: World) -> None:
     assert world.canary.state == "running"
 
     def slow() -> None:
-        is_new_next = world.adapters.canaries.running("legal")._due >= 0.5  # type: ignore[union-attr]
+        is_new_next = world.adapters.canaries.running("legal").due >= 0.5  # type: ignore[union-attr]
         world.ask(token_s=0.04 if is_new_next else 0.01)
 
     ended = world.until_ended(slow)
@@ -154,7 +154,7 @@ def test_what_cannot_be_a_canary_is_refused(world: World) -> None:
         world.store.declare(f"a{number}", Path(f"/a{number}"))
         problem = world.start(name=f"a{number}", path=f"/b{number}").error
     assert f"{MAX_RUNNING} canaries run already" in problem
-    families = {family.name: family for family in _canaries(world.adapters.stats.canaries)}
+    families = {family.name: family for family in canary_metrics(world.adapters.stats.canaries)}
     assert len(families["millrace_adapter_canary_share"].samples) == MAX_RUNNING
 
 
@@ -175,7 +175,7 @@ class Engines:
     def next(self, *, crashed: bool = False, path: str = "/old") -> World:
         if self._worlds:
             self._worlds[-1].adapters.shut_down(is_in_order=not crashed)
-            journal = self._worlds[-1].adapters.canaries._journal
+            journal = self._worlds[-1].adapters.canaries.journal
             assert journal is not None
             journal.close()  # As the end of its process does.
         self._worlds.append(World(self.file, path))

@@ -265,6 +265,7 @@ class World:
 
     def on_launched(self, plan: StepPlan, now: float) -> None:
         self.num_undrawn += self.runner.forwarded is not None
+        # The very objects that the scheduler made, which it shows nobody.
         planned = self.scheduler._in_flight._plans
         assert any(plan is one for one in planned), "a plan is made once, by the scheduler"
 

@@ -106,9 +106,9 @@ def test_what_one_rank_lacks_or_has_otherwise_is_not_there(tmp_path: Path) -> No
     stored = [(slot, name(slot)) for slot in range(4)]
     others = OtherDisks(steps, replies, 2)  # type: ignore[arg-type]
     assert not others.are_usable
-    others._shares = [digests_of(stored[:3]), digests_of([stored[0], stored[2], (1, name(9))])]
+    others.shares = [digests_of(stored[:3]), digests_of([stored[0], stored[2], (1, name(9))])]
     assert others.common(stored) == [stored[0], stored[2]]
-    others._shares[1] = None
+    others.shares[1] = None
     assert not others.are_usable
     steps.close()
 

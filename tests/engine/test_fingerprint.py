@@ -87,14 +87,14 @@ def test_the_digest_is_cached_until_the_file_changes(tmp_path: Path, monkeypatch
     path = save(tmp_path / "model.safetensors")
     num_computed = 0
     # Counted here: a cached digest is the same digest.
-    compute = fingerprint._compute
+    compute = fingerprint.computed_digest
 
     def counted(path: Path) -> str:
         nonlocal num_computed
         num_computed += 1
         return compute(path)
 
-    monkeypatch.setattr(fingerprint, "_compute", counted)
+    monkeypatch.setattr(fingerprint, "computed_digest", counted)
     before = weights_digest([path])
     assert weights_digest([path]) == before
     assert num_computed == 1

@@ -68,7 +68,7 @@ def test_repeats_of_a_large_working_set_return_from_host_memory(source: str, at_
 def test_failing_copies_change_no_token(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, _, _ = answers(source, at_once=True)
     # No real copy fails.
-    copy, count = OrderedCopier._copy, 0
+    copy, count = OrderedCopier.copy_blocks, 0
 
     def fail_sometimes(self: OrderedCopier, copies: object) -> None:
         nonlocal count
@@ -77,7 +77,7 @@ def test_failing_copies_change_no_token(source: str, monkeypatch: pytest.MonkeyP
             raise RuntimeError("a copy failed")
         copy(self, copies)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(OrderedCopier, "_copy", fail_sometimes)
+    monkeypatch.setattr(OrderedCopier, "copy_blocks", fail_sometimes)
     tokens, _, stats = answers(source, at_once=True, kv_host_gib=0.05)
     assert tokens == expected
     assert stats.host_copies_failed > 0

@@ -67,7 +67,7 @@ def test_who_waits_for_room_goes_on_when_the_rank_is_lost(idle_child: None, monk
     writer.start()
     writer.join(0.2)
     assert writer.is_alive(), "the ring has no room"
-    group._others[0].process.kill()
+    group.others[0].process.kill()
     writer.join(60)
     assert not writer.is_alive()
     group.close()

@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from helpers.engine_stats import stats_after
+from helpers.inside import client_of
 from helpers.mixed_requests import MIXED_SETTINGS, mixed_requests
 from helpers.served import wait_until
 from helpers.tiny_server import CONFIG, tiny_source
@@ -58,7 +59,7 @@ def mirror_stats(llm: LLM, num_requests: int) -> MirrorStats:
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0's steps with this token fail. A step cannot be made to fail from outside."""
-    execute = Runner._execute
+    execute = Runner.execute
 
     def poisoned(self: Runner, plan: StepPlan, given: Any) -> Any:
         result = execute(self, plan, given)
@@ -66,7 +67,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("this token is poison")
         return result
 
-    monkeypatch.setattr(Runner, "_execute", poisoned)
+    monkeypatch.setattr(Runner, "execute", poisoned)
 
 
 async def stream(llm: LLM, prompt: list[int]) -> list[int]:
@@ -112,7 +113,7 @@ def test_a_difference_is_named_and_the_engine_goes_on(
     with LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000, mirror=True) as llm:
         answers = [generation.token_ids for generation in llm.generate(PROMPTS, GREEDY)]
         stats = mirror_stats(llm, len(PROMPTS))
-        metrics = {one.name: one.value for family in engine_metrics(llm._client) for one in family.samples}
+        metrics = {one.name: one.value for family in engine_metrics(client_of(llm)) for one in family.samples}
         again = llm.generate([PROMPTS[0]], GREEDY)[0].token_ids
     assert len(again) == 12
     assert (metrics["millrace_mirror_up"], metrics["millrace_mirror_differences_total"]) == (0, 1)
@@ -143,7 +144,7 @@ def test_the_engine_goes_on_without_a_mirror_that_ends(
     with LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000, mirror=True) as llm:
         expected = [generation.token_ids for generation in llm.generate(PROMPTS, GREEDY)]
         assert mirror_stats(llm, len(PROMPTS)).is_up
-        mirrors[0]._reply_limit_s = 1.0
+        mirrors[0].reply_limit_s = 1.0
         harm(mirrors[0].pid)
         assert [generation.token_ids for generation in llm.generate(PROMPTS, GREEDY)] == expected
         wait_until(lambda: not mirrors[0].stats.is_up, "the mirror's end")
@@ -173,11 +174,11 @@ def test_the_process_ends_if_the_engine_cannot_be_built(mirrors: list[Mirror], t
     log.write_bytes(b"no step log, but something of somebody else's")
     with pytest.raises(EngineUnavailable, match="is no step log"):
         LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000, mirror=True, step_log=str(log)).__enter__()
-    wait_until(lambda: mirrors[0]._process.poll() is not None, "the mirror's end")
+    wait_until(lambda: mirrors[0].process.poll() is not None, "the mirror's end")
 
 
 def test_the_process_ends_with_the_engine(mirrors: list[Mirror], tmp_path: Path) -> None:
     with LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000, mirror=True) as llm:
         llm.generate(PROMPTS, GREEDY)
-        assert mirrors[0]._process.poll() is None
-    assert mirrors[0]._process.poll() is not None
+        assert mirrors[0].process.poll() is None
+    assert mirrors[0].process.poll() is not None

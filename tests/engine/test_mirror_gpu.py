@@ -29,7 +29,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0's steps with this token fail. A step cannot be made to fail from outside."""
-    draw = CudaRunner._draw
+    draw = CudaRunner.run_draw
 
     def poisoned(self: CudaRunner, plan: StepPlan, *args: Any, **options: Any) -> Any:
         result = draw(self, plan, *args, **options)
@@ -37,7 +37,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("this token is poison")
         return result
 
-    monkeypatch.setattr(CudaRunner, "_draw", poisoned)
+    monkeypatch.setattr(CudaRunner, "run_draw", poisoned)
 
 
 def fail_captures(monkeypatch: pytest.MonkeyPatch) -> None:

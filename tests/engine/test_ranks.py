@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 from helpers.engine_stats import stats_after
+from helpers.inside import client_of
 from helpers.served import wait_until
 from helpers.tiny_files import write_tiny
 from helpers.tiny_models import HYBRIDS
@@ -223,7 +224,7 @@ def test_an_idle_engine_notices_a_lost_rank(
         assert len(llm.generate(PROMPTS[:1], GREEDY)[0].token_ids) == 12
         harm(groups[0].pids[0])
         wait_until(lambda: "The engine ends with it." in caplog.text, "the rank's loss")
-        wait_until(lambda: llm._client.failure is not None, "the engine's end")
+        wait_until(lambda: client_of(llm).failure is not None, "the engine's end")
         with pytest.raises(EngineUnavailable, match=f"Rank 1 of 2 {says}"):
             llm.generate(PROMPTS[:1], GREEDY)
 
@@ -239,7 +240,7 @@ def test_a_step_that_finds_a_lost_rank_first_blames_no_request(
         async for _ in llm.stream(PROMPTS[0], params):
             if not done:
                 done.append(1)
-                process = groups[0]._others[0].process
+                process = groups[0].others[0].process
                 wait = process.wait
 
                 def slow(*args: Any, wait: Callable[..., int] = wait) -> int:
@@ -275,7 +276,7 @@ def test_a_rank_with_other_shapes_is_an_error(monkeypatch: pytest.MonkeyPatch, t
 def test_the_processes_end_with_the_engine(groups: list[RankGroup], tmp_path: Path) -> None:
     with LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000, tensor_parallel=2) as llm:
         llm.generate(PROMPTS, GREEDY)
-        process = groups[0]._others[0].process
+        process = groups[0].others[0].process
         assert process.poll() is None
         wait_until(lambda: groups[0].num_same > 5, "draws are compared")
     assert process.poll() is not None

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from helpers.engine_stats import stats_after
+from helpers.inside import client_of
 from helpers.mixed_requests import MIXED_SETTINGS, mixed_requests
 from helpers.served import wait_until
 from helpers.tiny_server import CONFIG
@@ -123,7 +124,7 @@ def test_a_step_in_flight_does_not_wait_for_a_lost_rank(
         os.kill(started[0].pids[0], sign)
         with pytest.raises((EngineUnavailable, RequestFailed), match="Rank 1 of 2 has"):
             llm.generate([[301, 302]], SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True))
-        wait_until(lambda: llm._client.failure is not None, "the engine's end")
+        wait_until(lambda: client_of(llm).failure is not None, "the engine's end")
 
 
 def test_what_does_not_go_with_ranks_on_a_gpu_is_refused(tmp_path: Path) -> None:

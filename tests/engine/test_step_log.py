@@ -137,7 +137,7 @@ def test_another_file_is_refused_by_name_when_read_and_when_written(tmp_path: Pa
 def test_a_log_that_lacks_a_step_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "steps"
     log = recorder(file)
-    log._encoder._sequence = 1
+    log._encoder._sequence = 1  # As if the record before were lost.
     log.plan(a_plan(0, 1))
     log.result(a_result(0, 3))
     with pytest.raises(BenchError, match="step message 1 came where 0 was due"):

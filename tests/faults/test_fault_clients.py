@@ -36,7 +36,7 @@ def test_an_answer_is_counted_when_it_ends_although_the_connection_stays_open(ou
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, asyncio.timeout(LIMIT_S):
             port = server.sockets[0].getsockname()[1]
             # One client: the public entry starts many, and kills a process.
-            await kills._stream(Address("127.0.0.1", port, "m"), result)
+            await kills.stream_once(Address("127.0.0.1", port, "m"), result)
             server.close()
         return result
 
@@ -47,15 +47,15 @@ def test_an_answer_is_counted_when_it_ends_although_the_connection_stays_open(ou
 
 def test_a_number_of_kills_takes_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[int] = []
-    monkeypatch.setattr(kills, "_child", lambda pid, part: 4000 + len(killed))
-    monkeypatch.setattr(kills, "_await_recovery", lambda url, pid, part: 0.5)
+    monkeypatch.setattr(kills, "child_of", lambda pid, part: 4000 + len(killed))
+    monkeypatch.setattr(kills, "await_recovery", lambda url, pid, part: 0.5)
     monkeypatch.setattr(kills.os, "kill", lambda pid, signal: killed.append(pid))
     monkeypatch.setattr(kills, "BEFORE_KILL_S", 0.0)
 
     async def streamed(address: Address, result: kills.KillResult) -> None:
         result.completed += 1
 
-    monkeypatch.setattr(kills, "_stream", streamed)
+    monkeypatch.setattr(kills, "stream_once", streamed)
     monkeypatch.setattr(kills.Address, "of", lambda url: Address("127.0.0.1", 1, "m"))
     result = asyncio.run(kills.kill_repeatedly("http://x", 1, "rank", 0.0, num_kills=3, num_streams=2))
     assert killed == [4000, 4001, 4002]

@@ -9,7 +9,7 @@ import pytest
 from serve.front_under_test import endless, running_front
 from serve.wire import eventually
 
-from millrace.faults.overload import ClassResult, _send_one
+from millrace.faults.overload import ClassResult, send_one
 from millrace.faults.wire import Address
 from millrace.serve.generate import heartbeat
 
@@ -23,7 +23,7 @@ def test_an_answer_counts_from_its_first_event(monkeypatch: pytest.MonkeyPatch, 
     with running_front(endless) as front, ThreadPoolExecutor(1) as pool:
         front.call(front.engine.pause)
         address = Address.of(front.url)
-        sent = pool.submit(lambda: asyncio.run(_send_one(address, 1, result)))
+        sent = pool.submit(lambda: asyncio.run(send_one(address, 1, result)))
         eventually(
             lambda: any(job.out is not None and job.out.started for job in front.call(lambda: [*front.state.jobs]))
         )

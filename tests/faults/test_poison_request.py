@@ -20,7 +20,7 @@ POISON = 3137
 
 # A step cannot be made to fail from outside, so these tests replace the runner's own method.
 def test_a_poison_request_fails_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    execute = Runner._execute
+    execute = Runner.execute
 
     def poisoned(self: Runner, plan: StepPlan, given: Any) -> Any:
         result = execute(self, plan, given)
@@ -28,7 +28,7 @@ def test_a_poison_request_fails_alone(monkeypatch: pytest.MonkeyPatch, tmp_path:
             raise RuntimeError("this token is poison")
         return result
 
-    monkeypatch.setattr(Runner, "_execute", poisoned)
+    monkeypatch.setattr(Runner, "execute", poisoned)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompts = [[index + 50, index + 60, index + 70] for index in range(6)]
     with LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000) as llm:
@@ -58,6 +58,6 @@ def test_device_failure_ends_every_request_with_an_error(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(CpuDevice, "probe", probe)
     with LLM(tiny_source(tmp_path), dtype="float32", kv_tokens=4000) as llm:
-        monkeypatch.setattr(Runner, "_execute", broken)
+        monkeypatch.setattr(Runner, "execute", broken)
         with pytest.raises(RequestFailed, match="the device is gone"):
             llm.generate(["hello"], SamplingParams(max_tokens=4))

@@ -171,7 +171,7 @@ def test_a_password_in_a_replicas_url_stays_at_the_gateway(monkeypatch: pytest.M
     fleet = Fleet(GatewaySettings(policy="round-robin"), clock=lambda: 100.0)
     for name in "ab":
         fleet.add(ReplicaSettings(f"http://user:secret@{name}:8000", name=name)).health.succeeded(100.0)
-    monkeypatch.setattr(Fleet, "_kv_source", lambda self, asked, chosen, *_: "b" if chosen == "a" else "a")
+    monkeypatch.setattr(Fleet, "kv_source", lambda self, asked, chosen, *_: "b" if chosen == "a" else "a")
     asked = facts_of("/v1/completions", b'{"prompt": "x"}', {}, "r", "", 1000).asked
     replica, attempt = fleet.choose(asked, RequestRecord(), excluded=(), cause="new")
     assert attempt.kv_from == f"http://{'b' if replica.name == 'a' else 'a'}:8000"

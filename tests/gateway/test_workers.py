@@ -23,8 +23,15 @@ NUM_ASKED = 30
 def workers_of(pid: int) -> set[int]:
     """Without the process that Python starts beside them."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
-    lines = {int(child): Path(f"/proc/{child}/cmdline").read_bytes() for child in children}
-    return {child for child, line in lines.items() if b"spawn_main" in line}
+    return {int(child) for child in children if b"spawn_main" in command_of(child)}
+
+
+def command_of(pid: str) -> bytes:
+    """Empty if the process has ended meanwhile."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def test_workers_share_a_port_and_limits_and_are_replaced(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import fake_openai  # The neighbour of this file, which is run as a program.
 
 
-class Handler(fake_openai._Handler):  # Of the same helper: its server runs within the test.
+class Handler(fake_openai.Handler):  # Of the same helper: its server runs within the test.
     fake = fake_openai.FakeServer()
     num_answers = int(sys.argv[2])
 
@@ -21,11 +21,11 @@ class Handler(fake_openai._Handler):  # Of the same helper: its server runs with
         else:
             super().do_GET()
 
-    def _stream(self, body: dict[str, Any], *, chat: bool) -> None:
+    def stream(self, body: dict[str, Any], *, chat: bool) -> None:
         if sum(request["max_tokens"] == 3 for request in self.fake.requests) > self.num_answers:
             print("worn out", flush=True)
             os._exit(3)
-        super()._stream(body, chat=chat)
+        super().stream(body, chat=chat)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from helpers.inside import client_of
 from helpers.served import wait_until
 
 from millrace import LLM
@@ -17,7 +18,7 @@ def stats_after(llm: LLM, num_requests: int) -> EngineStats:
             return False
         return sum(stats.finished.values()) >= num_requests
 
-    client = llm._client  # A user of LLM has no statistics.
+    client = client_of(llm)
     wait_until(is_done, f"the end of {num_requests} requests")
     stats: EngineStats = client.stats
     return stats

@@ -57,7 +57,7 @@ class FakeServer:
 
 @contextmanager
 def running(server: FakeServer) -> Iterator[FakeServer]:
-    class Handler(_Handler):
+    class Handler(Handler):
         fake = server
 
     httpd = _Server(("127.0.0.1", 0), Handler)
@@ -79,7 +79,7 @@ class _Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     fake: FakeServer
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # each token must leave when it is written
@@ -128,7 +128,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif 0 <= fake.fail_after < len(fake.requests):
             self._error(500, "worn out")
         else:
-            self._stream(body, chat=chat) if body.get("stream") else self._whole(body, chat=chat)
+            self.stream(body, chat=chat) if body.get("stream") else self._whole(body, chat=chat)
 
     def _refusal(self, body: dict[str, Any]) -> str:
         if "ignore_eos" in body and not self.fake.ignore_eos:
@@ -158,7 +158,7 @@ class _Handler(BaseHTTPRequestHandler):
         choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
         self._json(200, {"choices": [choice], "usage": self._usage(body, len(words))})
 
-    def _stream(self, body: dict[str, Any], *, chat: bool) -> None:
+    def stream(self, body: dict[str, Any], *, chat: bool) -> None:
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")

@@ -65,6 +65,7 @@ def transfers_of(scheduler: Scheduler, device: ToyDevice) -> Transfers:
     own = Transfers(
         scheduler.transfer, ToyContents(device), identity="", block_tokens=device.block_size, refused=refused
     )
+    # Small parts, so that short prompts have several; a server takes as many blocks as fit into megabytes.
     own._facts = msgspec.structs.replace(own._facts, part_blocks=PART_BLOCKS)
     return own
 

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from helpers.inside import program_of
 from helpers.tiny_models import StateDictSource, config_of, make_reference
 
 from millrace.models.decoder import Decoder
@@ -35,6 +36,7 @@ def with_paged_attention(decoder: Decoder) -> Decoder:
     """The decoder with the GPU's attention, also without a GPU, where its kernels are interpreted."""
     if not isinstance(decoder.attention, PagedAttention):
         # Loading chooses by device: it offers no GPU's op on a CPU.
-        decoder._program.ops = dataclasses.replace(decoder._program.ops, attention=paged_attention(decoder.spec))
+        program = program_of(decoder)
+        program.ops = dataclasses.replace(program.ops, attention=paged_attention(decoder.spec))
         decoder.native_stack = None  # It has its own attention.
     return decoder

@@ -67,7 +67,7 @@ class Starter:
                 _libc.prctl(SUBREAPER, 0, 0, 0, 0)
 
 
-_starter: Starter | None = None
+current_starter: Starter | None = None
 _is_installed = False
 _is_on = True
 
@@ -150,8 +150,8 @@ def _for_imports(variables: Mapping[str, str]) -> dict[str, str]:
 
 def _running_starter() -> Starter | None:
     """Of this process; the first call of a test worker starts it."""
-    global _starter
-    if _starter is None:
+    global current_starter
+    if current_starter is None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         # The folder of the sources is in the path of a test worker, but not always in that of its children.
         code = f"import sys; sys.path[:0] = {[str(Path(__file__).parents[1])]!r}; import helpers.starter as s; s.main()"
@@ -162,8 +162,8 @@ def _running_starter() -> Starter | None:
             pass_fds=[theirs.fileno()],
         )
         theirs.close()
-        _starter = Starter(ours, _for_imports(os.environ))
-    return _starter
+        current_starter = Starter(ours, _for_imports(os.environ))
+    return current_starter
 
 
 def main() -> None:
@@ -216,7 +216,7 @@ def _serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 def _run(request: dict[str, Any], descriptors: list[int]) -> None:
     """The program itself, in its process."""
-    global _starter
+    global current_starter
     if request["session"]:
         os.setsid()
     elif request["group"] != -1:
@@ -244,7 +244,7 @@ def _run(request: dict[str, Any], descriptors: list[int]) -> None:
         _run(request, descriptors)
         return
     theirs.close()
-    _starter = Starter(ours, _for_imports(os.environ))
+    current_starter = Starter(ours, _for_imports(os.environ))
     install()
     module, *arguments = request["arguments"][2:]
     sys.orig_argv = request["arguments"]

@@ -20,7 +20,7 @@ def test_an_unmeasured_device_gets_a_fraction_of_its_data_sheet_rate() -> None:
 
 
 def test_every_entry_is_complete_and_plausible() -> None:
-    for name in module._known_devices():  # The table of the package, which has no public list of its names.
+    for name in module.known_devices():  # The table of the package, which has no public list of its names.
         limits = device_limits(name)
         assert 0.5 * limits.flops <= limits.step_flops < limits.flops, name
         assert 50 < limits.flops / limits.bytes_per_s < 500, name
@@ -44,11 +44,11 @@ def test_computed_limits_come_close_to_the_table(name: str, properties: DevicePr
 
 def test_an_unknown_device_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = DeviceProperties((99, 0), 10, 1_000_000, 1_000_000, 256)
-    monkeypatch.setattr(module, "_read_properties", lambda index: properties)
+    monkeypatch.setattr(module, "read_properties", lambda index: properties)
     assert device_limits("NVIDIA Something New") == computed_limits(properties)
     assert computed_limits(properties).flops == 10 * 1e9 * module.UNKNOWN_FLOPS_PER_CLOCK
 
 
 def test_a_device_whose_driver_reports_nothing_has_no_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_read_properties", lambda index: None)
+    monkeypatch.setattr(module, "read_properties", lambda index: None)
     assert device_limits("Something") == DeviceLimits(0.0, 0.0, 0.0)

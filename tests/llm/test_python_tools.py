@@ -158,7 +158,7 @@ def test_async_functions_run_on_the_callers_loop(tiny: LLM, monkeypatch: pytest.
 
     async def use() -> None:
         twin = AsyncLLM()
-        monkeypatch.setattr(twin, "_opened", tiny)
+        monkeypatch.setattr(twin, "_opened", tiny)  # The model that is loaded already.
         found = await twin.chat("x", tools=[add_later], tool_choice=only("add_later"), tool_rounds=1, **FIXED)
         assert found.messages[2]["content"] in ("2", "3")
         assert loops == [asyncio.get_running_loop()]

@@ -126,7 +126,7 @@ def test_budgets_forget_tenants_that_owe_nothing(monkeypatch: pytest.MonkeyPatch
     budgets = Budgets(1.0, {})
     for number in range(100):
         budgets.spend(f"tenant {number}", 0.1, float(number) * 3600)
-    assert len(budgets._spent) <= 10
+    assert len(budgets.spent) <= 10
 
 
 @pytest.mark.parametrize(

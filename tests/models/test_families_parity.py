@@ -6,13 +6,13 @@ import random
 
 import pytest
 import torch
+from helpers.inside import without_compiler
 from helpers.paged import PagedDriver
 from helpers.tiny_models import CASES, VOCAB, StateDictSource, config_of, make_reference
 
 from millrace.models.decoder import Decoder
 from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
-from millrace.ops.cpp import native
 
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4
@@ -56,7 +56,7 @@ def test_mixed_batches(case: str) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_mixed_batches_without_a_compiler(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_native_or_reason", lambda: "needs a C++ compiler")
+    without_compiler(monkeypatch)
     check_mixed_batches(case)
 
 

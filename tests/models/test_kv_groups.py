@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.inside import without_compiler
 from helpers.paged import PagedDriver, make_grouped_batch
 from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
 
@@ -15,7 +16,6 @@ from millrace.models.decoder import Decoder
 from millrace.models.load import build_decoder
 from millrace.models.spec.families import spec_from_config
 from millrace.models.spec.kv_groups import MAX_GROUPS, group_by_window
-from millrace.ops.cpp import native
 from millrace.run.device.device import CpuDevice
 from millrace.run.device.kv_pool import allocate_kv, bytes_per_token
 from millrace.run.table.inputs import last_tokens
@@ -72,7 +72,7 @@ def test_without_groups_all_layers_share_a_table() -> None:
 def test_logits_equal_transformers(case: str, has_compiler: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of different lengths grow side by side, and blocks behind the windows are reused."""
     if not has_compiler:
-        monkeypatch.setattr(native, "_native_or_reason", lambda: "needs a C++ compiler")
+        without_compiler(monkeypatch)
     model, decoder = load(case)
     texts = [random.Random(length).choices(range(VOCAB), k=length) for length in (40, 31, 17)]
     driver = PagedDriver(decoder, block_size=3)

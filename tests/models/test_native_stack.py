@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers.inside import without_compiler
 from helpers.paged import PagedDriver, make_batch
 from helpers.tiny_models import CASES, HYBRIDS, VOCAB, StateDictSource, config_of, make_reference
 
@@ -102,7 +103,7 @@ def test_models_with_other_layers_have_no_native_stack(case: str) -> None:
 
 
 def test_without_a_compiler_there_is_no_native_stack(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_native_or_reason", lambda: "needs a C++ compiler")
+    without_compiler(monkeypatch)
     assert load("llama", torch.float32).native_stack is None
 
 

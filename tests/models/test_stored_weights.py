@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.inside import without_compiler
 from helpers.paged import PagedDriver
 from helpers.stored_blocks import StoredSource
 
@@ -183,7 +184,7 @@ def test_without_a_compiler_weights_are_dequantised(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, source = source_of(LLAMA, MIXED, tmp_path)
-    monkeypatch.setattr(native_module, "_native_or_reason", lambda: "needs a C++ compiler (g++); none is installed")
+    without_compiler(monkeypatch)
     decoder = build(spec, source)
     assert decoder.num_bytes == spec_weight_bytes(spec, torch.bfloat16)
     assert decoder.choices["qkv_linear"].version.op == "linear"

@@ -106,7 +106,7 @@ def test_a_config_of_no_family_is_refused(tmp_path: Path) -> None:
 def test_weights_do_not_depend_on_the_chunks_they_are_made_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = make(tmp_path)
     whole = weights.get(UP, dtype=torch.bfloat16)
-    monkeypatch.setattr(random_weights, "_CHUNK_ITEMS", 1000)  # Otherwise only tensors of many MB have several.
+    monkeypatch.setattr(random_weights, "CHUNK_ITEMS", 1000)  # Otherwise only tensors of many MB have several.
     assert torch.equal(weights.get(UP, dtype=torch.bfloat16), whole)
     assert len(whole.unique()) > 100
 

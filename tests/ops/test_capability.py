@@ -18,7 +18,7 @@ CUDA = torch.device("cuda")
 def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(module, "_limit", cuda_capability_limit)
+    monkeypatch.setattr(module, "highest_assumed", cuda_capability_limit)
 
 
 def test_a_limit_switches_off_what_later_gpus_have(monkeypatch: pytest.MonkeyPatch) -> None:

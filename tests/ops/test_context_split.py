@@ -68,7 +68,7 @@ def compare(rows: list[tuple[int, int]], parts: int, held: str = "plain", **chan
     expected = reference(queries, read, reference.prepare(batch, sizes["block_size"], None), sinks).float()
     tiled = split(paged, batch, parts)
     # Shared by all layers of a device, and reachable through none of them.
-    workspace = paged._split_workspace(torch.device(device))
+    workspace = paged.split_workspace(torch.device(device))
     workspace.partial.fill_(float("nan"))
     workspace.lse.fill_(float("nan"))
     queries = with_own_keys(queries, kv, batch) if held == "packed" else queries

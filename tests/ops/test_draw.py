@@ -45,7 +45,7 @@ def native_sampler(rows: int, vocab: int) -> Sampler:
 def torch_sampler(rows: int, vocab: int) -> Sampler:
     sampler = native_sampler(rows, vocab)
     # Without the native draw, which cannot be switched off.
-    sampler._draw_native = None
+    sampler.native_draw = None
     return sampler
 
 

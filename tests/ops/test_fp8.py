@@ -53,7 +53,7 @@ def test_quantised_rows_keep_magnitudes_and_zeros(rows: int, columns: int, sprea
 def test_quantising_in_slices_equals_quantising_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = random(37, 50)
     whole = quantise_weight(weight)
-    monkeypatch.setattr("millrace.ops.base.quantised._SLICE_ITEMS", 150)
+    monkeypatch.setattr("millrace.ops.base.quantised.SLICE_ITEMS", 150)
     sliced = quantise_weight(weight)
     assert torch.equal(whole.values.float(), sliced.values.float())
     assert torch.equal(whole.scales, sliced.scales)

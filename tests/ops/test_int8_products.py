@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.triton_mode import device, interpreted
 
-from millrace.models.formats.compressed_tensors import _are_int8
+from millrace.models.formats.compressed_tensors import are_int8
 from millrace.ops.linear.grouped_weight import GroupedWeight
 from millrace.ops.linear.int8_products import Int8Products, multiplies_int8
 from millrace.ops.linear.packed_codes import make_packed
@@ -63,4 +63,4 @@ def test_other_weights_are_not_multiplied_as_integers() -> None:
     ],
 )
 def test_what_a_checkpoint_says_about_activations(activations: dict[str, object] | None, found: bool) -> None:
-    assert _are_int8(activations) is found
+    assert are_int8(activations) is found

@@ -145,7 +145,7 @@ def test_a_token_does_not_depend_on_its_neighbours() -> None:
 
 def test_an_emptied_slot_adds_nothing() -> None:
     table, op = mixed_table(torch.float32), NativeAddLora()
-    table._columns.put(1, {})
+    table._columns.put(1, {})  # Slots empty themselves only with their adapters.
     x, out = torch.randn(2, INPUTS), torch.randn(2, sum(SIZES))
     before = out.clone()
     op(x, torch.tensor([1, 1], dtype=torch.int32), table, out)

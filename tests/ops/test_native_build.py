@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.inside import without_compiler
 
 from millrace.ops.cpp import native as native_module
 from millrace.ops.cpp.native import NativeUnavailable, build, native, native_missing
@@ -55,7 +56,7 @@ def test_compiler_error_is_quoted_and_leaves_no_files(tmp_path: Path) -> None:
 
 def test_ops_fall_back_to_torch_and_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
     reason = "needs a C++ compiler (g++); none is installed"
-    monkeypatch.setattr(native_module, "_native_or_reason", lambda: reason)
+    without_compiler(monkeypatch, reason)
     from millrace.ops.registry import TYPICAL_SHAPE, choose
 
     cpu = torch.device("cpu")

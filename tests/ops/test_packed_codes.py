@@ -120,7 +120,7 @@ def test_products_equal_the_dequantised_weight(outputs: int, inputs: int, group:
         for got in (linear.wide(x), linear(x)):  # some kernels round the weight to the model's dtype, some do not
             error = ((got.double() - wanted).norm() / wanted.norm()).item()
             assert error < 4e-3, f"{rows} rows: {error}"
-    assert not linear._counters.any()  # zero between launches, or the next split product is wrong
+    assert not linear.counters.any()  # zero between launches, or the next split product is wrong
 
 
 @pytest.mark.gpu

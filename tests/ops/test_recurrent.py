@@ -39,7 +39,7 @@ def test_conv(places: int, dtype: torch.dtype, has_bias: bool) -> None:
     weight, bias = values(channels, width), values(channels) if has_bias else None
     expected_states = states.clone()
     expected = conv.causal_conv(x, weight, bias, expected_states, rows)
-    for version in versions(conv._native_conv, triton_conv):
+    for version in versions(conv.native_conv, triton_conv):
         own = states.clone()
         out = version(x, weight, bias, own, rows)
         torch.testing.assert_close(out, expected, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=1e-2)
@@ -58,7 +58,7 @@ def test_recurrence(places: int, has_delta: bool, groups: int, heads: int, keys:
     states = values(NUM_TABLE_ROWS, places, heads, keys, size)
     expected_states = states.clone()
     expected = recurrence.recurrence(q, k, v, decay, beta, expected_states, rows)
-    for version in versions(recurrence._native_recurrence, triton_recurrence):
+    for version in versions(recurrence.native_recurrence, triton_recurrence):
         own = states.clone()
         out = version(q, k, v, decay, beta, own, rows)
         torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
@@ -68,8 +68,8 @@ def test_recurrence(places: int, has_delta: bool, groups: int, heads: int, keys:
 @pytest.mark.parametrize("places", PLACES)
 def test_a_prompt_in_parts_gives_the_same_bits(places: int) -> None:
     """Also where a step left more tokens than were accepted: the next one begins at an earlier place."""
-    run = recurrence._native_recurrence if not native_missing(torch.device("cpu")) else recurrence.recurrence
-    run_conv = conv._native_conv if not native_missing(torch.device("cpu")) else conv.causal_conv
+    run = recurrence.native_recurrence if not native_missing(torch.device("cpu")) else recurrence.recurrence
+    run_conv = conv.native_conv if not native_missing(torch.device("cpu")) else conv.causal_conv
     q, k, v = (values(11, 2, 16).cpu(), values(12, 2, 16).cpu()[1:] / 4, values(13, 4, 8).cpu()[2:])
     decay, beta, x = torch.rand(11, 4), torch.rand(11, 4), values(11, 6).cpu()
     weight = values(6, 4).cpu()

@@ -101,7 +101,7 @@ def test_split_sums(split: int) -> None:
     weight = weight_of("plain", columns=224)
     wide = torch.full((5, 320), torch.nan, dtype=DTYPE, device=device)
     x = wide[:, :224].copy_(torch.randn(5, 224))  # what lies behind a row must not be read
-    operand = GroupedTriton(weight)._operand
+    operand = GroupedTriton(weight).operand
     bias = torch.randn(weight.shape[0]).to(device, DTYPE)
     check(grouped_product(x, operand, GroupedTiles(16, 32, 32, split, 4, 2), bias), weight, x, bias)
 

@@ -188,7 +188,7 @@ def test_only_the_first_weights_are_prefetched(
 ) -> None:
     asked: list[tuple[int, int]] = []
     waits: list[int] = []
-    monkeypatch.setattr(moe, "_pdl_options", lambda *_: {"EARLY": True})
+    monkeypatch.setattr(moe, "launch_options", lambda *_: {"EARLY": True})
     monkeypatch.setattr(moe_route_kernels, "wait_for_previous_kernel", lambda _: waits.append(len(asked)))
     monkeypatch.setattr(
         moe_route_kernels,
@@ -257,7 +257,7 @@ def test_an_aborted_step_affects_only_the_next() -> None:
     experts = TritonExperts(ExpertWeights(8, iter(pairs)), "silu", PlainLinear)
     x, logits = torch.randn(9, 72).to(device, HALF), torch.randn(9, 8, device=device)
     # Leaves the counters of the experts as an aborted step does.
-    moe.route_and_group(logits, 2, True, experts._counters[0])
+    moe.route_and_group(logits, 2, True, experts.counters[0])
     experts.routed(x, logits, 2, True, route=route_reference)
     weights, ids = route_reference(logits, 2, True)
     check(experts.routed(x, logits, 2, True, route=route_reference), plain(x, weights, ids, pairs))

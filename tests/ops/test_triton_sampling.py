@@ -102,6 +102,7 @@ def test_greedy_skips_padding_and_handles_nan() -> None:
 @triton.jit
 def _noise_kernel(seeds, positions, out, N: tl.constexpr):
     at = tl.arange(0, N)
+    # Kernels use it; on the host it has no name.
     tl.store(out + at, values._uniform(tl.load(seeds + at), tl.load(positions + at)))
 
 

@@ -50,8 +50,8 @@ def test_a_known_product_gets_the_entry_from_the_file(monkeypatch: pytest.Monkey
     entries = load.read("h200", "cublaslt")["bf16"]["4096x4096"]
     product = measured_product(weight)
     # Only a GPU with cuBLASLt would show which entry is used.
-    assert product._limits == [int(rows) for rows in entries]
-    assert product._entries == [None if entry is None else tuple(entry) for entry in entries.values()]
+    assert product.limits == [int(rows) for rows in entries]
+    assert product.entries == [None if entry is None else tuple(entry) for entry in entries.values()]
 
 
 def test_an_unmeasured_device_has_no_product_tables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,6 +157,6 @@ def test_the_slot_equation_holds(seed: int) -> None:
 def test_a_broken_slot_equation_is_noticed() -> None:
     slots = StateSlots(2)
     slots.fill(b"a", 0)
-    slots._free.append(1)
+    slots._free.append(1)  # Filled and free at the same time.
     with pytest.raises(AssertionError, match="state slot equation broken"):
         slots.check()

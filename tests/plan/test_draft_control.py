@@ -100,9 +100,9 @@ def test_rows_of_new_requests_start_from_the_average() -> None:
     machine = Machine(4, 0.8, memory_bound)
     machine.run(300)
     # A decision does not show the averages that it follows from.
-    before = machine.control._mean_survival.copy()
+    before = machine.control.mean_survival.copy()
     machine.control.decide(machine.rows, machine.rows + 5000)
-    assert np.allclose(machine.control._survival[machine.rows], before)
+    assert np.allclose(machine.control.survival[machine.rows], before)
 
 
 def test_a_longer_step_is_never_predicted_to_be_faster() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.inside import part_of
 
 from millrace.params.rows import DEFAULT_ROW_PARAMS
 from millrace.plan.drafting.control import NO_DRAFTS, DraftDecision
@@ -41,12 +42,12 @@ def decoding(
         counts = None if plan.draft_places is None else np.ones(num_drawn, np.int32)
         scheduler.apply(plan.step_no, np.full(num_drawn, 9, np.int32), counts)
     # Tests put fixed decisions in place of the controllers', which no plan can force.
-    return scheduler, scheduler._drafts
+    return scheduler, part_of(scheduler, "drafts")
 
 
 def decide(drafts: DraftPlaces, text: DraftDecision, trained: TrainedDecision | None, monkeypatch: Any) -> None:
     monkeypatch.setattr(drafts.control, "decide", lambda rows, ids: text)
-    monkeypatch.setattr(drafts._trained, "decide", lambda rows, ids: trained)
+    monkeypatch.setattr(drafts.trained_control, "decide", lambda rows, ids: trained)
 
 
 def planned(scheduler: Scheduler) -> StepPlan:
@@ -99,7 +100,7 @@ def test_rows_that_take_no_drafts_have_no_places(monkeypatch: Any) -> None:
 def test_each_controller_learns_from_its_own_drafts_and_times(monkeypatch: Any) -> None:
     scheduler, drafts = decoding()
     decide(drafts, DraftDecision(2, 0.3), TrainedDecision(2, np.array([True, True]), 0.5), monkeypatch)
-    trained, told, passes, steps = drafts._trained, [], [], []
+    trained, told, passes, steps = drafts.trained_control, [], [], []
     assert trained is not None
     monkeypatch.setattr(drafts.control, "observe_drafts", lambda *columns: told.append([c.tolist() for c in columns]))
     monkeypatch.setattr(trained, "observe", lambda *columns: told.append([c.tolist() for c in columns]))
@@ -175,9 +176,9 @@ def test_a_new_request_need_not_wait_for_rows_that_found_nothing() -> None:
     scheduler, drafts = decoding(1, DraftSettings(max_drafts=2, is_fixed=False), max_tokens=600)
     for _ in range(150):
         step(scheduler, 0, 0)
-    assert drafts._looks is not None
+    assert drafts.looks is not None
     # As if looking had helped other rows, of which there are none here.
-    drafts._looks._useful = 1.0
+    drafts.looks.useful = 1.0
     prompt = np.arange(3, dtype=np.int32)
     scheduler.submit(Request(id=7, prompt=prompt, max_tokens=30, row_params=DEFAULT_ROW_PARAMS))
     new = [step(scheduler, 0, 0) for _ in range(7)][2:]
@@ -187,7 +188,7 @@ def test_a_new_request_need_not_wait_for_rows_that_found_nothing() -> None:
 
 def test_always_the_same_number_of_drafts_needs_no_controller() -> None:
     scheduler, drafts = decoding(settings=DraftSettings(max_drafts=3, has_trained=True))
-    assert drafts._trained is None
+    assert drafts.trained_control is None
     plan = planned(scheduler)
     assert plan.draft_places is not None
     assert (plan.draft_places.tolist(), plan.trained) == ([3, 3], None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from helpers.inside import part_of
 
 from millrace.params.rows import RowParams
 from millrace.params.sampling import SamplingParams
@@ -41,7 +42,7 @@ def test_repeated_steps_know_which_rows_need_a_block() -> None:
     scheduler, num_known = decoding(6), 0
     for _ in range(30):
         due = missing(scheduler)
-        plan, repeated = advance(scheduler), scheduler._composer.repeated
+        plan, repeated = advance(scheduler), part_of(scheduler, "composer").repeated
         num_known += repeated is not None and repeated.asked_at >= 0
         assert plan.admitted or plan.block_rows.tolist() == due
     assert num_known > 20
@@ -65,7 +66,7 @@ def test_a_row_gets_its_block_once_if_a_choice_of_rows_is_made_again() -> None:
 def test_rows_with_blocks_in_advance_take_none_before_they_need_them() -> None:
     scheduler = decoding(3)
     advance(scheduler)
-    scheduler._seating.grow(0, 2)
+    part_of(scheduler, "seating").grow(0, 2)
     for _ in range(20):
         due = missing(scheduler)
         assert [row for row in advance(scheduler).block_rows.tolist() if row in due] == due

@@ -93,7 +93,7 @@ def test_what_is_captured_when_idle_is_what_kernels_are_built_for() -> None:
 def test_a_step_whose_shape_has_no_graph_uses_a_larger_one_until_it_is_captured() -> None:
     shapes = choice_of()
     # Nothing is captured yet, and nothing else will be: taking plans would count as capturing.
-    shapes.captures._waiting.clear()
+    shapes.captures.waiting.clear()
     shapes.captures.want(TABLE.decode(32))
     assert len(captured(shapes)) == 1
     assert shapes.choose(decoding(17))[0].rows == 32
@@ -225,7 +225,7 @@ def test_a_row_that_draws_nothing_is_in_no_decode_shape(params: SamplingParams, 
 
 def head_choice(**facts: object) -> tuple[ShapeChoice, StepShape]:
     shapes = choice_of(replace(FACTS, **facts))  # type: ignore[arg-type]
-    shapes.captures._waiting.clear()
+    shapes.captures.waiting.clear()
     return shapes, TABLE.decode(8)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from helpers.inside import part_of
 
 from millrace.plan.budget import EFFICIENT_CHUNK, StepTarget
 from millrace.plan.pacing.step_time import StepRates
@@ -177,7 +178,7 @@ def test_a_preempted_request_is_recomputed_in_chunks_by_time_too() -> None:
     while next_counts() != [1, 1]:
         pass
     # No public call preempts a chosen row.
-    scheduler._preempting.preempt(1, "a test")
+    part_of(scheduler, "preempting").preempt(1, "a test")
     chunks = [next_counts()[1] for _ in range(4)]
     assert all(1 < count < 300 for count in chunks), chunks
 

@@ -140,7 +140,7 @@ def test_a_missed_message_is_an_error_and_so_is_what_follows() -> None:
 def test_a_repeated_step_needs_the_step_before() -> None:
     encoder = StepEncoder()
     plan = decoding_rows(2, 3)[2]
-    encoder._epoch = plan.epoch
+    encoder._epoch = plan.epoch  # As if the step before had been sent.
     with pytest.raises(StepBytesError, match="repeats a step that was not sent"):
         StepDecoder().decode(encoder.plan(plan))
 

@@ -123,6 +123,6 @@ def test_rows_of_new_requests_start_from_the_average() -> None:
     machine = Machine([0.8, 0.8], 0.05 * PLAIN_S)
     machine.run(400)
     # A decision does not show the averages that it follows from.
-    mean = machine.control._mean.copy()
+    mean = machine.control.mean.copy()
     machine.control.decide(machine.rows, machine.rows + 5000)
-    assert np.allclose(machine.control._survival[machine.rows], mean)
+    assert np.allclose(machine.control.survival[machine.rows], mean)

@@ -7,6 +7,7 @@ from dataclasses import astuple
 
 import numpy as np
 import pytest
+from helpers.inside import part_of
 
 from millrace.plan.budget import MANY_PREFILLS, StepTarget
 from millrace.plan.pacing.step_time import StepRates
@@ -151,7 +152,7 @@ def test_the_pace_is_kept_on_a_machine_that_other_work_slows_down_at_times() -> 
 def time_of_stream(device: Device) -> float:
     """Predicted by the true rates, for a step with the stream alone."""
     rows = device.scheduler.rows
-    context = int(rows.known[device.scheduler._seating.row_of(STREAM) or 0])
+    context = int(rows.known[part_of(device.scheduler, "seating").row_of(STREAM) or 0])
     return device.true.step_s + device.true.decode_row_s + device.true.context_token_s * context
 
 

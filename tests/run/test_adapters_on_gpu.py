@@ -36,7 +36,7 @@ SHAPES = ((4, ("q_proj", "v_proj")), (16, (*ATTENTION, *MLP)), (3, MLP))
 
 
 def adapters_in(folder: Path, runner: Runner | CudaRunner) -> list[Adapter]:
-    model, spec = make_reference("qwen3", num_hidden_layers=2), runner._decoder.spec
+    model, spec = make_reference("qwen3", num_hidden_layers=2), runner.decoder.spec
     found = []
     for index, (rank, targets) in enumerate(SHAPES):
         path = write_adapter(folder / f"a{index}", model, rank=rank, targets=targets, seed=index, size=1.5)
@@ -78,9 +78,9 @@ def test_same_tokens_as_the_plain_runner_also_after_a_slot_was_replaced(
     )
     fast = fast_runner()
     plans: list[StepPlan] = []
-    forward = fast._forward
+    forward = fast.run_forward
     # Records what the runner does itself: tokens do not show it.
-    monkeypatch.setattr(fast, "_forward", lambda plan: plans.append(plan) or forward(plan))
+    monkeypatch.setattr(fast, "run_forward", lambda plan: plans.append(plan) or forward(plan))
     few = [msgspec.structs.replace(GREEDY, max_tokens=3)]
     answers = []
     for runner in (plain, fast):

@@ -118,23 +118,23 @@ def test_a_drafter_that_rests_is_told_nothing_and_no_token_changes(
     expected, _ = drive(runner_of(decoder, None, 60), DraftSettings())
     monkeypatch.setattr(trained_control, "FIRST_REST", 12)
     monkeypatch.setattr(trained_control, "LAST_REST", 12)
-    monkeypatch.setattr(TrainedControl, "_judge_trial", lambda control, rows: None)
+    monkeypatch.setattr(TrainedControl, "judge_trial", lambda control, rows: None)
     monkeypatch.setattr(TrainedControl, "__init__", resting(TrainedControl.__init__))
     model = load("llama_tied", spoilt=True) if make is None else make(tmp_path, decoder)
     runner = runner_of(decoder, model, 60, "auto")
     # Who proposed a draft, and when it rests, shows in no token.
-    assert runner._drafted is not None
-    drafter, rests = runner._drafted._drafters._by_name[kind], [False]
+    assert runner.drafted is not None
+    drafter, rests = runner.drafted.drafters.by_name[kind], [False]
     told: list[bool] = []
     for name in ("feed", "take_states", "confirm"):
         monkeypatch.setattr(drafter, name, told_while(rests, told, getattr(drafter, name)))
-    execute = runner._execute
+    execute = runner.execute
 
     def watched(plan: StepPlan, given: Any) -> StepResult:
         rests[0] = plan.trained_rests
         return execute(plan, given)
 
-    monkeypatch.setattr(runner, "_execute", watched)
+    monkeypatch.setattr(runner, "execute", watched)
     tokens, drafted = drive(runner, CONTROLLED)
     assert tokens == expected
     assert sources(drafted) == {"suffix", kind}, "later requests try it again"
@@ -145,7 +145,7 @@ def test_a_drafter_that_rests_is_told_nothing_and_no_token_changes(
 def resting(init: Any) -> Any:
     def begin(control: TrainedControl, *args: Any) -> None:
         init(control, *args)
-        control._rest(12)
+        control.rest(12)
 
     return begin
 

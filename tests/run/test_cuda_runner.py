@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.decode_table import change_decode_table, want_few_programs
+from helpers.inside import set_head, weights_of
 from helpers.quick_interpreter import quick_interpreter
 from helpers.small_decoder import with_paged_attention
 from helpers.tiny_models import VOCAB, StateDictSource, config_of, make_reference
@@ -194,8 +195,8 @@ def test_a_greedy_head_computes_logits_only_where_they_are_needed(kind: str, mon
     plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), RunnerSettings(**SIZES))
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     decoder = decoder_for("qwen3", place, True)
-    head = GreedyHead(decoder._weights.head)
-    decoder._weights = dataclasses.replace(decoder._weights, head=head)
+    head = GreedyHead(weights_of(decoder).head)
+    set_head(decoder, head)
     fast = CudaRunner(decoder, device, RunnerSettings(token_budget=BUDGET, graphs=False, **SIZES))
     expected, expected_scores = drive(plain, requests(7, 1, KINDS[kind]))
     with quick_interpreter() if interpreted else nullcontext():
@@ -220,8 +221,8 @@ def test_same_tokens_with_a_list_of_decode_rows(monkeypatch: pytest.MonkeyPatch)
     fast = CudaRunner(decoder_for("qwen3", place, True), device, RunnerSettings(token_budget=BUDGET, **SIZES))
     sizes = []
     # Counts what the runner does itself: tokens do not show it.
-    write = fast._writer.write
-    monkeypatch.setattr(fast._writer, "write", lambda plan, *rest: sizes.append(plan.num_tokens) or write(plan, *rest))
+    write = fast.writer.write
+    monkeypatch.setattr(fast.writer, "write", lambda plan, *rest: sizes.append(plan.num_tokens) or write(plan, *rest))
     expected, _ = drive(plain, requests(7, 6, [GREEDY]), mixed_budget=0)
     with quick_interpreter() if interpreted else nullcontext():
         assert drive(fast, requests(7, 6, [GREEDY]), mixed_budget=0)[0] == expected
@@ -286,8 +287,8 @@ def test_a_cached_prefix_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) 
     runner = CudaRunner(decoder, device, RunnerSettings(token_budget=BUDGET, kv_dtype="packed", graphs=False, **SIZES))
     steps: list[StepPlan] = []
     # Counts what the runner does itself: tokens do not show it.
-    forward = runner._forward
-    monkeypatch.setattr(runner, "_forward", lambda plan: steps.append(plan) or forward(plan))
+    forward = runner.run_forward
+    monkeypatch.setattr(runner, "run_forward", lambda plan: steps.append(plan) or forward(plan))
     with quick_interpreter() if interpreted else nullcontext():
         found, _ = drive(runner, [turn(0, 20, True)], later=[turn(1, 25, True)])
         expected, _ = drive(runner, [turn(1, 25, False)])
@@ -299,12 +300,12 @@ def test_a_cached_prefix_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch) 
 def with_kernels(decoder: Decoder) -> Decoder:
     """The decoder with the Triton kernel that packs keys and values, on any device."""
     spec = decoder.spec
-    for layer in decoder._weights.layers:
+    for layer in weights_of(decoder).layers:
         mixer: Any = layer.mixer
         own = mixer.prepare_qkv
         if not isinstance(own, PrepareQkvKernel):
             assert isinstance(own, NativePrepareQkv)
-            kernel = PrepareQkvKernel(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.norm_eps, *own._vectors)
+            kernel = PrepareQkvKernel(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.norm_eps, *own.vectors)
             object.__setattr__(mixer, "prepare_qkv", kernel)
     return decoder
 
@@ -315,12 +316,12 @@ def test_work_that_cannot_be_captured_runs_uncaptured(monkeypatch: pytest.Monkey
     asked = [SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)]
     plain = Runner(decoder_for("llama", torch.device("cpu"), False), CpuDevice(1), RunnerSettings(**SIZES))
     fast = CudaRunner(decoder_for("llama", place, True), CpuDevice(1), RunnerSettings(token_budget=BUDGET, **SIZES))
-    fast._graphs.is_capturing = True
+    fast.graphs.is_capturing = True
     shapes = ShapeChoice(PaddedShapes(dataclasses.replace(fast.shapes.facts, can_capture=True)))
     expected, _ = drive(plain, requests(2, 3, asked))
     with quick_interpreter():
         assert drive(fast, requests(2, 3, asked), shapes=shapes)[0] == expected
-    assert not fast._graphs.is_capturing
+    assert not fast.graphs.is_capturing
 
 
 def test_a_step_is_a_body_and_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +331,7 @@ def test_a_step_is_a_body_and_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
     fast = CudaRunner(decoder_for("llama", place, True), device, RunnerSettings(token_budget=BUDGET, **SIZES))
     steps: list[tuple[bool, list[object]]] = []
     # Counts what the runner does itself: tokens do not show it.
-    forward, run = fast._forward, fast._graphs.run
+    forward, run = fast.run_forward, fast.graphs.run
 
     def forwarded(plan):
         steps.append((bool(plan.samples.any()), []))
@@ -340,8 +341,8 @@ def test_a_step_is_a_body_and_a_head(monkeypatch: pytest.MonkeyPatch) -> None:
         steps[-1][1].append(key)
         return run(key, work, captures=captures)
 
-    monkeypatch.setattr(fast, "_forward", forwarded)
-    monkeypatch.setattr(fast._graphs, "run", ran)
+    monkeypatch.setattr(fast, "run_forward", forwarded)
+    monkeypatch.setattr(fast.graphs, "run", ran)
     with quick_interpreter() if interpreted else nullcontext():
         drive(fast, [turn(0, BUDGET + 10, True)])
     assert {draws for draws, _ in steps} == {True, False}
@@ -357,15 +358,15 @@ def test_two_head_groups_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -
     plain = Runner(decoder_for("qwen3", torch.device("cpu"), False), CpuDevice(1), RunnerSettings(**SIZES))
     device = open_device(RunConfig(device="cuda")) if place.type == "cuda" else CpuDevice(1)
     decoder = decoder_for("qwen3", place, True)
-    head = GreedyHead(decoder._weights.head)
-    decoder._weights = dataclasses.replace(decoder._weights, head=head)
+    head = GreedyHead(weights_of(decoder).head)
+    set_head(decoder, head)
     fast = CudaRunner(decoder, device, RunnerSettings(token_budget=BUDGET, graphs=False, **SIZES))
     scored = msgspec.structs.replace(GREEDY, logprobs=2)
     kinds = [GREEDY, SamplingParams(temperature=0.9, seed=3, max_tokens=4, logprobs=1), GREEDY, GREEDY, scored, GREEDY]
     groups = []
     # Counts what the runner does itself: tokens do not show it.
-    draw = fast._work.head
-    monkeypatch.setattr(fast._work, "head", lambda head: groups.append((head.variant, head.states)) or draw(head))
+    draw = fast.work.head
+    monkeypatch.setattr(fast.work, "head", lambda head: groups.append((head.variant, head.states)) or draw(head))
     expected, expected_scores = drive(plain, requests(6, 1, kinds))
     with quick_interpreter() if interpreted else nullcontext():
         found, scores = drive(fast, requests(6, 1, kinds))
@@ -481,7 +482,7 @@ def test_full_chunks_use_cudnn_attention(kv_dtype: KvFormat, monkeypatch: pytest
         for index, prompt in enumerate(prompts):  # one after the other: whole chunks
             asked = Request(id=index, prompt=prompt, max_tokens=2, row_params=RowParams(params, ()))
             scores += drive(runner, [asked], shapes=shapes)[1][:6]  # of the first token; later tokens may differ
-        captured = [key for key in runner._graphs.captured if isinstance(key, StepShape)]
+        captured = [key for key in runner.graphs.captured if isinstance(key, StepShape)]
         found = map(runner.shapes.table.key_of, captured)
         return scores, {key.context for key in found if key.long_from}
 
@@ -516,24 +517,24 @@ def test_a_larger_graph_is_the_fallback_for_a_missing_one(kind: str, monkeypatch
     fast = CudaRunner(decoder_for("llama", place, True), CpuDevice(1), RunnerSettings(token_budget=BUDGET, **SIZES))
 
     def fake_capture(key: object, work: Callable[[], torch.Tensor]) -> FakeGraph:
-        fast._graphs.captured[key] = graph = FakeGraph(work)
+        fast.graphs.captured[key] = graph = FakeGraph(work)
         return graph
 
-    monkeypatch.setattr(fast._graphs, "capture", fake_capture)
-    fast._graphs.is_capturing = True
+    monkeypatch.setattr(fast.graphs, "capture", fake_capture)
+    fast.graphs.is_capturing = True
     expected, _ = drive(plain, short_requests(KINDS[kind]))
     shapes = ShapeChoice(PaddedShapes(dataclasses.replace(fast.shapes.facts, can_capture=True)))
-    shapes.captures._waiting.clear()
+    shapes.captures.waiting.clear()
     with quick_interpreter():
         given = {fast.shapes.table.decode(4), HeadShape(4, "greedy"), HeadShape(4, "full")}
         for part in given:
             shapes.captures.want(part)
         warm_up(fast, shapes)
-        assert set(fast._graphs.captured) == given
+        assert set(fast.graphs.captured) == given
         assert drive(fast, short_requests(KINDS[kind]), shapes=shapes)[0] == expected
-        missed = set(shapes.captures._waiting)
+        missed = set(shapes.captures.waiting)
         assert HeadShape(2, "greedy" if kind == "greedy" else "full") in missed
-        assert not missed & set(fast._graphs.captured)
+        assert not missed & set(fast.graphs.captured)
         warm_up(fast, shapes)
-        assert missed <= set(fast._graphs.captured)
+        assert missed <= set(fast.graphs.captured)
         assert drive(fast, short_requests(KINDS[kind]), shapes=shapes)[0] == expected

@@ -134,8 +134,8 @@ def test_bodies_with_places_are_warmed_up_with_what_accepts_their_drafts(monkeyp
     )
     ran: list[object] = []
     # Records the graphs that a GPU would replay: tokens do not show them.
-    monkeypatch.setattr(fast._graphs, "run", lambda key, work, captures: ran.append(key) or work())
-    table = fast._writer._shapes
+    monkeypatch.setattr(fast.graphs, "run", lambda key, work, captures: ran.append(key) or work())
+    table = fast.writer.shapes
     one, two = (table.decode(1, places=places) for places in (1, 2))
     assert {one, two} <= set(placed_shapes(table))
     assert all(part.rows * part.places <= ROWS for part in placed_shapes(table))
@@ -143,7 +143,7 @@ def test_bodies_with_places_are_warmed_up_with_what_accepts_their_drafts(monkeyp
     assert {part.places for part in placed_shapes(tiled)} == {1}
     with quick_interpreter():
         for part in (one, two):
-            fast._warm_up._capture(part)
+            fast.warm_up.capture_part(part)
     assert set(ran) == {one, two, Accept(None), Accept(two)}
 
 

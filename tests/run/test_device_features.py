@@ -53,6 +53,7 @@ def drafter_with_paged_attention(drafter: Any) -> Any:
     """See `with_paged_attention`: loading offers no GPU's op on a CPU."""
     if isinstance(drafter, EagleDrafter) and not isinstance(drafter.attention, PagedAttention):
         assert drafter.spec.decoder is not None
+        # No setting of loading puts an op of a GPU in place.
         drafter._ops = dataclasses.replace(drafter._ops, attention=paged_attention(drafter.spec.decoder))
     return drafter
 
@@ -91,16 +92,16 @@ def test_drafts_follow_from_the_tokens_and_change_none(
 def record_drafts(runner: CudaRunner, seen: list[tuple[list[int], list[int]]], monkeypatch: pytest.MonkeyPatch) -> None:
     """What each row had, and its drafts, after each proposal."""
     # Records what each graph would replay: tokens do not show it.
-    run, work = runner._graphs.run, runner._work
+    run, work = runner.graphs.run, runner.work
     propose = work.propose_drafts
 
     def recorded(key: Any, call: Any, *, captures: bool) -> Any:
         result = run(key, call, captures=captures)
         if getattr(call, "func", None) == propose:
-            layout = runner._writer.layout(call.args[0])
+            layout = runner.writer.layout(call.args[0])
             sections = (layout.table_rows, layout.max_drafts)
-            rows, most = (work._packet[own.start :][: own.length].tolist() for own in sections)
-            columns = runner._drafts.columns if runner._drafts is not None else None
+            rows, most = (work.packet[own.start :][: own.length].tolist() for own in sections)
+            columns = runner.device_drafts.columns if runner.device_drafts is not None else None
             assert columns is not None
             for row, count in zip(rows, most, strict=True):
                 known, limit = int(columns.known[row]), int(columns.limit[row])
@@ -110,7 +111,7 @@ def record_drafts(runner: CudaRunner, seen: list[tuple[list[int], list[int]]], m
                     seen.append((tokens[:known], tokens[known:]))
         return result
 
-    monkeypatch.setattr(runner._graphs, "run", recorded)
+    monkeypatch.setattr(runner.graphs, "run", recorded)
 
 
 def at_once(target: Decoder, drafter: Any, tokens: list[int], count: int) -> list[int]:
@@ -138,18 +139,18 @@ def test_what_drafts_is_warmed_up_with_the_bodies_that_have_places(
     )
     ran: list[object] = []
     # Records the graphs that a GPU would replay: tokens do not show them.
-    monkeypatch.setattr(runner._graphs, "run", lambda key, work, captures: ran.append(key) or work())
-    one, two = (runner._writer._shapes.decode(1, places=places) for places in (1, 2))
+    monkeypatch.setattr(runner.graphs, "run", lambda key, work, captures: ran.append(key) or work())
+    one, two = (runner.writer.shapes.decode(1, places=places) for places in (1, 2))
     with quick_interpreter(), torch.inference_mode():
         for part in (one, two):
-            runner._warm_up._capture(part)
+            runner.warm_up.capture_part(part)
         assert set(ran) == {one, two, Accept(None), Accept(two), Propose(1, 2)}
         assert ran.index(Propose(1, 2)) < ran.index(two)
         did: list[str] = []
         for name in ("propose", "feed"):
-            monkeypatch.setattr(runner._chain, name, lambda *_, name=name: did.append(name))
-        runner._work.send(None, two)
-        runner._warm_up._run_step(two, target.with_distinct_layers())
+            monkeypatch.setattr(runner.chain, name, lambda *_, name=name: did.append(name))
+        runner.work.send(None, two)
+        runner.warm_up.run_step(two, target.with_distinct_layers())
     assert did == ["propose", "feed"]
 
 

@@ -167,7 +167,7 @@ def test_tokens_equal_those_of_the_reference(vocab: int, dtype: torch.dtype, cut
         positions = [12 + 3 * step] * count
         adjusted = logits.to(torch.float32, copy=True)
         # The adjusted logits before the draw, which has only tokens.
-        pair.reference._constrain(adjusted, np.array(rows, np.int32), np.array(positions, np.int32))
+        pair.reference.constrain(adjusted, np.array(rows, np.int32), np.array(positions, np.int32))
         expected, drawn = pair.expect(logits, rows, positions), pair.draw(logits, rows, positions)
         for at, spec in enumerate(specs):
             if spec.logprobs is not None:
@@ -203,7 +203,7 @@ def test_masked_tokens_equal_those_of_the_reference(vocab: int, dtype: torch.dty
         apply_masks(adjusted, masks)
         for line, at in enumerate(index.tolist()):
             assert torch.isinf(adjusted[at]).tolist() == (~allowed[line, :vocab]).tolist()
-        pair.reference._constrain(adjusted, np.array(rows, np.int32), np.array(positions, np.int32))
+        pair.reference.constrain(adjusted, np.array(rows, np.int32), np.array(positions, np.int32))
         drawn, expected = pair.draw(logits, rows, positions, masks=masks), pair.expect(logits, rows, positions, masks)
         for at, spec in enumerate(specs):
             if drawn[at] != expected[at]:

@@ -104,7 +104,7 @@ def chi_square(
     """Chi-square per degree of freedom, over the pairs of a token and the next. `place_of_mask`: 0 to use the masks of
     rows at all their places, which is wrong."""
     table = RequestTable(open_device(RunConfig(device="cpu")), max_rows=num_rows, max_blocks=1)
-    sampler = Sampler(table._device, table, max_rows=num_rows, vocab_size=VOCAB)
+    sampler = Sampler(table.device, table, max_rows=num_rows, vocab_size=VOCAB)
     guide = Guide()
     drafted = DraftedRows(table, num_rows, Drafters({"ngram": Guesses()}, "ngram"), guide)
     rows, ones = np.arange(num_rows, dtype=np.int32), np.ones(num_rows, np.int32)

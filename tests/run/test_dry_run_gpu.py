@@ -43,11 +43,11 @@ def kernels_of(runner: CudaRunner, decoder: Decoder) -> set[str]:
 
     kernels: set[str] = set()
     with dry_run(kernels.add):
-        for part in capture_order(runner._writer._shapes):
+        for part in capture_order(runner.writer.shapes):
             if isinstance(part, StepShape):
                 # The parts of a step are run one by one, without steps.
-                runner._work.send(None, part)
-                runner._work.body(part, decoder)
+                runner.work.send(None, part)
+                runner.work.body(part, decoder)
     return kernels
 
 
@@ -67,9 +67,9 @@ def runner_for(case: str, build_pool: Any = None) -> CudaRunner:
 def test_few_layers_launch_the_kernels_of_all(case: str) -> None:
     runner = runner_for(case)
     forget_kernels()
-    everything = kernels_of(runner, runner._decoder)
+    everything = kernels_of(runner, runner.decoder)
     assert len(everything) > 5
-    assert kernels_of(runner, runner._decoder.with_distinct_layers()) == everything
+    assert kernels_of(runner, runner.decoder.with_distinct_layers()) == everything
 
 
 class FakeBuildPool:
@@ -94,4 +94,4 @@ def test_all_kernel_builds_are_requested_before_the_engine_is_ready() -> None:
     runner = runner_for("qwen3", build_pool)
     assert set(build_pool.can_wait) == {False, True}
     assert build_pool.can_wait == sorted(build_pool.can_wait), "what cannot wait comes first"
-    assert kernels_of(runner, runner._decoder) <= set(build_pool.kernels)
+    assert kernels_of(runner, runner.decoder) <= set(build_pool.kernels)

@@ -95,7 +95,7 @@ def drive(runner: Runner, decoder: Decoder, num_blocks: int, *, prefix_cache: bo
             max_running=ROWS,
             token_budget=BUDGET,
             mixed_budget=16,
-            drafts=drafts if runner._drafted is not None else DraftSettings(),
+            drafts=drafts if runner.drafted is not None else DraftSettings(),
             prefix_cache=prefix_cache,
             groups=KvGroups(decoder.spec.kv_groups.windows),
         )
@@ -149,7 +149,7 @@ def test_a_model_is_a_perfect_draft_model_of_itself(case: str, kv_dtype: KvForma
     expected = drive(runner_of(decoder, None, num_blocks, kv_dtype=kv_dtype), decoder, num_blocks)
     runner = runner_of(decoder, load(case, grouped=False), num_blocks, kv_dtype=kv_dtype)
     assert drive(runner, decoder, num_blocks) == expected
-    rows = runner._drafted
+    rows = runner.drafted
     assert rows is not None
     assert rows.num_drafted > 150
     assert rows.num_accepted == rows.num_drafted
@@ -160,7 +160,7 @@ def test_a_spoilt_draft_model_is_right_less_often_and_changes_nothing() -> None:
     expected = drive(runner_of(decoder, None, 300), decoder, 300)
     runner = runner_of(decoder, load("llama_tied", spoilt=True), 300)
     assert drive(runner, decoder, 300) == expected
-    rows = runner._drafted
+    rows = runner.drafted
     assert rows is not None
     assert 0 < rows.num_accepted < rows.num_drafted
 
@@ -200,7 +200,7 @@ def test_heads_change_no_token(kind: str, make: Any, case: str, tmp_path: Path) 
     expected = drive(runner_of(decoder, None, num_blocks), decoder, num_blocks)
     runner = runner_of(decoder, make(tmp_path, decoder), num_blocks, kind)
     assert drive(runner, decoder, num_blocks) == expected
-    rows = runner._drafted
+    rows = runner.drafted
     assert rows is not None
     assert rows.num_drafted > 150
 
@@ -218,7 +218,7 @@ def test_feature_drafts_follow_from_the_tokens_alone(make: Any, tmp_path: Path, 
     def recorded(self: ChainDrafter, asks: list[DraftAsk]) -> list[Int32s]:
         found = propose(self, asks)
         for ask, drafts in zip(asks, found, strict=True):
-            if runner._sampler.row_params.temperature[ask.row] == 0:
+            if runner.sampler.row_params.temperature[ask.row] == 0:
                 asked.append((ask.tokens.tolist(), drafts.tolist()))
         return found
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.drafter_files import HIDDEN, draw, layer_config, layer_tensors, token_maps, write
+from helpers.inside import weights_of
 from helpers.tiny_models import VOCAB
 from run.test_auto_drafts import FIXED, drive
 from run.test_model_drafters import DRAFT_VOCAB, load, runner_of
@@ -124,8 +125,8 @@ def test_matrices_are_held_in_8_bits_where_their_inputs_allow_it(tmp_path: Path)
     drafter = load_drafter(files, decoder, quantization="int8")
     assert isinstance(drafter, EagleDrafter)
     # Results do not show which form the weights have.
-    mixer: Any = drafter._weights.layers[0].mixer
-    assert isinstance(drafter._weights.fc, StoredLinear)
+    mixer: Any = weights_of(drafter).layers[0].mixer
+    assert isinstance(weights_of(drafter).fc, StoredLinear)
     assert isinstance(mixer.out, StoredLinear)
     assert not isinstance(mixer.qkv, StoredLinear), "48 inputs are no whole groups of 32"
     full, small = (drafter_bytes(files, torch.float32, kind) for kind in ("none", "int8"))

@@ -99,7 +99,7 @@ def test_whole_steps_draw_the_same_tokens(case: str, dtype: torch.dtype) -> None
     assert whole.native_step is not None
     assert all(whole.native_step.can_run(plan) for plan in steps[1:])
     # Without the native step, which cannot be switched off.
-    apart._native = None
+    apart.native_step = None
     assert drawn_by(whole, steps) == drawn_by(apart, steps)
 
 
@@ -110,8 +110,8 @@ def test_whole_steps_with_adapters_draw_the_tokens_of_single_ops(dtype: torch.dt
     whole, stack_alone, single_ops = runners
     assert whole.native_step is not None
     # Without the native step and stack, which cannot be switched off.
-    stack_alone._native = single_ops._native = None
-    single_ops._decoder.native_stack = None
+    stack_alone.native_step = single_ops.native_step = None
+    single_ops.decoder.native_stack = None
     model = make_reference("llama_tied")
     for slot, (rank, targets) in enumerate([(5, ("q_proj", "v_proj")), (16, (*ATTENTION, *MLP)), (3, MLP)], 1):
         path = write_adapter(tmp_path / str(slot), model, rank=rank, targets=targets, seed=slot, size=1.5)

@@ -16,7 +16,7 @@ def test_a_start_on_a_busy_machine_does_not_count(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(module, "MAX_TRIES", 1)
     measured = [ProcessorLimits(float(value), 1.0) for value in (2, 1, 9, 5)]
-    monkeypatch.setattr(module, "_measure", lambda dtype: measured.pop(0))
+    monkeypatch.setattr(module, "measure", lambda dtype: measured.pop(0))
     loads = [9999.0, 9999.0, 0.0]
     monkeypatch.setattr(module.os, "getloadavg", lambda: (loads.pop(0), 0.0, 0.0))
     assert [processor_limits(torch.float32).bytes_per_s for _ in range(5)] == [2, 2, 9, 9, 9]
@@ -28,7 +28,7 @@ def test_a_machine_that_is_always_busy_is_measured_a_bounded_number_of_times(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(module, "MAX_BUSY_TRIES", 2)
     measured = [ProcessorLimits(float(value), 1.0) for value in (2, 3)]
-    monkeypatch.setattr(module, "_measure", lambda dtype: measured.pop(0))
+    monkeypatch.setattr(module, "measure", lambda dtype: measured.pop(0))
     monkeypatch.setattr(module.os, "getloadavg", lambda: (9999.0, 0.0, 0.0))
     assert [processor_limits(torch.float32).bytes_per_s for _ in range(4)] == [2, 3, 3, 3]
 
@@ -38,7 +38,7 @@ def test_the_best_of_the_first_idle_starts_is_kept(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(module, "MAX_TRIES", 3)
     measured = [ProcessorLimits(5.0, 1.0), ProcessorLimits(9.0, 3.0), ProcessorLimits(7.0, 4.0)]
-    monkeypatch.setattr(module, "_measure", lambda dtype: measured.pop(0))
+    monkeypatch.setattr(module, "measure", lambda dtype: measured.pop(0))
     found = [processor_limits(torch.float32) for _ in range(5)]
     assert [(one.bytes_per_s, one.flops) for one in found] == [(5, 1), (9, 3), (9, 4), (9, 4), (9, 4)]
     (tmp_path / "millrace" / "processor_limits.json").write_text("broken")

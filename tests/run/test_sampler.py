@@ -155,7 +155,7 @@ def test_penalties_equal_their_definitions() -> None:
     sampler.admit(0, params, tokens, num_prompt)
     changed = logits.clone()
     # The adjusted logits before the draw, which has only tokens.
-    sampler.sampler._constrain(changed, np.asarray([0], np.int32), np.asarray([6], np.int32))
+    sampler.sampler.constrain(changed, np.asarray([0], np.int32), np.asarray([6], np.int32))
     expected = RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([tokens]), logits.clone())
     output = torch.bincount(torch.tensor(tokens[num_prompt:]), minlength=VOCAB)
     expected = expected - 0.3 * output - 0.4 * (output > 0)

@@ -129,7 +129,7 @@ def admit(runner: Runner) -> NativeStep:
         Admission(row, row, np.asarray(tokens[: PROMPTS[row]], np.int32), PROMPTS[row], RowParams(PARAMS[row]))
         for row, tokens in enumerate(known_tokens())
     )
-    groups = runner._table.block_tables.shape[0]
+    groups = runner.table.block_tables.shape[0]
     places = [(group, row, column) for group in range(groups) for row in range(ROWS) for column in range(WIDTH)]
     block_groups, rows, columns = np.asarray(places, np.int32).T.copy()
     ids = 1 + np.random.default_rng(7).permutation(len(places)).astype(np.int32)
@@ -138,8 +138,8 @@ def admit(runner: Runner) -> NativeStep:
     plan = StepPlan(
         0, none, none, none, no_rows, rows, columns, ids, shape, admitted=admitted, block_groups=block_groups
     )
-    runner._table.update(plan)
-    runner._sampler.update(plan)
+    runner.table.update(plan)
+    runner.sampler.update(plan)
     return runner.native_step
 
 
@@ -206,8 +206,8 @@ def test_states_and_tokens_are_those_of_one_token_at_a_time(make_runner: MakeRun
 
 def kv_bytes(runner: Runner, row: int) -> list[bytes]:
     """The row's whole blocks, of every tensor of the pool."""
-    blocks = runner._table.block_tables[0, row, : (PROMPTS[row] + OUTPUT) // BLOCK].long()
-    return [layer[:, blocks].contiguous().view(torch.uint8).numpy().tobytes() for layer in runner._kv]
+    blocks = runner.table.block_tables[0, row, : (PROMPTS[row] + OUTPUT) // BLOCK].long()
+    return [layer[:, blocks].contiguous().view(torch.uint8).numpy().tobytes() for layer in runner.kv]
 
 
 def test_the_first_token_may_be_the_last_drawn_one_and_drafts_follow_it(tmp_path: Path) -> None:
@@ -231,7 +231,7 @@ def test_the_first_token_may_be_the_last_drawn_one_and_drafts_follow_it(tmp_path
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_with_block_tables_of_their_own_give_the_same_states(dtype: torch.dtype, tmp_path: Path) -> None:
     one, several = (runner_of("gemma3", dtype, "full", tmp_path, has_groups) for has_groups in (False, True))
-    assert several._table.block_tables.shape[0] > 1
+    assert several.table.block_tables.shape[0] > 1
     expected, found = (run_all(admit(runner), 4, True) for runner in (one, several))
     assert expected.keys() == found.keys()
     for key, (hidden, token) in expected.items():
@@ -253,8 +253,8 @@ def test_draws_only_tokens_that_their_masks_allow(tmp_path: Path) -> None:
         bits[line, free[state] // 32] &= np.uint32(~(1 << free[state] % 32) & 0xFFFFFFFF)
     masks = Masks(index, bits)
     drawn = step.draw(hidden, rows, positions.astype(np.int32), masks)
-    logits = runner._decoder.logits(hidden, draws=True)
-    assert drawn.tolist() == runner._sampler.draw(logits, rows, positions, masks).tokens.tolist()
+    logits = runner.decoder.logits(hidden, draws=True)
+    assert drawn.tolist() == runner.sampler.draw(logits, rows, positions, masks).tokens.tolist()
     assert [state for state in range(len(free)) if drawn[state] != free[state]] == index.tolist()
     assert step.draw(hidden, rows, positions.astype(np.int32)).tolist() == free
 

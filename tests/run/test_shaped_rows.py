@@ -61,7 +61,7 @@ def left_by(params: SamplingParams, logits: torch.Tensor, position: int) -> tupl
         sampler.draw(logits, [0], [position])
     finally:
         shaped_rows.draw_from = before
-    key = np.array([params.seed], np.uint64) ^ shaped_rows._XTC_KEY
+    key = np.array([params.seed], np.uint64) ^ shaped_rows.XTC_KEY
     due = float(uniforms(key, np.array([position], np.uint64))[0]) < params.xtc_probability
     return seen["left"], 2 * params.mirostat_tau, due
 
@@ -165,7 +165,7 @@ def test_mirostat_reaches_its_surprise(version: int) -> None:
     sampler = SamplerUnderTest(vocab=VOCAB)
     sampler.admit(0, SamplingParams(mirostat=version, mirostat_tau=tau, mirostat_eta=0.1, seed=3))
     # Mirostat's state, which no draw shows exactly.
-    mu = sampler.sampler._shaped._mu[0]
+    mu = sampler.sampler.shaped.mu[0]
     seen = []
     for position in range(3, 1500):
         sampler.draw(logits, [0], [position])
@@ -245,14 +245,14 @@ def test_preempted_requests_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(shaped_rows, "MAX_PREEMPTED", 3)
     sampler = SamplerUnderTest(vocab=VOCAB)
     # Only the memory shows that ended requests are forgotten.
-    rows: ShapedRows = sampler.sampler._shaped
+    rows: ShapedRows = sampler.sampler.shaped
     for request in range(9):
         admission = Admission(0, request, np.array([1], np.int32), 1, RowParams(SamplingParams(mirostat=2)))
         sampler.update(_plan((admission,)))
         sampler.update(_plan(released=(Release(0, request, "preempted"),)))
-    assert list(rows._preempted) == [6, 7, 8]
-    assert not rows._rows
-    assert math.isclose(float(rows._preempted[8][0]), 10.0)
+    assert list(rows.preempted) == [6, 7, 8]
+    assert not rows.rows
+    assert math.isclose(float(rows.preempted[8][0]), 10.0)
 
 
 def only_even(token_ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:

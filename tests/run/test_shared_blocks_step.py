@@ -66,7 +66,7 @@ def plan_of(rows: list[int], starts: list[int], counts: list[int], admitted: boo
 
 def drawn_together(runner: Runner, shares_prefix: bool) -> list[list[int]]:
     """Row 0 computes the prefix, the others are admitted after it; then all decode together."""
-    num_groups = runner._decoder.spec.kv_groups.num_groups
+    num_groups = runner.decoder.spec.kv_groups.num_groups
 
     def drawn_by(plan: StepPlan) -> list[int]:
         return runner.launch(for_groups(plan, num_groups, ROWS * WIDTH)).wait().tokens.tolist()
@@ -92,7 +92,7 @@ def test_rows_draw_the_same_with_shared_blocks_as_with_their_own(
     whole, apart = make_runner(case, dtype, kv_dtype), make_runner(case, dtype, kv_dtype)
     assert whole.native_step is not None
     # Without the native step, which cannot be switched off.
-    apart._native = None
+    apart.native_step = None
     expected = drawn_together(make_runner(case, dtype, kv_dtype), shares_prefix=False)
     assert drawn_together(whole, shares_prefix=True) == expected
     assert drawn_together(apart, shares_prefix=True) == expected

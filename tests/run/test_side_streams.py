@@ -114,12 +114,12 @@ def test_masks_are_copied_when_they_are_ready(is_early: bool) -> None:
     ring.address(0, ROWS)
     seen = torch.zeros((ROWS, WORDS), dtype=torch.int32, device=place)
     # A kernel's first use loads it, and that waits for the whole device: not behind a closed gate.
-    seen.copy_(ring._on_device[0][:ROWS])
+    seen.copy_(ring.on_device[0][:ROWS])
     assert (seen == 0).all()
 
     def queue(turn: int) -> torch.cuda.Event:
         ring.send_when_ready(turn, ROWS)
-        seen.copy_(ring._on_device[turn][:ROWS])
+        seen.copy_(ring.on_device[turn][:ROWS])
         done = torch.cuda.Event()
         done.record()
         return done

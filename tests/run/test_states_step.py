@@ -109,7 +109,7 @@ def test_the_plain_runner(case: str, max_drafts: int) -> None:
     assert found == expected
     assert scheduler.prefix.checkpoints.num_hits > 0
     assert scheduler.num_preemptions > 0
-    assert not max_drafts or runner._drafted.num_accepted > 0
+    assert not max_drafts or runner.drafted.num_accepted > 0
 
 
 @pytest.mark.parametrize(("case", "max_drafts"), [("qwen3_next_dense", 3), ("granite_hybrid", 0), ("deepseek_v3", 0)])

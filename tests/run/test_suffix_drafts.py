@@ -143,6 +143,6 @@ def test_memory_is_bounded() -> None:
         admit(drafter, 0, [1], f"tenant {number}")
         drafter.release(0, ids(range(MAX_SCOPE_TOKENS + 100)), has_ended=True)
     # Only the memory shows that old texts were dropped.
-    assert len(drafter._recent) == MAX_SCOPES
-    assert all(len(recent.tokens) <= MAX_SCOPE_TOKENS for recent in drafter._recent.values())
-    assert not drafter._rows
+    assert len(drafter.recent) == MAX_SCOPES
+    assert all(len(recent.tokens) <= MAX_SCOPE_TOKENS for recent in drafter.recent.values())
+    assert not drafter.rows

@@ -409,7 +409,7 @@ def test_keys_may_name_a_model_by_any_of_its_names(tmp_path: Path) -> None:
     with guarded(tmp_path, **tenants, nobody='models = ["other"]') as front:
         models, (model,) = front.state.models, front.state.models
         model.aliases = ("short",)
-        models._named["short"] = model
+        models.by_name["short"] = model
         models.created = CreatedModels(tmp_path)
         models.created.put(CreatedModel(name="mario", model=MODEL, system="You jump."))
         front.call(lambda: model.client.adapters.known.on_new_engine(("legal", "pirate")))
@@ -440,7 +440,7 @@ def test_keys_may_name_a_model_by_any_of_its_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["pirate", "short:pirate"])
 def test_limits_may_name_an_adapter_by_any_of_its_names(tmp_path: Path, name: str) -> None:
     with guarded(tmp_path, acme=f'[models."{name}"]\ntokens_per_minute = 1') as front:
-        front.state.models._named["short"] = model = next(iter(front.state.models))
+        front.state.models.by_name["short"] = model = next(iter(front.state.models))
         model.aliases = ("short",)
         front.call(lambda: model.client.adapters.known.on_new_engine(("pirate",)))
         assert post(front.port, COMPLETIONS, {**body(), "model": f"{MODEL}:pirate"}, bearer("key-acme")).status == 400

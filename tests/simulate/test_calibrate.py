@@ -22,7 +22,7 @@ from millrace.plan.step import CapturePlan
 from millrace.run.facts import RunnerFacts
 from millrace.run.shapes.padded import PaddedShapes
 from millrace.run.shapes.table import ShapeFacts
-from millrace.simulate.calibrate import Case, Measured, _disk_rate, cases_of, fit, fit_rates, measure
+from millrace.simulate.calibrate import Case, Measured, cases_of, disk_rate, fit, fit_rates, measure
 from millrace.simulate.check import Compared, compare
 from millrace.simulate.clock import VirtualClock
 from millrace.simulate.priced_runner import PricedRunner
@@ -122,7 +122,7 @@ def test_a_full_disk_is_not_measured_and_said(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("millrace.engine.disk.files.OpenFile.write", fail)
-    assert _disk_rate(4096) == 0.0
+    assert disk_rate(4096) == 0.0
     assert "No space left on device" in caplog.text
     assert "disk_gb_per_s" in caplog.text
 

@@ -22,13 +22,13 @@ from millrace.simulate.planning.capacity import (
     Bought,
     Machine,
     Sized,
-    _search,
     api_table,
     bought,
     fleet_toml,
     read_prices,
     simulate_share,
     size,
+    smallest_met,
 )
 from millrace.simulate.planning.rightsize import workload_of_server
 from millrace.simulate.planning.tune import config_toml, tune
@@ -100,7 +100,7 @@ def test_the_search_finds_the_least(least: int, start: int) -> None:
         tried.append(count)
         return count >= least
 
-    assert _search(is_met, start, 64) == least
+    assert smallest_met(is_met, start, 64) == least
     assert len(tried) == len(set(tried))
 
 

@@ -97,7 +97,7 @@ def test_processes_that_share_the_replicas_change_nothing() -> None:
 @pytest.mark.parametrize("already_ended", [False, True])
 def test_a_process_that_dies_ends_the_simulation_with_a_sentence(already_ended: bool) -> None:
     fleet = Fleet(PROFILE, SimulationSettings(replicas=2), seed=0, num_processes=2)
-    process = fleet._elsewhere[1]._process
+    process = fleet.elsewhere[1].process
     process.kill()  # as the kernel does when memory runs out
     if already_ended:  # else it may end before the call is sent, or after
         process.join(60)
@@ -123,13 +123,13 @@ def test_nothing_reads_or_sleeps_on_the_real_clock(monkeypatch: pytest.MonkeyPat
 def test_repeated_steps_are_priced_as_if_each_were_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     by_context = msgspec.structs.replace(PROFILE, rates=StepRates(STEP_S, TOKEN_S, ROW_S, 1e-5, 1e-9))
     quick = run(GENERATED.requests(), profile=by_context)
-    parts_of = PricedRunner._parts_of
+    parts_of = PricedRunner.parts_of
 
     def looked_at(runner: PricedRunner, plan: StepPlan) -> Floats:
-        runner._epoch = NO_EPOCH
+        runner.epoch = NO_EPOCH
         return parts_of(runner, plan)
 
-    monkeypatch.setattr(PricedRunner, "_parts_of", looked_at)
+    monkeypatch.setattr(PricedRunner, "parts_of", looked_at)
     assert run(GENERATED.requests(), profile=by_context).lives == quick.lives
 
 

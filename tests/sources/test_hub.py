@@ -22,7 +22,7 @@ from millrace.sources import hub, library, names
 from millrace.sources.adapters.find import adapter_folder
 from millrace.sources.catalogue import UNSUPPORTED_FAMILIES, entries
 from millrace.sources.drafters import drafter_folder
-from millrace.sources.gguf.config import _ARCHITECTURES
+from millrace.sources.gguf.config import ARCHITECTURES
 from millrace.sources.names import HubName, parse_name
 from millrace.sources.resolve import resolve_model
 
@@ -280,7 +280,7 @@ def refused_before_a_download() -> None:
 
 
 def test_gguf_files_of_every_family_of_the_catalogue_can_be_read() -> None:
-    readable = {architecture.replace("-", "") for architecture in _ARCHITECTURES} | {"gemma3text", "mistral", "mixtral"}
+    readable = {architecture.replace("-", "") for architecture in ARCHITECTURES} | {"gemma3text", "mistral", "mixtral"}
     families = {entry.family for entry in entries() if entry.is_supported}
     assert {name for name in families if name.replace("_", "") not in readable} == set()
 

@@ -74,7 +74,7 @@ def test_every_byte_is_read_once_per_try(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_estimate_divides_the_rate_by_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(estimate, "memory_bytes_per_s", lambda: 9.3e9)
     monkeypatch.setattr(estimate, "has_gpu", lambda: False)
-    monkeypatch.setattr(estimate, "_is_busy", lambda: False)
+    monkeypatch.setattr(estimate, "is_busy", lambda: False)
     lines = list(estimate.estimate_lines("somebody/unknown-model", 300_000_000))
     assert "at most about 31 tokens/s" in lines[-1]
     assert "memory gives 9.3 GB/s." in lines[-1]

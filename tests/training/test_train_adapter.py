@@ -104,7 +104,7 @@ def test_weights_that_are_read_each_time_give_the_same_adapter(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(model, tmp_path / "kept", epochs=1.0)
-    monkeypatch.setattr("millrace.training.lora.train._keeps_weights", lambda files, spec: False)
+    monkeypatch.setattr("millrace.training.lora.train.keeps_weights", lambda files, spec: False)
     train(model, tmp_path / "read", epochs=1.0)
     files = [(tmp_path / name / "adapter_model.safetensors").read_bytes() for name in ("kept", "read")]
     assert files[0] == files[1]

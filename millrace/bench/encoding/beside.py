@@ -39,11 +39,11 @@ class EncodeBesideBench:
             await server.wait_ready()
             # Both models are loaded before anything counts.
             async with Target(server.url, self.generator) as target, aiohttp.ClientSession() as session:
-                await self._embed(session, server.url, self.texts[:8])
+                await self.embed(session, server.url, self.texts[:8])
                 await target.probe(self.seed)
                 alone = [gap for number in range(3) for gap in await self._gaps(target, number)]
                 began = time.monotonic()
-                embedding = asyncio.create_task(self._embed_all(session, server.url))
+                embedding = asyncio.create_task(self.embed_all(session, server.url))
                 beside: list[float] = []
                 try:
                     while not embedding.done():
@@ -51,7 +51,7 @@ class EncodeBesideBench:
                 finally:
                     embedding.cancel()
                 ended = await embedding
-        return self._figures(alone, beside, ended - began)
+        return self.figures(alone, beside, ended - began)
 
     async def _gaps(self, target: Target, index: int) -> list[float]:
         """Milliseconds between the texts of one stream. Streams differ by `index`."""
@@ -62,7 +62,7 @@ class EncodeBesideBench:
             raise BenchError(f"The stream of {self.generator} failed: {sample.error}")
         return [1e3 * (after - before) for before, after in zip(at, at[1:], strict=False)]
 
-    async def _embed_all(self, session: aiohttp.ClientSession, url: str) -> float:
+    async def embed_all(self, session: aiohttp.ClientSession, url: str) -> float:
         """When all texts had their vectors."""
         parts = [
             self.texts[first : first + TEXTS_PER_REQUEST] for first in range(0, len(self.texts), TEXTS_PER_REQUEST)
@@ -71,19 +71,19 @@ class EncodeBesideBench:
 
         async def client() -> None:
             for part in waiting:
-                await self._embed(session, url, part)
+                await self.embed(session, url, part)
 
         await asyncio.gather(*(client() for _ in range(NUM_CLIENTS)))
         return time.monotonic()
 
-    async def _embed(self, session: aiohttp.ClientSession, url: str, texts: Sequence[str]) -> None:
+    async def embed(self, session: aiohttp.ClientSession, url: str, texts: Sequence[str]) -> None:
         body = {"model": self.embedder, "input": list(texts)}
         async with session.post(f"{url}/v1/embeddings", json=body, timeout=aiohttp.ClientTimeout(600)) as answer:
             found = await answer.json()
             if answer.status != 200:
                 raise BenchError(f"{self.embedder} gave no vectors: HTTP {answer.status}, {str(found)[:300]}")
 
-    def _figures(self, alone: list[float], beside: list[float], seconds: float) -> list[Figure]:
+    def figures(self, alone: list[float], beside: list[float], seconds: float) -> list[Figure]:
         figures = []
         for workload, gaps in (("stream alone", alone), (f"stream beside {len(self.texts)} texts", beside)):
             for metric, value in (("p50", percentile(gaps, 50)), ("p99", percentile(gaps, 99)), ("longest", max(gaps))):

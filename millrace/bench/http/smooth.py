@@ -78,7 +78,7 @@ class SmoothBench:
                         await run.long_prompt(2 * number + at)
                         progress(f"round {number + 1}, {run.name}: many streams")
                         await run.many_streams(2 * number + at, self.streams, self.seconds)
-        return [figure for run in runs for figure in run.figures()] + list(_compared(*runs))
+        return [figure for run in runs for figure in run.figures()] + list(compared(*runs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +183,7 @@ class Run:
         return replace(figure, note=f"bar {bar:g} {figure.unit}: {_verdict(figure.value <= bar)}")
 
 
-def _compared(smooth: Run, off: Run) -> Iterator[Figure]:
+def compared(smooth: Run, off: Run) -> Iterator[Figure]:
     for name, ours, theirs in (
         ("beside a long prompt", smooth.long_rates, off.long_rates),
         ("beside many streams", smooth.stream_rates, off.stream_rates),

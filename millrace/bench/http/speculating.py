@@ -175,7 +175,7 @@ class SpeculateBench:
         sides: tuple[list[Side], list[Side]] = ([], [])
         # To warm up, also what the engine has learnt from other work.
         began, number = time.monotonic(), -3 if streams == 1 else -1
-        while not self._is_done(Point(workload, streams, *map(tuple, sides)), time.monotonic() - began, seconds):
+        while not self.is_done(Point(workload, streams, *map(tuple, sides)), time.monotonic() - began, seconds):
             for which in (0, 1) if number % 2 == 0 else (1, 0):
                 progress(f"{workload}, {streams} streams, round {number + 1}")
                 bodies = [self._body(names[which], workload, number, stream) for stream in range(streams)]
@@ -185,7 +185,7 @@ class SpeculateBench:
             number += 1
         return Point(workload, streams, tuple(sides[0]), tuple(sides[1]))
 
-    def _is_done(self, point: Point, taken_s: float, seconds: float) -> bool:
+    def is_done(self, point: Point, taken_s: float, seconds: float) -> bool:
         num_rounds = len(point.off)
         if self.rounds or num_rounds < MIN_ROUNDS:
             return bool(self.rounds) and num_rounds >= self.rounds

@@ -44,7 +44,7 @@ def _measure(args: argparse.Namespace, streams: int, rounds: int) -> int:
         folder = Path(name)
         settings = load_settings(args)
         measured = ServeBench(
-            (*server_options(folder, settings), *_equal_memory(settings)),
+            (*server_options(folder, settings), *with_equal_memory(settings)),
             (streams,),
             tokens=args.tokens,
             seconds=args.seconds or SECONDS,
@@ -61,7 +61,7 @@ def _measure(args: argparse.Namespace, streams: int, rounds: int) -> int:
     return _report(found, as_json=args.json)
 
 
-def _equal_memory(settings: LoadedConfig) -> tuple[str, ...]:
+def with_equal_memory(settings: LoadedConfig) -> tuple[str, ...]:
     """Options that give both servers the same KV memory."""
     run, memory = settings.config.run, settings.config.memory
     is_given = memory.kv_gib or memory.kv_tokens

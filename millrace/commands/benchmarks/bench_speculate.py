@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
             _options(Path(folder), settings),
             _on_options(settings.config),
             streams=tuple(numbers("--streams", args.streams)) if args.streams else STREAMS,
-            workloads=_workloads(args.workloads),
+            workloads=chosen_workloads(args.workloads),
             rounds=args.rounds or 0,
             seconds=args.seconds or SECONDS,
         )
@@ -89,7 +89,7 @@ async def _run_sweep(args: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _workloads(text: str) -> tuple[str, ...]:
+def chosen_workloads(text: str) -> tuple[str, ...]:
     from millrace.bench.http.speculating import WORKLOADS
 
     found = tuple(dict.fromkeys(text.split(","))) if text else WORKLOADS

@@ -29,7 +29,7 @@ class Canaries:
         self._lost: dict[int, tuple[Canary, bool]] = {}
         """The same of requests whose engine died. They keep their version if their answers have begun."""
         self._num_ended: dict[State, int] = {}
-        self._journal = journal
+        self.journal = journal
         if journal is not None and (lines := journal.read()):
             self._restore(lines)
             journal.write_anew(self._lines())
@@ -94,10 +94,10 @@ class Canaries:
 
     def stop(self) -> None:
         """The engine stops in order."""
-        if self._journal is not None:
+        if self.journal is not None:
             if self._last:
-                self._journal.write(Line(is_stopped=True))
-            self._journal.close()
+                self.journal.write(Line(is_stopped=True))
+            self.journal.close()
 
     def _note(self, canary: Canary, reason: FinishReason, token_s: float | None, *, is_new: bool) -> None:
         if canary.note(reason, token_s, is_new=is_new):
@@ -110,11 +110,11 @@ class Canaries:
     # -- the journal -----------------------------------------------------------------------------------------------
 
     def _write(self, line: Line) -> None:
-        if self._journal is None:
+        if self.journal is None:
             return
-        self._journal.write(line)
-        if self._journal.is_long:
-            self._journal.write_anew(self._lines())
+        self.journal.write(line)
+        if self.journal.is_long:
+            self.journal.write_anew(self._lines())
 
     def _lines(self) -> Iterator[Line]:
         for canary in self._last.values():

@@ -71,7 +71,7 @@ class Canary:
         """Where the adapter was when this version took its place."""
         self._old = _Version()
         self._new = _Version()
-        self._due = 0.0
+        self.due = 0.0
 
     @classmethod
     def restored(cls, kept: KeptCanary) -> Canary:
@@ -79,21 +79,21 @@ class Canary:
         canary = cls(kept.asked, Known(kept.asked.name, Path(kept.asked.path).expanduser(), is_added=True))
         canary.state, canary.why, canary.old_path = cast("State", kept.state), kept.why, kept.old_path
         canary._old, canary._new = _Version.restored(kept.old), _Version.restored(kept.new)
-        canary._due = kept.due
+        canary.due = kept.due
         return canary
 
     def kept(self) -> KeptCanary:
         versions = (self._old.kept(), self._new.kept())
-        return KeptCanary(self.asked, self.state, self.why, self._due, self.old_path, *versions)
+        return KeptCanary(self.asked, self.state, self.why, self.due, self.old_path, *versions)
 
     def takes_next(self) -> bool:
         """Whether the adapter's next request is for the new version. Shares are exact: 0.1 is every tenth."""
-        is_new = self._due + self.asked.share >= 1.0 - 1e-9
+        is_new = self.due + self.asked.share >= 1.0 - 1e-9
         self.count_taken(is_new=is_new)
         return is_new
 
     def count_taken(self, *, is_new: bool) -> None:
-        self._due += self.asked.share - is_new
+        self.due += self.asked.share - is_new
 
     def note(self, reason: FinishReason, token_s: float | None, *, is_new: bool) -> bool:
         """A request of one of the versions has ended. `token_s`: what a token took. True if the canary ends with it."""

@@ -49,25 +49,25 @@ class AdapterReader:
         self._is_pinned = is_pinned
         self._limit_s = limit_s
         self._is_closed = False
-        self._process = self._start()
+        self.process = self._start()
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self.process.pid
 
     def __call__(self, folder: Path) -> Adapter:
         """Raises AdapterError."""
         request_default_slices()  # Its thread is one of the engine's, which would be woken before those that compute.
-        if self._process.poll() is not None and not self._is_closed:
+        if self.process.poll() is not None and not self._is_closed:
             self._end()
-            self._process = self._start()
+            self.process = self._start()
         try:
             return self._read(folder)
         except (OSError, EOFError, TimeoutError) as error:
             self._end()
             if self._is_closed:
                 raise AdapterError(f"{folder} was not read: the engine ends.") from error
-            reason = str(error) or f"the process that reads adapters ended with exit code {self._process.returncode}"
+            reason = str(error) or f"the process that reads adapters ended with exit code {self.process.returncode}"
             raise AdapterError(f"{folder} was not read: {reason}. Send a request for it again.") from error
 
     def _read(self, folder: Path) -> Adapter:
@@ -88,9 +88,9 @@ class AdapterReader:
         return unpacked(packed, data, folder)
 
     def _send(self, message: dict[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(message).encode() + b"\n")
-        self._process.stdin.flush()
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(message).encode() + b"\n")
+        self.process.stdin.flush()
 
     def _exactly(self, size: int) -> bytes:
         found = bytearray(size)
@@ -99,7 +99,7 @@ class AdapterReader:
 
     def _receive(self, into: memoryview) -> None:
         """In pieces, so that this thread never keeps the interpreter's lock for long."""
-        stdout = self._process.stdout
+        stdout = self.process.stdout
         assert stdout is not None
         while into:
             if not select.select([stdout], [], [], self._limit_s)[0]:
@@ -116,12 +116,12 @@ class AdapterReader:
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C must reach only the front, which then drains.
         )
-        self._process = process
+        self.process = process
         self._send(self._settings)
         return process
 
     def _end(self) -> None:
-        process = self._process
+        process = self.process
         process.kill()
         end_of(process, NAME)
         for pipe in (process.stdin, process.stdout):
@@ -132,5 +132,5 @@ class AdapterReader:
     def close(self) -> None:
         """What is being read fails."""
         self._is_closed = True
-        self._process.kill()
-        end_of(self._process, NAME)
+        self.process.kill()
+        end_of(self.process, NAME)

@@ -43,17 +43,17 @@ class OtherDisks:
         self._steps = steps
         self._replies = replies
         self._num_others = num_others
-        self._shares: list[dict[int, bytes] | None] = []
+        self.shares: list[dict[int, bytes] | None] = []
         self._open: dict[int, _Elsewhere] = {}
         self._take()
 
     @property
     def are_usable(self) -> bool:
-        return len(self._shares) == self._num_others and None not in self._shares
+        return len(self.shares) == self._num_others and None not in self.shares
 
     def common(self, stored: Iterable[tuple[int, bytes]]) -> list[tuple[int, bytes]]:
         """Those of rank 0's blocks, in its order, of which every rank has its part."""
-        shares = [share or {} for share in self._shares]
+        shares = [share or {} for share in self.shares]
         return [
             (slot, name)
             for slot, name in stored
@@ -74,7 +74,7 @@ class OtherDisks:
                 return
             reply = _decoder.decode(data)
             if not reply.number:
-                self._shares.append(reply.stored)
+                self.shares.append(reply.stored)
                 continue
             pending = self._open[reply.number]
             pending.num_left -= 1

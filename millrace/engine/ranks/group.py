@@ -70,22 +70,22 @@ class RankGroup:
         self._closing = threading.Event()
         self._lost = ""
         """Why the ranks cannot go on."""
-        self._others = [RankProcess(config, link) for link in links[1:]]
-        for other in self._others:
+        self.others = [RankProcess(config, link) for link in links[1:]]
+        for other in self.others:
             threading.Thread(target=self._listen, args=(other,), name=f"rank-{other.rank}", daemon=True).start()
 
     @property
     def pids(self) -> list[int]:
         """Of the other ranks."""
-        return [other.process.pid for other in self._others]
+        return [other.process.pid for other in self.others]
 
     def wait_until_ready(self, digest: str) -> None:
         """`digest`: of the shapes that rank 0 declares. Raises a ConfigError if a rank does not start, or declares
         others."""
         with self._changed:
-            self._changed.wait_for(lambda: self._lost or all(one.is_ready for one in self._others), self._load_limit_s)
-        late = [str(other.rank) for other in self._others if not other.is_ready]
-        others = [str(other.rank) for other in self._others if other.is_ready and other.digest != digest]
+            self._changed.wait_for(lambda: self._lost or all(one.is_ready for one in self.others), self._load_limit_s)
+        late = [str(other.rank) for other in self.others if not other.is_ready]
+        others = [str(other.rank) for other in self.others if other.is_ready and other.digest != digest]
         if self._lost or late or others:
             self.close()
             reason = self._lost or (
@@ -111,7 +111,7 @@ class RankGroup:
             raise RankLost(f"{self._lost} The engine ends with it.")
 
     def write(self, kind: int, data: bytes) -> None:
-        for other in self._others:
+        for other in self.others:
             try:
                 other.ring.write(kind, data, WRITE_LIMIT_S)
             except RingClosed:
@@ -127,10 +127,10 @@ class RankGroup:
     def close(self) -> None:
         self._closing.set()
         self.mesh.close()
-        for other in self._others:
+        for other in self.others:
             other.ring.close()
             other.process.kill()
-        for other in self._others:
+        for other in self.others:
             end_of(other.process, f"rank {other.rank}")
         self.mesh.release()
 
@@ -157,7 +157,7 @@ class RankGroup:
         """Finds ranks that stand still, also while no step runs."""
         beats = self.mesh.beats
         while not self._closing.is_set() and not self._lost:
-            for other in self._others:
+            for other in self.others:
                 if beats.has_stalled(other.rank):
                     limit_s = BEAT_S * STALL_BEATS
                     self._lose(f"Rank {other.rank} of {self.size} has stalled: no sign of it for {limit_s:g} s.")
@@ -169,11 +169,11 @@ class RankGroup:
             if self._lost or self._closing.is_set():
                 return
             self._lost = reason
-            was_ready = all(other.is_ready for other in self._others)
+            was_ready = all(other.is_ready for other in self.others)
             self._changed.notify_all()
         if was_ready:
             log.error("%s The engine ends with it.", reason)
         self.mesh.close()
-        for other in self._others:
+        for other in self.others:
             other.ring.close()  # Who waits for room in it goes on.
             other.process.kill()

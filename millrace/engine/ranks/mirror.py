@@ -46,19 +46,19 @@ class Mirror:
     ) -> None:
         """Starts the process. `wait_until_ready` before the first step."""
         self._ring = RingWriter()
-        self._reply_limit_s = reply_limit_s
+        self.reply_limit_s = reply_limit_s
         self._load_limit_s = load_limit_s
         fds = self._ring.far_fds
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-m", CHILD, *map(str, fds)],
             stdin=subprocess.PIPE,
             pass_fds=fds,
             start_new_session=True,  # Ctrl-C must reach only the front, which then drains.
         )
         self._ring.started()
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(as_dict(config)).encode() + b"\n")
-        self._process.stdin.close()
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(as_dict(config)).encode() + b"\n")
+        self.process.stdin.close()
         self._changed = threading.Condition()
         self._is_ready = self._is_closing = False
         self._num_sent = self._num_same = self._num_different = 0
@@ -72,7 +72,7 @@ class Mirror:
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self.process.pid
 
     def wait_until_ready(self, digest: str) -> None:
         """`digest`: of the shapes that rank 0 declares. Raises a ConfigError if the mirror does not start, or declares
@@ -89,7 +89,7 @@ class Mirror:
         if self._ended:
             return
         try:
-            self._ring.write(kind, data, self._reply_limit_s)
+            self._ring.write(kind, data, self.reply_limit_s)
         except RingClosed:
             return  # The listening thread says so.
         except TimeoutError:
@@ -112,14 +112,14 @@ class Mirror:
         with self._changed:
             while not is_near():
                 before = self._num_same
-                self._changed.wait(self._reply_limit_s)
+                self._changed.wait(self.reply_limit_s)
                 if self._num_same == before:
                     break
         if not is_near():
             self._end(self._silence())
 
     def _silence(self) -> str:
-        return f"it has not answered for {self._reply_limit_s:g} s"
+        return f"it has not answered for {self.reply_limit_s:g} s"
 
     def _listen(self) -> None:
         try:
@@ -135,7 +135,7 @@ class Mirror:
                     self._changed.notify_all()
         except RingClosed:
             if not self._is_closing:
-                code = end_of(self._process, "the mirror")
+                code = end_of(self.process, "the mirror")
                 how = "closed its connection" if code is None else f"ended with exit code {code}"
                 self._end(f"its process {how}")
 
@@ -149,7 +149,7 @@ class Mirror:
         if self._is_ready:
             log.error("the mirror has ended and the engine goes on without it: %s", reason)
         self._ring.close()
-        self._process.kill()
+        self.process.kill()
 
     def close(self) -> None:
         """The steps so far are compared first, unless that takes long."""
@@ -157,5 +157,5 @@ class Mirror:
             self._changed.wait_for(lambda: self._ended or self._num_same >= self._num_sent, CLOSE_LIMIT_S)
         self._is_closing = True
         self._ring.close()
-        self._process.kill()
-        end_of(self._process, "the mirror")
+        self.process.kill()
+        end_of(self.process, "the mirror")

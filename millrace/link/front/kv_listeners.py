@@ -18,7 +18,7 @@ class KvListener:
     def __init__(self, ask: Callable[[], None]) -> None:
         """`ask` makes the engine send a snapshot."""
         self._ask = ask
-        self._queue: deque[KvEvents] = deque()
+        self.queue: deque[KvEvents] = deque()
         self._num_keys = 0
         self._awaits_snapshot = True
         self._is_cleared = False
@@ -31,15 +31,15 @@ class KvListener:
         if is_snapshot and not self._awaits_snapshot:
             return  # For another listener. Those after it repeat what this one has.
         self._awaits_snapshot = False
-        self._queue.append(event)
+        self.queue.append(event)
         self._num_keys += len(event.keys) // KV_KEY_BYTES
-        if self._num_keys > MAX_QUEUED_KEYS or len(self._queue) > MAX_QUEUED_EVENTS:
+        if self._num_keys > MAX_QUEUED_KEYS or len(self.queue) > MAX_QUEUED_EVENTS:
             self.clear()
         self._changed.set()
 
     def clear(self) -> None:
         """Forget what waits: what the listener has is out of date."""
-        self._queue.clear()
+        self.queue.clear()
         self._num_keys, self._is_cleared = 0, True
         self._changed.set()
 
@@ -49,8 +49,8 @@ class KvListener:
                 self._is_cleared, self._awaits_snapshot = False, True
                 self._ask()
                 return CLEARED
-            if self._queue:
-                event = self._queue.popleft()
+            if self.queue:
+                event = self.queue.popleft()
                 self._num_keys -= len(event.keys) // KV_KEY_BYTES
                 return event
             self._changed.clear()

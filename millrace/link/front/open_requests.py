@@ -92,7 +92,7 @@ class OpenRequests:
         self.num_resumed = 0
         self.num_given_up = 0
         """Requests that ended with an error because their engine had died."""
-        self._progress_at = 0.0
+        self.progress_at = 0.0
         """When the next engine last said that it is loading."""
         self._why = ""
         self._timer: asyncio.TimerHandle | None = None
@@ -191,13 +191,13 @@ class OpenRequests:
 
     def note_loading(self) -> None:
         """The next engine is being loaded and says so."""
-        self._progress_at = time.monotonic()
+        self.progress_at = time.monotonic()
 
     def late(self, now: float, lost_at: float) -> str:
         """Why a request that lost its engine then waits no longer; empty if it does."""
         limit_s = self._resume_s
-        if now - max(lost_at, self._progress_at) >= limit_s:
-            if self._progress_at <= lost_at:
+        if now - max(lost_at, self.progress_at) >= limit_s:
+            if self.progress_at <= lost_at:
                 return f"No engine was ready within {limit_s:g} s."
             return f"The next engine has shown no progress for {limit_s:g} s."
         is_late = now - lost_at >= MAX_WAITS * limit_s

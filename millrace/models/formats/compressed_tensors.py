@@ -69,7 +69,7 @@ class CompressedTensorsFormat:
             return self._fp8(module, shape, used, weights)
         if kind != "int" or bits not in (4, 8):
             raise unsupported(f"compressed-tensors with {kind} weights of {bits} bits", "Use one with 4 or 8 bits.")
-        return self._integers(module, shape, used, weights, _are_int8(rule.get("input_activations")))
+        return self._integers(module, shape, used, weights, are_int8(rule.get("input_activations")))
 
     def _rule_of(self, module: str) -> Mapping[str, Any]:
         """The group that names the module, or its class."""
@@ -205,7 +205,7 @@ class CompressedTensorsFormat:
         )
 
 
-def _are_int8(activations: Mapping[str, Any] | None) -> bool:
+def are_int8(activations: Mapping[str, Any] | None) -> bool:
     """True if a checkpoint's activations are symmetric INT8; static scales are not used (docs/formats.md)."""
     if activations is None or not activations.get("symmetric", True):
         return False

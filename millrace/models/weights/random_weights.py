@@ -25,7 +25,7 @@ _EXPONENT_BIAS = {torch.float32: 127, torch.float16: 15, torch.bfloat16: 127}
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _OCTAVE_RMS = math.sqrt(7 / 3)
 """Root mean square of numbers uniform in [1, 2)."""
-_CHUNK_ITEMS = 1 << 22
+CHUNK_ITEMS = 1 << 22
 SMALL = 1 << 16
 """A tensor of no more numbers has the same ones on every device, rounded to the dtype."""
 RESIDUAL_KEY = "residual_initializer_range"
@@ -85,8 +85,8 @@ def _fill_with_bits(out: torch.Tensor, std: float, seed: int) -> None:
     put = unsigned.type(exponent << mantissa)
     target = out.view(-1).view(torch.int32 if bits == 32 else torch.int16).numpy().view(unsigned)
     draw = np.random.Generator(np.random.SFC64(seed))
-    for start in range(0, target.size, _CHUNK_ITEMS):
-        chunk = target[start : start + _CHUNK_ITEMS]
+    for start in range(0, target.size, CHUNK_ITEMS):
+        chunk = target[start : start + CHUNK_ITEMS]
         words = draw.integers(0, 2**64, size=-(-chunk.nbytes // 8), dtype=np.uint64)
         np.bitwise_and(words.view(unsigned)[: chunk.size], keep, out=chunk)
         np.bitwise_or(chunk, put, out=chunk)

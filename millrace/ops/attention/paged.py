@@ -126,7 +126,7 @@ class PagedAttention:
         from millrace.ops.triton.attention import prefill as kernels
 
         tuning, parts = self._prefill_tuning(queries.dtype, is_fp8(kv)), prepared.step.context_parts
-        split = kernels.ContextSplit(parts, self._split_workspace(kv.device)) if parts > 1 else None
+        split = kernels.ContextSplit(parts, self.split_workspace(kv.device)) if parts > 1 else None
         kernels.prefill(queries, kv, out, tiles, prepared.rows, self._shape, tuning, prepared.window, split, sinks)
 
     def _attend_decode_rows(
@@ -144,7 +144,7 @@ class PagedAttention:
             out,
             prepared.rows,
             shape,
-            self._split_workspace(kv.device),
+            self.split_workspace(kv.device),
             self._decode_tuning(num_rows, queries, kv, listed, queries_per_row),
             prepared.window,
             all_single=prepared.step.tiles is None and not prepared.step.long_rows,
@@ -165,12 +165,12 @@ class PagedAttention:
             self._shared = kernels.SharedPrefix(max_rows, shape, kv.device, length)
         kernels.shared_prefix(queries, kv, rows, shape, self._shared)
         tuning = replace(self._decode_tuning(rows.seq_lens.shape[0], queries, kv), splits=1)
-        workspace = self._split_workspace(kv.device)
+        workspace = self.split_workspace(kv.device)
         kernels.decode(
             queries, kv, out, rows, shape, workspace, tuning, all_single=True, shared=self._shared, sinks=sinks
         )
 
-    def _split_workspace(self, device: torch.device) -> SplitWorkspace:
+    def split_workspace(self, device: torch.device) -> SplitWorkspace:
         from millrace.ops.triton.attention.prefill import SplitWorkspace
 
         if self._workspace is None:

@@ -85,8 +85,8 @@ class NativePrepareQkv:
         self._native = native()
         self._sizes = (num_heads, num_kv_heads, head_dim)
         self._eps = eps
-        self._vectors = (q_norm, k_norm, key_shift)
-        self.vectors_at = tuple(None if vector is None else vector.data_ptr() for vector in self._vectors)
+        self.vectors = (q_norm, k_norm, key_shift)
+        self.vectors_at = tuple(None if vector is None else vector.data_ptr() for vector in self.vectors)
         """Addresses of the norm weights and of the key shift."""
 
     def __call__(self, qkv: Tensor, angles: Tensor | None, kv: Tensor, block_ids: Tensor, offsets: Tensor) -> Tensor:

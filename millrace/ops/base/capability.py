@@ -13,14 +13,14 @@ MATRICES_IN_BFLOAT16, FP8, WARPGROUPS = (8, 0), (8, 9), (9, 0)
 
 
 @functools.cache
-def _limit() -> tuple[int, int] | None:
+def highest_assumed() -> tuple[int, int] | None:
     return cuda_capability_limit()
 
 
 def capability(device: torch.device) -> tuple[int, int]:
     """The compute capability of a GPU, or a lower one that the environment sets as a limit."""
     own = torch.cuda.get_device_capability(device)
-    limit = _limit()
+    limit = highest_assumed()
     return own if limit is None else min(own, limit)
 
 

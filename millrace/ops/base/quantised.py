@@ -18,7 +18,7 @@ FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 """The largest finite float8_e4m3fn."""
 
-_SLICE_ITEMS = 1 << 24
+SLICE_ITEMS = 1 << 24
 """Weights are widened to float32 in slices of this many items, to bound the extra memory while loading."""
 
 
@@ -51,7 +51,7 @@ def quantise_weight(weight: Tensor) -> Quantised:
     outputs, inputs = weight.shape
     values = torch.empty((outputs, inputs), dtype=FP8, device=weight.device)
     scales = torch.empty(outputs, dtype=torch.float32, device=weight.device)
-    step = max(1, _SLICE_ITEMS // inputs)
+    step = max(1, SLICE_ITEMS // inputs)
     for start in range(0, outputs, step):
         rows = slice(start, start + step)
         part = quantise_rows(weight[rows])

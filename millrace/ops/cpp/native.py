@@ -154,7 +154,7 @@ def native() -> Native:
     """The kernels, compiled now unless they are cached. Raises NativeUnavailable.
 
     Sets their number of threads to torch's current one."""
-    found = _native_or_reason()
+    found = native_or_reason()
     if isinstance(found, str):
         raise NativeUnavailable(found)
     found.with_gil.set_threads(torch.get_num_threads())
@@ -163,12 +163,12 @@ def native() -> Native:
 
 def native_missing(device: torch.device) -> str:
     """Why the kernels are unavailable, as a clause; empty if they are available."""
-    found = _native_or_reason()
+    found = native_or_reason()
     return found if isinstance(found, str) else ""
 
 
 @functools.cache
-def _native_or_reason() -> Native | str:
+def native_or_reason() -> Native | str:
     folder = cache_dir() / "native"
     try:
         return _prebuilt(folder) or Native(build(folder))
@@ -188,13 +188,13 @@ def native_notes(device: torch.device) -> tuple[str, ...]:
 
 def native_origin() -> str:
     """Which kernels are used and why, as a clause, for people."""
-    found = _native_or_reason()
+    found = native_or_reason()
     return f"none: {found}; torch is used instead" if isinstance(found, str) else found.origin
 
 
 def has_fast_int8() -> bool:
     """True if there are kernels, and they multiply integers with instructions made for it."""
-    found = _native_or_reason()
+    found = native_or_reason()
     return isinstance(found, Native) and int8_kernel() != "portable"
 
 

@@ -205,8 +205,8 @@ class CublasltProduct:
         """`wide`: results are the float32 sums, not rounded."""
         self.weight = weight
         self._wide = wide
-        self._limits = sorted(entries)
-        self._entries = [entries[limit] for limit in self._limits]
+        self.limits = sorted(entries)
+        self.entries = [entries[limit] for limit in self.limits]
         self._matmuls: dict[int, Matmul | None] = {}
         self._lib = open_cublaslt(weight.device) if entries and weight.is_cuda else None
         if self._lib is not None:
@@ -249,8 +249,8 @@ class CublasltProduct:
         return self._matmuls[rows]
 
     def _make(self, rows: int) -> Matmul | None:
-        at = bisect_left(self._limits, rows)
-        entry = self._entries[at] if at < len(self._entries) else None
+        at = bisect_left(self.limits, rows)
+        entry = self.entries[at] if at < len(self.entries) else None
         if entry is None or self._lib is None:
             return None
         outputs, inputs = self.weight.shape

@@ -100,7 +100,7 @@ class GroupedTriton(Head):
         from millrace.ops.triton.gemm import grouped as kernel
 
         self.bias, self._is_fixed = bias, is_fixed
-        self.weight, self._operand, self._tile_k = grouped_operand(weight)
+        self.weight, self.operand, self._tile_k = grouped_operand(weight)
         self.num_bytes = self.weight.num_bytes + (0 if bias is None else bias.nbytes)
         self._programs = 2 * _processors(weight.codes.device)
         self._product, self._choose, self._fixed = kernel.grouped_product, kernel.choose_tiles, kernel.fixed_tiles
@@ -119,7 +119,7 @@ class GroupedTriton(Head):
             tiles = self._choose(x.shape[0], outputs, inputs, self._tile_k, self._programs)
         if self.weight.order is not None:
             x = x.index_select(1, self.weight.order)
-        return self._product(x, self._operand, tiles, self.bias, dtype)
+        return self._product(x, self.operand, tiles, self.bias, dtype)
 
 
 def _processors(device: torch.device) -> int:

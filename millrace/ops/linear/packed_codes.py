@@ -58,7 +58,7 @@ class PackedCodesLinear(Head):
         self.num_bytes = self.weight.num_bytes + (0 if bias is None else bias.nbytes)
         self._few_tiles, self._many_tiles = choice.few_tiles, choice.many_tiles
         self._few, self._dequantise = few_rows.multiply, layout.dequantise
-        self._counters = new_counters(choice.MAX_COUNTERS, weight.codes.device)
+        self.counters = new_counters(choice.MAX_COUNTERS, weight.codes.device)
         self._is_hopper = not gluon_missing(weight.codes.device)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class PackedCodesLinear(Head):
             return F.linear(x, self._dequantise(self.weight), self.bias).to(dtype)
         from millrace.ops.triton.grouped.many_rows import multiply  # slow to import
 
-        return multiply(x, self.weight, many, self._counters, self.bias, dtype)
+        return multiply(x, self.weight, many, self.counters, self.bias, dtype)
 
 
 def make_packed(weight: GroupedWeight | BlockWeight, bias: Tensor | None = None) -> Head:

@@ -215,7 +215,7 @@ class TritonExperts(FusedExperts):
         super().__init__(weights, activation)
         self._experts, self._routed, self._summed = moe.experts, moe.routed_experts, moe.summed
         self._gpu = moe_config.gpu_of(self.gate_up.device)
-        self._counters = torch.zeros((2, weights.count), dtype=torch.int32, device=self.gate_up.device)
+        self.counters = torch.zeros((2, weights.count), dtype=torch.int32, device=self.gate_up.device)
 
     def __call__(self, x: Tensor, weights: Tensor, expert_ids: Tensor) -> Tensor:
         return self._experts(x, weights, expert_ids, self.gate_up, self.down, self.kind, None, self._gpu)
@@ -224,7 +224,7 @@ class TritonExperts(FusedExperts):
         self, x: Tensor, logits: Tensor, top_k: int, renormalise: bool, *, route: Route, unsummed: bool = False
     ) -> Tensor | Unsummed:
         parts = self._routed(
-            x, logits, top_k, renormalise, self.gate_up, self.down, self.kind, self._counters, gpu=self._gpu
+            x, logits, top_k, renormalise, self.gate_up, self.down, self.kind, self.counters, gpu=self._gpu
         )
         return parts if unsummed else self._summed(parts)
 

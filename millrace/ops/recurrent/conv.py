@@ -33,7 +33,7 @@ def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, 
     return out
 
 
-def _native_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, rows: StateRows) -> Tensor:
+def native_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, rows: StateRows) -> Tensor:
     """C++ (cpp/recurrent.cpp)."""
     x, out = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
     native().without_gil.causal_conv(
@@ -64,7 +64,7 @@ VERSIONS = (
     Version(
         op="causal_conv",
         name="native",
-        make=lambda: _native_conv,
+        make=lambda: native_conv,
         when="C++ over rows and channels; the best on a CPU",
         devices=("cpu",),
         dtypes=tuple(DTYPES),

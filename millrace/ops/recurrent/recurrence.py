@@ -43,7 +43,7 @@ def recurrence(
     return out
 
 
-def _native_recurrence(
+def native_recurrence(
     q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None, states: Tensor, rows: StateRows
 ) -> Tensor:
     """C++ (cpp/recurrent.cpp)."""
@@ -76,7 +76,7 @@ VERSIONS = (
     Version(
         op="recurrence",
         name="native",
-        make=lambda: _native_recurrence,
+        make=lambda: native_recurrence,
         when="C++ over rows and heads, token after token; the best on a CPU",
         devices=("cpu",),
         invariant_on=("cpu",),

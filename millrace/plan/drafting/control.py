@@ -144,15 +144,15 @@ class DraftControl:
         self._is_padded, self._fixed, self._max_drafts = is_padded, fixed, max_drafts
         self._is_weighed = is_weighed
         self._lengths = (*(length for length in LENGTHS if length < max_drafts), max_drafts)
-        self._survival = np.zeros((capacity, MAX_DRAFTS))
+        self.survival = np.zeros((capacity, MAX_DRAFTS))
         """By row: share of steps in which the first, second ... draft was accepted."""
         self._offered = np.zeros((capacity, MAX_DRAFTS))
         """By row: share of steps that had a first, second ... draft."""
-        self._mean_survival = FIRST_ACCEPTANCE ** np.arange(1.0, MAX_DRAFTS + 1)
+        self.mean_survival = FIRST_ACCEPTANCE ** np.arange(1.0, MAX_DRAFTS + 1)
         self._mean_offered = np.ones(MAX_DRAFTS)
         """What a new row starts from."""
         if is_weighed:
-            self._mean_offered[1:] = self._mean_survival[:-1]
+            self._mean_offered[1:] = self.mean_survival[:-1]
         self._request_ids = np.full(capacity, -1, np.int64)
         self._plain, self._drafted = StepCosts(), StepCosts()
         # Times of longer steps are assumed to be short until measured, so a medium length finds the best one.
@@ -228,14 +228,14 @@ class DraftControl:
             return
         # Where only likely drafts are proposed, the others count as rejected.
         deepest = MAX_DRAFTS if self._is_weighed else deepest
-        survival = self._survival[rows]
+        survival = self.survival[rows]
         survival[:, :deepest] += weight * (survived - survival)[:, :deepest]
         # Places that were not tried are assumed to be right as often as the first one, given those before.
         for place in range(deepest, MAX_DRAFTS):
             survival[:, place] = survival[:, place - 1] * survival[:, 0]
-        self._survival[rows] = survival
+        self.survival[rows] = survival
         mean_weight = MEAN_LEARN if len(rows) == 1 else weight
-        self._mean_survival += mean_weight * (survival.mean(axis=0) - self._mean_survival)
+        self.mean_survival += mean_weight * (survival.mean(axis=0) - self.mean_survival)
         self._mean_offered += mean_weight * (self._offered[rows].mean(axis=0) - self._mean_offered)
         if is_probing:
             self._judge_probe(rows)
@@ -274,7 +274,7 @@ class DraftControl:
         if is_new.any():
             new = rows[is_new]
             self._request_ids[new] = request_ids[is_new]
-            self._survival[new], self._offered[new] = self._mean_survival, self._mean_offered
+            self.survival[new], self._offered[new] = self.mean_survival, self._mean_offered
 
     def _rate(self, rows: Int64s, length: int) -> float:
         """Expected tokens per second."""
@@ -286,7 +286,7 @@ class DraftControl:
 
     def _accepted(self, rows: Int64s, length: int) -> float:
         """Expected accepted drafts of a row in a step."""
-        return float(self._survival[rows, :length].sum()) / len(rows)
+        return float(self.survival[rows, :length].sum()) / len(rows)
 
     def _is_worth_trying(self, rows: Int64s, length: int, min_accepted: float) -> bool:
         return not self._is_padded or self._accepted(rows, length) >= min_accepted

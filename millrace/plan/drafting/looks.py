@@ -31,7 +31,7 @@ class Looks:
         self._credit = np.zeros(capacity, np.int64)
         """By row: further looks that its accepted drafts have paid for."""
         self._request_ids = np.full(capacity, -1, np.int64)
-        self._useful = STARTS[0][0]
+        self.useful = STARTS[0][0]
         """Tokens that a look gave, decayed."""
         self._step = 0
 
@@ -41,7 +41,7 @@ class Looks:
         is_new = self._request_ids[rows] != request_ids
         if is_new.any():
             new = rows[is_new]
-            misses, credit = next((misses, credit) for least, misses, credit in STARTS if self._useful >= least)
+            misses, credit = next((misses, credit) for least, misses, credit in STARTS if self.useful >= least)
             self._request_ids[new], self._misses[new] = request_ids[is_new], misses
             self._credit[new] = credit // len(rows)
         found: Bools = self._step % PERIODS[self._misses[rows]] == 0
@@ -50,7 +50,7 @@ class Looks:
     def observe(self, rows: Int64s, accepted: Int32s, num_rows: int) -> None:
         """These of the `num_rows` rows that decode looked, and had so many drafts accepted."""
         for num_tokens in accepted.tolist():
-            self._useful += LEARN * (min(num_tokens, MAX_TOKENS) - self._useful)
+            self.useful += LEARN * (min(num_tokens, MAX_TOKENS) - self.useful)
         paid = max(1, CREDIT // num_rows)
         credit = np.where(accepted > 0, self._credit[rows] + paid * accepted, self._credit[rows] - 1)
         is_paid = (accepted > 0) | (credit >= 0)

@@ -67,9 +67,9 @@ class TrainedControl:
     def __init__(self, capacity: int, max_drafts: int, times: StepTimes) -> None:
         self._times = times
         self._lengths = tuple(length for length in LENGTHS if length <= max_drafts)
-        self._survival = np.zeros((capacity, LENGTHS[-1]))
+        self.survival = np.zeros((capacity, LENGTHS[-1]))
         """By row: share of the steps with trained drafts in which the first, second ... one was accepted."""
-        self._mean = FIRST_ACCEPTANCE**_PLACES
+        self.mean = FIRST_ACCEPTANCE**_PLACES
         """What a new row starts from."""
         self._request_ids = np.full(capacity, -1, np.int64)
         self._is_on = np.ones(capacity, np.bool_)
@@ -120,7 +120,7 @@ class TrainedControl:
             return None
         is_on = self._is_on[rows] & ~self._is_asleep[rows]
         off = rows[~is_on]
-        self._survival[off] += FORGET * (self._mean - self._survival[off])
+        self.survival[off] += FORGET * (self.mean - self.survival[off])
         return TrainedDecision(self._length, is_on, self._worth(rows[is_on], len(rows)))
 
     def observe(self, rows: Int64s, request_ids: Int64s, drafts: Int32s, accepted: Int32s) -> None:
@@ -131,16 +131,16 @@ class TrainedControl:
         few, many = PROBE_LEARN if self._length == 0 else LEARN
         weight = few + (many - few) * min(1.0, (len(rows) - 1) / MANY_ROWS)
         offered, survived = drafts[:, None] >= _PLACES, accepted[:, None] >= _PLACES
-        survival = self._survival[rows]
+        survival = self.survival[rows]
         survival += np.where(offered, weight * (survived - survival), 0.0)
         # Places that were not tried are assumed to be right as often as the first one, given those before.
         for place in range(1, len(_PLACES)):
             untried = ~offered[:, place]
             survival[untried, place] = survival[untried, place - 1] * survival[untried, 0]
-        self._survival[rows] = survival
-        self._mean = self._mean + (MEAN_LEARN if len(rows) == 1 else weight) * (survival.mean(axis=0) - self._mean)
+        self.survival[rows] = survival
+        self.mean = self.mean + (MEAN_LEARN if len(rows) == 1 else weight) * (survival.mean(axis=0) - self.mean)
         if self._length == 0:
-            self._judge_trial(rows)
+            self.judge_trial(rows)
 
     def observe_time(self, num_rows: int, num_passes: int, seconds: float) -> None:
         """The drafter took this long for its passes over so many rows."""
@@ -156,13 +156,13 @@ class TrainedControl:
         if not is_awake.any():
             return None
         if self._num_tried == NUM_TRIED:
-            self._rest(min(2 * self._wait, LAST_REST))
+            self.rest(min(2 * self._wait, LAST_REST))
             return None
         self._num_tried += 1
         self.num_probes += 1
         return TrainedDecision(PROBE_LENGTH, is_awake, 0.0)
 
-    def _judge_trial(self, rows: Int64s) -> None:
+    def judge_trial(self, rows: Int64s) -> None:
         length, rate, is_on = self._best(rows)
         plain = self._plain_rate(len(rows))
         if plain is None or rate > WINS * plain:
@@ -183,10 +183,10 @@ class TrainedControl:
     def _stop(self) -> None:
         """If drafts began not long ago, a trial was wrong: the next one waits longer."""
         is_short = self._num_active < LASTING
-        self._rest(min(2 * self._wait, LAST_REST) if is_short else FIRST_REST)
+        self.rest(min(2 * self._wait, LAST_REST) if is_short else FIRST_REST)
         self.num_stops += 1
 
-    def _rest(self, num_steps: int) -> None:
+    def rest(self, num_steps: int) -> None:
         self._length, self._wait, self._left = 0, num_steps, num_steps
         self._num_active = self._num_tried = 0
 
@@ -195,7 +195,7 @@ class TrainedControl:
         is_new = self._request_ids[rows] != request_ids
         if is_new.any():
             new = rows[is_new]
-            self._request_ids[new], self._survival[new] = request_ids[is_new], self._mean
+            self._request_ids[new], self.survival[new] = request_ids[is_new], self.mean
             self._is_on[new], self._is_asleep[new] = True, False
 
     def _plain_rate(self, num_rows: int) -> float | None:
@@ -223,7 +223,7 @@ class TrainedControl:
 
     def _accepted(self, rows: Int64s, length: int) -> Floats:
         """Expected accepted drafts of each row."""
-        expected: Floats = self._survival[rows, :length].sum(axis=1)
+        expected: Floats = self.survival[rows, :length].sum(axis=1)
         return expected
 
     def _marginal_cost(self, num_rows: int, length: int) -> float:

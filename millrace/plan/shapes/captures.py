@@ -17,7 +17,7 @@ class Captures:
     def __init__(self, to_capture: Sequence[Part], sizes: Sequence[int], *, enabled: bool) -> None:
         """`to_capture`: in order. `sizes`: decode sizes, for the graph fallback."""
         self._enabled = enabled
-        self._waiting: dict[Part, None] = dict.fromkeys(to_capture[::-1])
+        self.waiting: dict[Part, None] = dict.fromkeys(to_capture[::-1])
         """A stack: the next part is last."""
         self._wanted: set[Part] = set()
         self._captured: set[Part] = set()
@@ -27,11 +27,11 @@ class Captures:
 
     @property
     def num_left(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     def is_cold(self, shape: StepShape) -> bool:
         """True if the shape will be captured and is not yet; its kernels may not be compiled either."""
-        return shape in self._waiting
+        return shape in self.waiting
 
     def has(self, part: Part) -> bool:
         """True if nothing is left to capture: the part has a graph, or none ever will."""
@@ -52,7 +52,7 @@ class Captures:
             self._seen.add(part)
             return False
         self._captured.add(part)
-        self._waiting.pop(part, None)
+        self.waiting.pop(part, None)
         return True
 
     def want(self, part: Part) -> None:
@@ -60,13 +60,13 @@ class Captures:
         if not self._enabled or part in self._wanted:
             return
         self._wanted.add(part)
-        self._waiting.pop(part, None)
-        self._waiting[part] = None
+        self.waiting.pop(part, None)
+        self.waiting[part] = None
 
     def next(self) -> CapturePlan | None:
         """What to capture now, if the engine is idle."""
-        while self._waiting:
-            part, _ = self._waiting.popitem()
+        while self.waiting:
+            part, _ = self.waiting.popitem()
             if part not in self._captured:
                 self._captured.add(part)
                 return CapturePlan(part)
@@ -75,4 +75,4 @@ class Captures:
     def stop(self) -> None:
         """The runner cannot capture: every shape runs uncaptured."""
         self._enabled = False
-        self._waiting.clear()
+        self.waiting.clear()

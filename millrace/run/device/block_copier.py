@@ -56,12 +56,12 @@ class OrderedCopier:
     def copy(self, copies: BlockCopies) -> Pending[float]:
         def work() -> float:
             began = time.perf_counter()
-            self._copy(copies)
+            self.copy_blocks(copies)
             return time.perf_counter() - began
 
         return self._device.launch(work, lambda seconds: seconds)
 
-    def _copy(self, copies: BlockCopies) -> None:
+    def copy_blocks(self, copies: BlockCopies) -> None:
         if self._on_cpu is not None:
             run = self._on_cpu.gather if leaves(copies) else self._on_cpu.scatter
             run(*places(copies))

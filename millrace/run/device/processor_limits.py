@@ -45,7 +45,7 @@ def processor_limits(dtype: torch.dtype) -> ProcessorLimits:
     known = _read(path)
     found = known.get(key, ProcessorLimits())
     if found.num_idle_tries < MAX_TRIES and found.num_busy_tries < MAX_BUSY_TRIES:
-        measured, is_idle = _measure(dtype), _is_idle()
+        measured, is_idle = measure(dtype), _is_idle()
         found = ProcessorLimits(
             max(found.bytes_per_s, measured.bytes_per_s),
             max(found.flops, measured.flops),
@@ -72,7 +72,7 @@ def _processor_name() -> str:
     return platform.machine()
 
 
-def _measure(dtype: torch.dtype) -> ProcessorLimits:
+def measure(dtype: torch.dtype) -> ProcessorLimits:
     data = torch.ones(READ_BYTES // 4)
     read_s = _best_s(data.sum)
     # Without instructions for 16 bits, torch multiplies them more slowly than float32, and our kernels do not.

@@ -82,7 +82,7 @@ class DraftedRows:
     def __init__(self, table: RequestTable, max_rows: int, drafters: Drafters, guide: DraftGuide | None = None) -> None:
         """`guide`: shown the drafts of masked rows before they are verified."""
         self._table = table
-        self._drafters = drafters
+        self.drafters = drafters
         self._guide = guide
         self._untold = np.zeros(max_rows, np.int64)
         """Tokens of each row that drafters were not told of: they are when they are asked for drafts."""
@@ -91,18 +91,18 @@ class DraftedRows:
         self.num_drafted = self.num_accepted = 0
 
     def needs_hidden(self, step: StepRows) -> bool:
-        return self._drafters.needs_hidden(step.rows)
+        return self.drafters.needs_hidden(step.rows)
 
     def take_hidden(self, hidden: Tensor, rows: Int32s, positions: Int32s) -> None:
-        self._drafters.take_hidden(hidden, rows, positions)
+        self.drafters.take_hidden(hidden, rows, positions)
 
     def admit(self, plan: StepPlan) -> None:
         """Begin a step. Call it after the table is updated."""
         for admission in plan.admitted:
             self._untold[admission.row] = 0
-            self._drafters.admit(admission)
+            self.drafters.admit(admission)
         if plan.trained_rests:
-            self._drafters.rest(plan.rows)
+            self.drafters.rest(plan.rows)
         if plan.appended:
             self._tell([appended.row for appended in plan.appended])
 
@@ -114,10 +114,10 @@ class DraftedRows:
         table = self._table
         rows = [gone.row for gone in plan.released if table.request_ids[gone.row] == gone.request_id]
         if rows:
-            self._drafters.leave([RowTokens(row, table.tokens[row][: table.computed[row]]) for row in rows])
+            self.drafters.leave([RowTokens(row, table.tokens[row][: table.computed[row]]) for row in rows])
         for release in plan.released:
             tokens = table.known_tokens(release.row)
-            self._drafters.release(release.row, tokens, has_ended=release.reason != "preempted")
+            self.drafters.release(release.row, tokens, has_ended=release.reason != "preempted")
         for appended in plan.appended:
             self._untold[appended.row] += appended.start + len(appended.tokens) - table.known[appended.row]
 
@@ -127,22 +127,22 @@ class DraftedRows:
         progress = [RowProgress(row, self._table.known_tokens(row), new, 0, 0) for row, new in counts if new]
         if progress:
             self._untold[rows] = 0
-            self._drafters.confirm(progress)
+            self.drafters.confirm(progress)
 
     def feed(self, batch: StepRows, draws: Int32s | Bools, states: Tensor | None = None) -> None:
         """The target's forward pass has computed the batch's tokens, with `states` if drafters need them. `draws`: how
         many of each row's tokens draw."""
-        if not self._drafters.is_followed(batch.rows):
+        if not self.drafters.is_followed(batch.rows):
             return
         if states is not None:
-            self._drafters.take_states(batch.rows, batch.starts, batch.counts, states)
+            self.drafters.take_states(batch.rows, batch.starts, batch.counts, states)
         columns = zip(batch.rows.tolist(), batch.starts.tolist(), batch.counts.tolist(), draws.tolist(), strict=True)
         rows = []
         for row, start, count, num_draws in columns:
             is_prompt = num_draws != count
             self._table.computed[row] = end = start + (count if is_prompt else 1)
             rows.append(RowTokens(row, self._table.tokens[row][:end], is_prompt))
-        self._drafters.feed(rows)
+        self.drafters.feed(rows)
 
     def expand(self, plan: StepPlan, given: tuple[Int32s, ...] | None = None) -> VerifiedStep:
         """Propose drafts for the plan's places, and leave out rows that are past their limit. `given`: what another
@@ -170,7 +170,7 @@ class DraftedRows:
         if given is None:
             proposed = self._propose(plan, indices, asks)
         else:
-            proposed = self._drafters.take(asks, [given[at] for at in asked] if given else [_NO_TOKENS] * len(asks))
+            proposed = self.drafters.take(asks, [given[at] for at in asked] if given else [_NO_TOKENS] * len(asks))
         for index, at, ask, drafts in zip(indices, asked, asks, proposed, strict=True):
             own[at] = drafts
             known, num_drafts = len(ask.tokens), len(drafts)
@@ -195,7 +195,7 @@ class DraftedRows:
 
     def _propose(self, plan: StepPlan, indices: list[int], asks: list[DraftAsk]) -> list[Int32s]:
         """Drafts for each row, as far as its grammar allows them."""
-        proposed = self._drafters.propose(asks)
+        proposed = self.drafters.propose(asks)
         if plan.masked is not None and self._guide is not None:
             for at, index in enumerate(indices):
                 if plan.masked[index]:
@@ -212,7 +212,7 @@ class DraftedRows:
     def _guided(self, guide: DraftGuide, ask: DraftAsk, drafts: Int32s) -> Int32s:
         allowed, is_forced = guide.guide(int(self._table.request_ids[ask.row]), ask, drafts)
         if is_forced:
-            self._drafters.claim(ask.row, GRAMMAR)
+            self.drafters.claim(ask.row, GRAMMAR)
         return allowed
 
     def before(self, step: VerifiedStep) -> Int32s:
@@ -246,17 +246,17 @@ class DraftedRows:
             table.num_admitted[row] = known + count - 1  # The step after reads the row's last token.
             counts[place], num_drafts[place] = count, num_draws - 1
             if num_draws > 1:
-                sources[place] = self._drafters.source_of(row)
-                num_trained[place] = num_draws - 1 if self._drafters.is_trained(row) else 0
+                sources[place] = self.drafters.source_of(row)
+                num_trained[place] = num_draws - 1 if self.drafters.is_trained(row) else 0
             accepted.append(own[:count])
             progress.append(self._progress(row, count, num_draws - 1))
-        self._drafters.confirm(progress)
+        self.drafters.confirm(progress)
         tokens = np.concatenate(accepted) if accepted else drawn[:0]
         return AcceptedStep(tokens, counts, num_drafts, sources, self.trained_of(plan, num_trained))
 
     def trained_of(self, plan: StepPlan, num_drafts: Int32s) -> TrainedDrafts | None:
         """What a trained drafter did beside drafts from text, if there is one. `num_drafts`: its own."""
-        return None if plan.trained is None else TrainedDrafts(num_drafts, self._drafters.trained_s)
+        return None if plan.trained is None else TrainedDrafts(num_drafts, self.drafters.trained_s)
 
     def _progress(self, row: int, num_new: int, num_drafts: int) -> RowProgress:
         """What drafters are told."""
@@ -268,7 +268,7 @@ class DraftedRows:
     def append(self, plan: StepPlan, drawn: Int32s) -> None:
         """The plan's step drew these tokens without drafts, one for each row that draws."""
         self._unsettled.append((plan, drawn))
-        if len(self._unsettled) >= MAX_UNSETTLED or self._drafters.is_followed(plan.rows):
+        if len(self._unsettled) >= MAX_UNSETTLED or self.drafters.is_followed(plan.rows):
             self._settle()
 
     def _settle(self) -> None:
@@ -278,6 +278,6 @@ class DraftedRows:
             rows = plan.rows[plan.samples]
             self._table.append_each(rows, drawn)
             self._untold[rows] += 1
-            if self._drafters.is_followed(rows):
+            if self.drafters.is_followed(rows):
                 self._tell(rows.tolist())
         self._unsettled.clear()

@@ -41,7 +41,7 @@ class Drafters:
     ) -> None:
         """`default` serves rows whose request names no drafter; AUTO: text first, then the `trained` one.
         `takes_predictions`: drafts come first from what the client expects."""
-        self._by_name = by_name
+        self.by_name = by_name
         self._default = default
         self._trained = trained
         self._takes_predictions = takes_predictions
@@ -58,10 +58,10 @@ class Drafters:
 
     def admit(self, admission: Admission) -> None:
         wanted = admission.row_params.params.speculate
-        self._chosen[admission.row] = wanted if wanted in self._by_name else self._default
+        self._chosen[admission.row] = wanted if wanted in self.by_name else self._default
         if self._takes_predictions:
             self._prediction.admit(admission)
-        for drafter in self._by_name.values():
+        for drafter in self.by_name.values():
             drafter.admit(admission)
         if self._trained:
             self._awake.add(admission.row)
@@ -81,7 +81,7 @@ class Drafters:
 
     def release(self, row: int, tokens: Int32s, *, has_ended: bool) -> None:
         self._awake.discard(row)
-        for drafter in self._by_name.values():
+        for drafter in self.by_name.values():
             drafter.release(row, tokens, has_ended=has_ended)
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Int32s]:
@@ -90,7 +90,7 @@ class Drafters:
         self.trained_s = 0.0
         drafts: list[Int32s] = [_NONE] * len(asks)
         self._propose(PREDICTION, self._prediction, asks, drafts, [self._prediction.has(ask.row) for ask in asks])
-        for name, drafter in self._by_name.items():
+        for name, drafter in self.by_name.items():
             is_due = [not len(drafts[at]) and self._serves(name, ask.row) for at, ask in enumerate(asks)]
             if name == self._trained:
                 self._propose_trained(drafter, asks, drafts, is_due)
@@ -149,7 +149,7 @@ class Drafters:
     def confirm(self, rows: Sequence[RowProgress]) -> None:
         """`num_drafts` counts all drafts of a row; each drafter is told of its own."""
         self._prediction.confirm([own for own in rows if self._sources.get(own.row) == PREDICTION])
-        for name, drafter in self._by_name.items():
+        for name, drafter in self.by_name.items():
             own = [self._own_progress(name, progress) for progress in rows if self._serves(name, progress.row)]
             if own:
                 drafter.confirm(own)
@@ -163,12 +163,12 @@ class Drafters:
         """Only for rows that the trained drafter follows; the others keep no state between steps."""
         awake = [own for own in rows if own.row in self._awake]
         if awake:
-            self._by_name[self._trained].feed(awake)
+            self.by_name[self._trained].feed(awake)
 
     def leave(self, rows: Sequence[RowTokens]) -> None:
         awake = [own for own in rows if own.row in self._awake]
         if awake:
-            self._by_name[self._trained].leave(awake)
+            self.by_name[self._trained].leave(awake)
 
     def take_states(self, rows: Int32s, starts: Int32s, counts: Int32s, states: Tensor) -> None:
         if not self._trained:
@@ -178,10 +178,10 @@ class Drafters:
             states = states[torch.from_numpy(np.repeat(is_awake, counts))]
             rows, starts, counts = rows[is_awake], starts[is_awake], counts[is_awake]
         if len(rows):
-            self._by_name[self._trained].take_states(rows, starts, counts, states)
+            self.by_name[self._trained].take_states(rows, starts, counts, states)
 
     def take_hidden(self, hidden: Tensor, rows: Int32s, positions: Int32s) -> None:
-        for drafter in self._by_name.values():
+        for drafter in self.by_name.values():
             drafter.take_hidden(hidden, rows, positions)
 
 

@@ -93,29 +93,29 @@ class _Row:
 
 class SuffixDrafter(Drafter):
     def __init__(self) -> None:
-        self._rows: dict[int, _Row] = {}
-        self._recent: OrderedDict[str, RecentAnswers] = OrderedDict()
+        self.rows: dict[int, _Row] = {}
+        self.recent: OrderedDict[str, RecentAnswers] = OrderedDict()
         """By scope: requests see each other's answers only if their prefix cache is shared too."""
         self._odds = Odds(PRIOR)
 
     def admit(self, admission: Admission) -> None:
-        self._rows[admission.row] = _Row(admission.row_params.scope, admission.num_prompt)
+        self.rows[admission.row] = _Row(admission.row_params.scope, admission.num_prompt)
         self._odds.admit(admission.row)
 
     def release(self, row: int, tokens: Int32s, *, has_ended: bool) -> None:
-        state = self._rows.pop(row, None)
+        state = self.rows.pop(row, None)
         self._odds.release(row)
         if state is None or not has_ended:
             return
         self._scope(state.scope).add(tokens[state.num_prompt :])
-        while len(self._recent) > MAX_SCOPES:
-            self._recent.popitem(last=False)
+        while len(self.recent) > MAX_SCOPES:
+            self.recent.popitem(last=False)
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Int32s]:
         return [self._propose(ask) for ask in asks]
 
     def _propose(self, ask: DraftAsk) -> Int32s:
-        state, recent = self._rows[ask.row], self._recent.get(self._rows[ask.row].scope)
+        state, recent = self.rows[ask.row], self.recent.get(self.rows[ask.row].scope)
         if state.own is None or state.own.resumed:
             state.own = self._find_own(state, ask)
         if recent is not None and (
@@ -146,10 +146,10 @@ class SuffixDrafter(Drafter):
 
     def confirm(self, rows: Sequence[RowProgress]) -> None:
         for progress in rows:
-            state = self._rows[progress.row]
+            state = self.rows[progress.row]
             self._odds.learn(progress)
             new = progress.tokens[len(progress.tokens) - progress.num_new :].tolist()
-            recent = self._recent.get(state.scope)
+            recent = self.recent.get(state.scope)
             state.own = _follow(state.own, progress.tokens, new)
             if recent is None or state.generation != recent.generation:
                 state.recent = None
@@ -157,8 +157,8 @@ class SuffixDrafter(Drafter):
                 state.recent = _follow(state.recent, recent.tokens, new)
 
     def _scope(self, name: str) -> RecentAnswers:
-        recent = self._recent.setdefault(name, RecentAnswers())
-        self._recent.move_to_end(name)
+        recent = self.recent.setdefault(name, RecentAnswers())
+        self.recent.move_to_end(name)
         return recent
 
 

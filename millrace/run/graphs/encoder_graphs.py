@@ -41,7 +41,7 @@ class EncoderGraphs:
         self._encoder = encoder
         self._device = device
         self._max_tokens = max_tokens
-        self._graphs = GraphCache(enabled=device.kind == "cuda")
+        self.graphs = GraphCache(enabled=device.kind == "cuda")
         self._seen: set[EncodeSize] = set()
         """Sizes that ran uncaptured, which compiled their kernels."""
         where = device.torch_device
@@ -58,9 +58,9 @@ class EncoderGraphs:
         size = EncodeSize.of(texts, self._max_tokens)
         given = self._device.upload(_step_tensors(texts, size))
         self._given[: len(given)].copy_(given)
-        captures = size in self._seen and len(self._graphs.captured) < MAX_GRAPHS
+        captures = size in self._seen and len(self.graphs.captured) < MAX_GRAPHS
         self._seen.add(size)
-        return self._graphs.run(size, lambda: self._run(size), captures=captures)[: sum(texts.lengths)]
+        return self.graphs.run(size, lambda: self._run(size), captures=captures)[: sum(texts.lengths)]
 
     def _run(self, size: EncodeSize) -> Tensor:
         count = size.num_tokens

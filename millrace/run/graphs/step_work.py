@@ -87,7 +87,7 @@ class StepWork:
         words = 9 * head_layout.middle + 8 * (max_rows + 32) + num_words(max_rows + 1)
         words += (7 if settings.adapter_slots else 6) * max_tokens + 3 * UPDATES_IN_PACKET + 512
         self._ring = PacketRing(words + max_rows * ROW_WORDS, device)
-        self._packet = self._ring.on_device
+        self.packet = self._ring.on_device
         self._token_ids = torch.zeros(max_tokens, dtype=torch.int64, device=device)
         self._positions = torch.zeros_like(self._token_ids)
         self._offsets = torch.zeros_like(self._token_ids)
@@ -149,13 +149,13 @@ class StepWork:
             return
         lines, section = draws.mask_lines(num_places, masks), self._head_layout.mask_lines
         end = section.start + self._head_layout.middle
-        self._masks.send(self._ring.turn, masks.bits, lines, self._packet[end - len(lines) : end])
+        self._masks.send(self._ring.turn, masks.bits, lines, self.packet[end - len(lines) : end])
 
     def placed(self, shape: StepShape, num_rows: int) -> tuple[Tensor, Tensor]:
         """Tokens and drafts of the last step sent, `shape.places` of each row, after `place_drafts`: on the device, and
         the host buffer that they are copied to."""
         section, count = self._writer.layout(shape).tokens_in, num_rows * shape.places
-        placed = self._packet[section.start : section.start + count]
+        placed = self.packet[section.start : section.start + count]
         return placed, self._placed.host_tokens(self._ring.turn, count)
 
     def drawn(self, count: int) -> Tensor:
@@ -185,7 +185,7 @@ class StepWork:
         hidden states of all tokens, or of each row's last one, are computed and returned. `long_rows`: by default the
         shape's."""
         decoder = decoder or self.decoder
-        layout, packet = self._writer.layout(shape), self._packet
+        layout, packet = self._writer.layout(shape), self.packet
 
         def part(section: Section) -> Tensor:
             return packet[section.start : section.start + section.length]
@@ -224,7 +224,7 @@ class StepWork:
 
     def _taps(self, layers: tuple[int, ...], num_tokens: int) -> Taps:
         shape = (num_tokens, len(layers), self.decoder.spec.hidden_size)
-        out = torch.empty(shape, dtype=self.decoder.dtype, device=self._packet.device)
+        out = torch.empty(shape, dtype=self.decoder.dtype, device=self.packet.device)
         return Taps(np.array(layers, np.int64), out)
 
     def _rows(
@@ -263,14 +263,14 @@ class StepWork:
         assert self._chain is not None
         layout = self._writer.layout(shape)
         sections = (layout.table_rows, layout.max_drafts)
-        rows, max_drafts = (self._packet[own.start : own.start + own.length] for own in sections)
+        rows, max_drafts = (self.packet[own.start : own.start + own.length] for own in sections)
         self._chain.propose(rows, max_drafts, shape.tokens_per_row - 1)
         return self._drafts.columns.history
 
     def accept_drafts(self, shape: StepShape) -> Tensor:
         """After all heads: keep what was drawn up to the first wrong draft. `counts` gives access to how much."""
         assert self._drafts is not None
-        layout, packet = self._head_layout, self._packet
+        layout, packet = self._head_layout, self.packet
         index, start = layout.sample_index, layout.drawn_start.start
         start_of_both = packet[start : start + 1]  # both rings have entries for max_rows in a turn
         tokens = AcceptedTokens(
@@ -288,7 +288,7 @@ class StepWork:
         layout = self._writer.layout(shape)
 
         def part(section: Section) -> Tensor:
-            return self._packet[section.start : section.start + section.length]
+            return self.packet[section.start : section.start + section.length]
 
         return DraftedStep(
             places=shape.tokens_per_row,
@@ -309,7 +309,7 @@ class StepWork:
         token_ids, positions, offsets = self._token_ids[:size], self._positions[:size], self._offsets[:size]
         block_ids = self._block_ids[:, :size]
         updates = Updates(
-            triples=self._packet[layout.updates_start :],
+            triples=self.packet[layout.updates_start :],
             num_triples=part(layout.num_updates),
             num_records=part(layout.num_records),
             columns=self._sampler.columns,
@@ -348,7 +348,7 @@ class StepWork:
     def head(self, head: HeadShape) -> Tensor:
         """Draw a token from each hidden state of a group; `drawn` gives access to the tokens. Returns the logits
         [states, vocab], or [0, vocab] if the head draws without computing them."""
-        layout, packet = self._head_layout, self._packet
+        layout, packet = self._head_layout, self.packet
         first = layout.middle - (head.states if head.variant == "full" else 0)
 
         def part(section: Section, start: int, length: int) -> Tensor:

@@ -72,13 +72,13 @@ class WarmUp:
         if not self._graphs.is_capturing:
             return False
         try:
-            self._capture(part)
+            self.capture_part(part)
         except Exception:  # no request depends on it; a step that needs the graph will report the error
             log.warning("Warm-up stopped: a step could not be run or captured in advance.", exc_info=True)
             return False
         return self._graphs.is_capturing
 
-    def _capture(self, part: Part) -> None:
+    def capture_part(self, part: Part) -> None:
         work = self._work
         if isinstance(part, HeadShape):
             work.send(None, work.smallest)
@@ -118,12 +118,12 @@ class WarmUp:
                     if isinstance(part, HeadShape):
                         work.head(part)
                     else:
-                        self._run_step(part, decoder)
+                        self.run_step(part, decoder)
         except Exception:
             log.warning("Kernels are compiled one by one, at their first launch.", exc_info=True)
             self._to_build.clear()
 
-    def _run_step(self, shape: StepShape, decoder: Decoder) -> None:
+    def run_step(self, shape: StepShape, decoder: Decoder) -> None:
         """A step's work but its heads, in its order."""
         work = self._work
         if work.proposal(shape) is not None:

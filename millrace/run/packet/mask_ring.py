@@ -35,14 +35,14 @@ class MaskRing:
         """What opens the gate of each turn."""
         nothing = torch.zeros((0, words), dtype=torch.int32)
         self._host = [nothing] * RING
-        self._on_device = [nothing] * RING
+        self.on_device = [nothing] * RING
         self._lines = torch.zeros((RING, max_states), dtype=torch.int32, pin_memory=self._side is not None)
 
     def address(self, turn: int, count: int) -> int:
         """Device address of the turn's masks, with room for `count` of them."""
-        if len(self._on_device[turn]) < count:
+        if len(self.on_device[turn]) < count:
             self._grow(turn, count)
-        return self._on_device[turn].data_ptr()
+        return self.on_device[turn].data_ptr()
 
     def host(self, turn: int, count: int) -> Uint32s:
         """The turn's host buffer, which `address` made large enough. Closes the turn's gate."""
@@ -54,7 +54,7 @@ class MaskRing:
     def send(self, turn: int, bits: Uint32s, lines: Int32s | None = None, packet_lines: Tensor | None = None) -> None:
         """Copy the masks to the turn's device buffer, before any work queued later on the steps' stream. `lines`, if
         they were not known when the packet was sent, go to `packet_lines`: the packet must have arrived there."""
-        host, target = self._host[turn][: len(bits)], self._on_device[turn][: len(bits)]
+        host, target = self._host[turn][: len(bits)], self.on_device[turn][: len(bits)]
         if bits.ctypes.data != host.data_ptr():
             host.numpy()[:] = bits.view(np.int32)
         copies = [(target, host)]
@@ -80,13 +80,13 @@ class MaskRing:
         assert self._gates is not None
         with self._side:
             self._side.wait_for_host(self._gates, turn, self._numbers[turn])
-            self._on_device[turn][:count].copy_(self._host[turn][:count], non_blocking=True)
+            self.on_device[turn][:count].copy_(self._host[turn][:count], non_blocking=True)
         self._side.lead_steps()
 
     def _grow(self, turn: int, count: int) -> None:
         lines = max(MIN_LINES, 1 << (count - 1).bit_length())
         self._host[turn] = self._new(lines, torch.device("cpu"))
-        self._on_device[turn] = self._new(lines, self._device)
+        self.on_device[turn] = self._new(lines, self._device)
         if self._side is not None:
             self._side.follow_steps()  # this memory may still be read by earlier work
 

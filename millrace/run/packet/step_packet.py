@@ -66,7 +66,7 @@ class _Template:
 
 class PacketWriter:
     def __init__(self, shapes: ShapeTable) -> None:
-        self._shapes, facts = shapes, shapes.facts
+        self.shapes, facts = shapes, shapes.facts
         self._max_rows = facts.max_rows
         self._block_size = facts.block_size
         self._queries_per_tile = queries_per_tile = facts.queries_per_tile
@@ -82,7 +82,7 @@ class PacketWriter:
         if layout is None:
             if len(self._layouts) >= KEPT_LAYOUTS:  # each uncaptured step adds a layout
                 self._layouts.clear()
-            shapes = self._shapes
+            shapes = self.shapes
             sizes = (shapes.tiles(shape), self._max_rows, shapes.facts.has_drafts)
             layout = self._layouts[shape] = PacketLayout(shape, shapes.key_of(shape), *sizes)
         return layout

@@ -44,21 +44,21 @@ class Sampler:
         self._table = table
         self._penalties = Penalties(vocab_size, device.torch_device)
         has_native = device.kind == "cpu" and not native_missing(device.torch_device)
-        self._draw_native = NativeDraw() if has_native else None
+        self.native_draw = NativeDraw() if has_native else None
         self.row_params = RowParamTable(max_rows=max_rows, vocab_size=vocab_size)
-        self._shaped = ShapedRows(device, table, self.row_params, vocab_size=vocab_size)
+        self.shaped = ShapedRows(device, table, self.row_params, vocab_size=vocab_size)
 
     def update(self, plan: StepPlan) -> None:
         for release in plan.released:
             self._penalties.release(release.row)
-            self._shaped.release(release)
+            self.shaped.release(release)
         for admission in plan.admitted:
             values = self.row_params.admit(admission)
             if values.has_penalties:
                 self._penalties.admit(admission.row, self._table.known_tokens(admission.row), admission.num_prompt)
             else:
                 self._penalties.release(admission.row)
-            self._shaped.update(admission, is_shaped=values.is_shaped)
+            self.shaped.update(admission, is_shaped=values.is_shaped)
 
     def draw(
         self,
@@ -74,20 +74,20 @@ class Sampler:
         num_logprobs = self.row_params.num_logprobs[rows]
         scored = np.flatnonzero(num_logprobs >= 0)
         raw = logits[torch.from_numpy(scored).to(logits.device)] if len(scored) else None
-        if masks is not None and self._draw_native is not None:
-            self._draw_native.mask(logits, masks.index, masks.bits)
+        if masks is not None and self.native_draw is not None:
+            self.native_draw.mask(logits, masks.index, masks.bits)
         elif masks is not None:
             apply_masks(logits, masks)
-        self._constrain(logits, rows, positions, drafts)
+        self.constrain(logits, rows, positions, drafts)
         shaped = np.flatnonzero(self.row_params.is_shaped[rows])
         if len(shaped) == len(rows):
-            tokens = self._shaped.draw(logits, rows, positions)
+            tokens = self.shaped.draw(logits, rows, positions)
         else:
             own_index = torch.from_numpy(shaped).to(logits.device)
             own = logits[own_index] if len(shaped) else None
             tokens = self.choose(logits, rows, positions)
             if own is not None:
-                tokens[own_index] = self._shaped.draw(own, rows[shaped], positions[shaped])
+                tokens[own_index] = self.shaped.draw(own, rows[shaped], positions[shaped])
         if drafts is None:
             self.count(rows, tokens)
             self._table.append_drawn(rows, positions, tokens)
@@ -102,7 +102,7 @@ class Sampler:
         for index in np.flatnonzero(self.row_params.has_penalties[rows]).tolist():
             self._penalties.count(int(rows[index]), tokens[index])
 
-    def _constrain(self, logits: Tensor, rows: Int32s, positions: Int32s, drafts: Int32s | None = None) -> None:
+    def constrain(self, logits: Tensor, rows: Int32s, positions: Int32s, drafts: Int32s | None = None) -> None:
         """Apply bias, minimum length and penalties to the few rows that have them. Penalties count the drafts before
         the draw."""
         counted: list[tuple[int, int]] = []
@@ -133,9 +133,9 @@ class Sampler:
         """Temperature, cuts and the draw: int64, a token for each row of the logits, which may be overwritten. They may
         be those of a draft model, with another number of tokens."""
         columns = self.row_params
-        if self._draw_native is not None:
+        if self.native_draw is not None:
             limits = (columns.temperature[rows], columns.top_k[rows], columns.top_p[rows], columns.min_p[rows])
-            return self._draw_native(logits, *limits, uniforms(columns.seed[rows], positions.astype(np.uint64)))
+            return self.native_draw(logits, *limits, uniforms(columns.seed[rows], positions.astype(np.uint64)))
         random = np.flatnonzero(columns.temperature[rows] > 0)
         if len(random) == 0:
             return logits.argmax(dim=-1)

@@ -40,7 +40,7 @@ MU_RING = 8
 """Values of mu kept per row, by position: a preempted row may draw again at a position that it has drawn before."""
 MAX_PREEMPTED = 4096
 """Preempted requests whose mu is kept. Beyond this the one that has waited longest starts mirostat anew."""
-_XTC_KEY = np.uint64(0x5851F42D4C957F2D)
+XTC_KEY = np.uint64(0x5851F42D4C957F2D)
 """Tells XTC's random numbers from those of the draws."""
 
 
@@ -65,38 +65,38 @@ class ShapedRows:
         self._table = table
         self._row_params = row_params
         self._vocab_size = vocab_size
-        self._rows: dict[int, _Row] = {}
-        self._mu: dict[int, Tensor] = {}
+        self.rows: dict[int, _Row] = {}
+        self.mu: dict[int, Tensor] = {}
         """By row: mu for the draw at position p is at index p % MU_RING."""
-        self._preempted: OrderedDict[int, Tensor] = OrderedDict()
+        self.preempted: OrderedDict[int, Tensor] = OrderedDict()
         """By request: mu of rows that were preempted."""
 
     def release(self, release: Release) -> None:
-        if self._rows.pop(release.row, None) is None:
+        if self.rows.pop(release.row, None) is None:
             return
-        mu = self._mu.pop(release.row, None)
+        mu = self.mu.pop(release.row, None)
         if mu is not None and release.reason == "preempted":
-            self._preempted[release.request_id] = mu
-            if len(self._preempted) > MAX_PREEMPTED:
-                self._preempted.popitem(last=False)
+            self.preempted[release.request_id] = mu
+            if len(self.preempted) > MAX_PREEMPTED:
+                self.preempted.popitem(last=False)
 
     def update(self, admission: Admission, *, is_shaped: bool) -> None:
         """A request gets a row. Without these options the row is not one of these."""
         if is_shaped:
             self._admit(admission)
-        elif self._rows.pop(admission.row, None) is not None:
-            self._mu.pop(admission.row, None)
+        elif self.rows.pop(admission.row, None) is not None:
+            self.mu.pop(admission.row, None)
 
     def _admit(self, admission: Admission) -> None:
         row, params = admission.row, admission.row_params.params
-        last = self._rows.get(row)
+        last = self.rows.get(row)
         if params.mirostat and (last is None or last.request_id != admission.request_id):
             first = torch.full((MU_RING,), 2 * params.mirostat_tau, device=self._device.torch_device)
-            self._mu[row] = self._preempted.pop(admission.request_id, first)
+            self.mu[row] = self.preempted.pop(admission.request_id, first)
         reads_text = params.needs_tokens or params.uses_penalties
         if reads_text:
             self._table.keep_text(admission)
-        self._rows[row] = _Row(
+        self.rows[row] = _Row(
             admission.request_id,
             admission.num_prompt,
             params,
@@ -115,7 +115,7 @@ class ShapedRows:
 
     def draw(self, logits: Tensor, rows: Int32s, positions: Int32s) -> Tensor:
         """int64 [n]. `logits` float32 [n, vocab], changed; `positions`: those of the new tokens."""
-        records = [self._rows[row] for row in rows.tolist()]
+        records = [self.rows[row] for row in rows.tolist()]
         for index, (row, record, place) in enumerate(zip(rows.tolist(), records, positions.tolist(), strict=True)):
             text = self._table.text(row, place) if record.reads_text else None
             if text is not None:
@@ -175,7 +175,7 @@ class ShapedRows:
         mu = [none] * count
         for index in mirostat:
             at = int(positions[index]) % MU_RING
-            mu[index] = self._mu[int(rows[index])][at : at + 1]
+            mu[index] = self.mu[int(rows[index])][at : at + 1]
         return torch.stack(mu)
 
     def _learn(
@@ -190,7 +190,7 @@ class ShapedRows:
         """Move mu by the surprise of each drawn token, in bits, among the tokens that were left."""
         chosen = torch.log_softmax(logits, dim=-1).gather(1, tokens[:, None])[:, 0] / -float(np.log(2))
         for index in mirostat:
-            one, position, ring = params[index], int(positions[index]), self._mu[int(rows[index])]
+            one, position, ring = params[index], int(positions[index]), self.mu[int(rows[index])]
             now, after = position % MU_RING, (position + 1) % MU_RING
             ring[after] = ring[now] - one.mirostat_eta * (chosen[index] - one.mirostat_tau)
 
@@ -258,7 +258,7 @@ class _Columns:
                     typical_p < 1,
                     top_a,
                     threshold,
-                    uniforms(seeds ^ _XTC_KEY, at) < probability,
+                    uniforms(seeds ^ XTC_KEY, at) < probability,
                     mirostat,
                     uniforms(seeds, at),
                 ),

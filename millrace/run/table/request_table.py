@@ -21,7 +21,7 @@ _NO_TOKENS = np.zeros(0, np.int32)
 
 class RequestTable:
     def __init__(self, device: Device, *, max_rows: int, max_blocks: int, num_groups: int = 1) -> None:
-        self._device = device
+        self.device = device
         torch_device = device.torch_device
         self.block_tables = torch.zeros((num_groups, max_rows, max_blocks), dtype=torch.int32, device=torch_device)
         """Block ids by KV group, row and column."""
@@ -115,7 +115,7 @@ class RequestTable:
         if self._device_texts is not None:
             room = np.zeros(max(admission.limit, len(admission.tokens)) + 1, np.int64)
             room[: len(admission.tokens)] = admission.tokens
-            self._device_texts[admission.row] = self._device.upload(room)
+            self._device_texts[admission.row] = self.device.upload(room)
 
     def text(self, row: int, end: int) -> Tensor:
         """int64, on the device: the tokens before position `end` of a row with a text."""
@@ -150,7 +150,7 @@ class RequestTable:
         """Send the first `count` updates."""
         if count:
             columns = (self.updated_rows(plan), plan.block_cols, plan.block_ids)
-            sent = self._device.upload(np.stack([column[:count] for column in columns]))
+            sent = self.device.upload(np.stack([column[:count] for column in columns]))
             self.block_tables.flatten(0, 1)[sent[0].long(), sent[1].long()] = sent[2]
         return count
 

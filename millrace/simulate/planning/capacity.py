@@ -158,7 +158,7 @@ def size(
             on_try(f"{machine.name} × {count}, speed {1 / factor:.2f}: {100 * share:.1f}% of requests are good")
             return all(done.outcome.meets(objective) for objective in objectives)
 
-        return _search(is_met, start, machine.max_replicas)
+        return smallest_met(is_met, start, machine.max_replicas)
 
     replicas = fewest(1.0, 1)
     low = fewest(1 / (1 + profile.error), max(1, (replicas or machine.max_replicas) // 2))
@@ -186,7 +186,7 @@ def _share_of(request: SimulatedRequest, number: int, replicas: int) -> int:
     return name * 2_654_435_761 % 2**32 % replicas
 
 
-def _search(is_met: Callable[[int], bool], start: int, most: int) -> int | None:
+def smallest_met(is_met: Callable[[int], bool], start: int, most: int) -> int | None:
     """The smallest number that meets it, which more replicas do too: doubled or halved first, then bisected."""
     known: dict[int, bool] = {}
 

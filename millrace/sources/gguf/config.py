@@ -33,9 +33,9 @@ _NEUTRAL: dict[str, float] = {
 def config_from_gguf(model: GgufModel) -> dict[str, Any]:
     """The config of a supported architecture. Raises for unknown architectures and inconsistent metadata."""
     arch = model.metadata.get("general.architecture")
-    translate = _ARCHITECTURES.get(arch) if isinstance(arch, str) else None
+    translate = ARCHITECTURES.get(arch) if isinstance(arch, str) else None
     if translate is None:
-        known = ", ".join(_ARCHITECTURES)
+        known = ", ".join(ARCHITECTURES)
         raise ModelError(
             f"{model.path} has architecture {arch!r}, which is not supported. Supported GGUF architectures: {known}."
             f"{instead_of(arch)}"
@@ -334,7 +334,7 @@ def _with_scaled_scores(meta: Metadata, config: dict[str, Any]) -> dict[str, Any
     return config
 
 
-_ARCHITECTURES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
+ARCHITECTURES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,

@@ -25,7 +25,7 @@ class CompiledGrammar:
     ) -> None:
         """`build` compiles; the result may have an error."""
         began = time.thread_time()
-        self._build = build
+        self.build = build
         self._num_words = num_words
         self._end_token_ids = end_token_ids
         self._lexers = [Lexer(build())]
@@ -50,7 +50,7 @@ class CompiledGrammar:
 
     def grow(self) -> None:
         """Compile another lexer. May run in any thread; `spread` takes it into use."""
-        self._grown = Lexer(self._build())
+        self._grown = Lexer(self.build())
 
     def spread(self) -> None:
         """Let the new lexer take over answers that have just begun from the others."""

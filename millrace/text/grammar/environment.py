@@ -38,7 +38,7 @@ class GrammarEnvironment:
         if not ends:
             raise ModelError("The model has no end token, so an answer in a grammar could not end.")
         try:
-            self._tokens = LLTokenizer(
+            self.tokens = LLTokenizer(
                 _with_markers(tokenizer), n_vocab=num_ids, eos_token=list(ends), slices=LLTokenizer.json_slices()
             )
         except ValueError as error:
@@ -58,7 +58,7 @@ class GrammarEnvironment:
             source = starting_after(source, grammar.after)
 
         def build() -> LLMatcher:
-            return LLMatcher(self._tokens, source, log_level=0, limits=limits())
+            return LLMatcher(self.tokens, source, log_level=0, limits=limits())
 
         compiled = CompiledGrammar(build, self.num_words, self._end_token_ids, self._max_lexers)
         if compiled.first.is_error():

@@ -75,7 +75,7 @@ class Tokenizer:
         and after an encoded text, such as BOS."""
         backend.no_truncation()
         backend.no_padding()
-        self._backend = backend
+        self.backend = backend
         self._prefix = list(prefix_ids)
         self._suffix = list(suffix_ids)
         self.prefix_ids = prefix_ids
@@ -101,11 +101,11 @@ class Tokenizer:
     @cached_property
     def table(self) -> TokenTable:
         """Bytes and text of each id, for the detokenizer."""
-        return table_for(self._backend, self.vocab_size, self.special_ids)
+        return table_for(self.backend, self.vocab_size, self.special_ids)
 
     def to_json(self) -> str:
         """The content of a tokenizer.json, without the prefix and suffix tokens."""
-        return self._backend.to_str()
+        return self.backend.to_str()
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of the text. A special token that is written out in the text becomes that token.
@@ -117,7 +117,7 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], *, add_special: bool = True) -> list[list[int]]:
         """As `encode`, for several texts in parallel. Releases the GIL."""
         try:
-            encoded = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except (UnicodeEncodeError, TypeError) as error:
             raise _not_unicode(texts) or error from error
         if not add_special or not (self._prefix or self._suffix):
@@ -134,7 +134,7 @@ class Tokenizer:
         if len(ids) and not (min(ids) >= 0 and max(ids) <= _MAX_ID):
             wrong = next(token_id for token_id in ids if not 0 <= token_id <= _MAX_ID)
             raise BadRequest(f"{wrong} is not a token id; ids run from 0 to {self.vocab_size - 1}.")
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special)
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def token_bytes(self, token_id: int) -> bytes:
         """The token's bytes, which may be part of a character; b"" for an id without a token."""
@@ -146,11 +146,11 @@ class Tokenizer:
 
     def tokens(self) -> dict[int, str]:
         """Every token by its id, as the vocabulary spells it."""
-        return {index: token for token, index in self._backend.get_vocab(with_added_tokens=True).items()}
+        return {index: token for token, index in self.backend.get_vocab(with_added_tokens=True).items()}
 
     def token_id(self, token: str) -> int | None:
         """Id of a token as the vocabulary spells it, or None."""
-        return self._backend.token_to_id(token)
+        return self.backend.token_to_id(token)
 
     def marker_id(self, text: str) -> int | None:
         """Id of the marker (`marker_ids`) with this text; None if grammars match it as text."""

@@ -70,7 +70,7 @@ def train_adapter(options: AdapterOptions, config: Config, command: str, report:
     device = open_device(config.run)
     weights = open_weights(files, seed=config.model.seed)
     spec = spec_from_config(files.config)
-    model, matrices = adapted_model(spec, weights, options, device.torch_device, keeps=_keeps_weights(files, spec))
+    model, matrices = adapted_model(spec, weights, options, device.torch_device, keeps=keeps_weights(files, spec))
     task = AdapterTask(model, matrices)
     batch_tokens = options.batch_tokens or _BATCH_TOKENS[device.kind]
     known = [one for one in examples if not one.is_held_out]
@@ -101,6 +101,6 @@ def train_adapter(options: AdapterOptions, config: Config, command: str, report:
     return result
 
 
-def _keeps_weights(files: ModelFiles, spec: ModelSpec) -> bool:
+def keeps_weights(files: ModelFiles, spec: ModelSpec) -> bool:
     """Whether weights are held as float32; else a quantised model's are dequantised whenever they are multiplied."""
     return not is_quantised(files) or 4 * spec.num_parameters <= MAX_SHARE * available_bytes()

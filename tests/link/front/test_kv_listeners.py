@@ -48,8 +48,8 @@ def test_a_new_engine_clears_what_listeners_have_and_is_asked() -> None:
         first, second = listeners.add(), listeners.add()
         listeners.on_events(event("snapshot", b"a"))
         listeners.on_events(event("snapshot", b"a"))
-        assert (await first.next(), first._queue) == (event("snapshot", b"a"), first._queue)
-        assert not first._queue, "a snapshot for another listener"
+        assert (await first.next(), first.queue) == (event("snapshot", b"a"), first.queue)
+        assert not first.queue, "a snapshot for another listener"
         listeners.on_new_engine()
         assert [await first.next(), await second.next()] == [kv_listeners.CLEARED] * 2
 

@@ -177,7 +177,7 @@ def test_an_engine_that_says_that_it_loads_is_waited_for_longer() -> None:
         await until(lambda: server.client.loading is not None)
         assert requests.late(lost_at + 100, lost_at) == ""
         assert "no progress for 100 s" in requests.late(time.monotonic() + 100, lost_at)
-        requests._progress_at = lost_at + 450
+        requests.progress_at = lost_at + 450
         assert "within 500 s" in requests.late(lost_at + 500, lost_at)
 
     run(work, resume_s=100.0)

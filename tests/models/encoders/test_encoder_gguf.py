@@ -88,7 +88,7 @@ def test_a_unigram_vocabulary_is_that_of_xlm_roberta() -> None:
     from transformers import XLMRobertaTokenizer
 
     original = XLMRobertaTokenizer(vocab=pieces)
-    assert isinstance(original._tokenizer.model, models.Unigram)
+    assert isinstance(original._tokenizer.model, models.Unigram)  # transformers' own.
     for text in ("the sea", "  the   sea the ", "seat", "the qq sea"):
         assert tokenizer.encode(text) == original(text)["input_ids"]
     assert tokenizer.pair.between == (2, 2)

@@ -69,7 +69,7 @@ def test_steps_of_recurring_sizes_replay_graphs(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(GraphCache, "capture", capture)
     graphs = EncoderGraphs(loaded.encoder, CpuDevice(torch.get_num_threads()), max_tokens=90, max_texts=6)
-    graphs._graphs.is_capturing = True
+    graphs.graphs.is_capturing = True
     for texts in [*steps, *steps]:
         packed, _ = pack(texts, [0] * len(texts), [0] * len(texts))
         assert graphs.fits(packed)
@@ -92,8 +92,8 @@ def test_graphs_give_what_uncaptured_steps_give(case: str, tmp_path: Path) -> No
             packed, _ = pack(texts, [0] * len(texts), [0] * len(texts))
             found, expected = graphs.states(packed).float(), loaded.encoder(packed).float()
             assert F.cosine_similarity(found, expected, dim=1).min() > 0.999
-    assert graphs._graphs.is_capturing
-    assert len(graphs._graphs.captured) == 4
+    assert graphs.graphs.is_capturing
+    assert len(graphs.graphs.captured) == 4
 
 
 @pytest.mark.gpu

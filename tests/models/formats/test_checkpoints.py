@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.inside import weights_of
 from helpers.paged import PagedDriver
 from helpers.quantised_files import (
     Packed,
@@ -147,7 +148,7 @@ def test_weights_are_held_as_small_as_they_are_stored(case: str, dtype: torch.dt
     assert decoder.num_bytes - others < share * layers * 2
     held = [
         linear.num_bytes
-        for layer in decoder._weights.layers
+        for layer in weights_of(decoder).layers
         for linear in (layer.mixer.qkv, layer.mixer.out, layer.mlp.gate_up.linear, layer.mlp.down)  # type: ignore
     ]
     assert sum(held) < share * layers * 2 + 4096
@@ -219,7 +220,7 @@ def test_devices_with_fp8_multiply_the_stored_numbers(
     found, expected = logits(decoder), logits(plain(source, tmp_path / "m", torch.bfloat16))
     assert error(found, expected) < 0.2, "activations are rounded to FP8"
     assert decoder.num_bytes == weight_bytes(resolve_model(str(tmp_path / "m")), torch.bfloat16, device=CPU)
-    qkv: Any = decoder._weights.layers[0].mixer.qkv  # type: ignore[attr-defined]
+    qkv: Any = weights_of(decoder).layers[0].mixer.qkv  # type: ignore[attr-defined]
     assert qkv.weight.values.dtype == torch.float8_e4m3fn
     names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv"]
     torch.testing.assert_close(qkv.weight.widen(), torch.cat([source.tensors[name] for name in names]))

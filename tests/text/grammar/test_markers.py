@@ -33,7 +33,7 @@ TOKENS = {
 
 
 def check_agreement(tokenizer: Tokenizer) -> None:
-    inner = GrammarEnvironment(tokenizer, tokenizer.vocab_size)._tokens
+    inner = GrammarEnvironment(tokenizer, tokenizer.vocab_size).tokens
     special = {index for index in range(tokenizer.vocab_size) if inner.is_special_token(index)}
     # Ids without a token, and a byte that is never part of UTF-8.
     no_text = {index for index in special if tokenizer.token_bytes(index) in (b"", b"\xff")}

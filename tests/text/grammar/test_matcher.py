@@ -208,7 +208,7 @@ def test_a_lexer_that_cannot_be_compiled_again_is_not_used(
     broken = environment.compile(OBJECT).first
     assert not broken.consume_token(0)
     # llguidance fails here only when memory is short, so the failure is put in its place.
-    monkeypatch.setattr(compiled, "_build", lambda: broken)
+    monkeypatch.setattr(compiled, "build", lambda: broken)
     compiled.grow()
     compiled.spread()
     assert not compiled.is_crowded

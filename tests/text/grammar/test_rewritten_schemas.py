@@ -182,7 +182,7 @@ def _hidden_token() -> Tokenizer:
     """Decoding hides a token that the vocabulary does not mark as special."""
     plain = _plain_end()
     # No loader makes such a tokenizer from a whole file.
-    return Tokenizer(plain._backend, end_token_ids=plain.end_token_ids, special_ids=frozenset((298,)))
+    return Tokenizer(plain.backend, end_token_ids=plain.end_token_ids, special_ids=frozenset((298,)))
 
 
 @pytest.mark.parametrize(("build", "wrong"), [(_plain_end, 299), (_hidden_token, 298)])

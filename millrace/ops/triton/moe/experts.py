@@ -28,7 +28,7 @@ SHARE_AHEAD = 1 << 18
 """Bytes of weights that one program prefetches before the choices are known."""
 
 
-def _pdl_options(device: torch.device, pdl: bool = True) -> dict[str, bool]:
+def launch_options(device: torch.device, pdl: bool = True) -> dict[str, bool]:
     return pdl_options(device) if pdl else {"EARLY": False}
 
 
@@ -69,7 +69,7 @@ def _route(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(weights, ids, table); without counts the table is not filled."""
     # The prefetch instruction exists on the same GPUs as programmatic dependent launch.
-    asks = gate_up is not None and _pdl_options(logits.device)["EARLY"]
+    asks = gate_up is not None and launch_options(logits.device)["EARLY"]
     shares = min(ahead, gate_up.nbytes) // SHARE_AHEAD if gate_up is not None and asks else 0
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     tokens, num_experts = logits.shape
@@ -96,7 +96,7 @@ def _route(
             GROUP=counts is not None,
             AHEAD=SHARE_AHEAD if shares else 0,
             num_warps=1,
-            **_pdl_options(logits.device),
+            **launch_options(logits.device),
         )
     return weights, ids, table
 
@@ -114,7 +114,7 @@ def group(ids: Tensor, num_experts: int, pdl: bool = False) -> Groups:
         tokens,
         BLOCK=block,
         num_warps=8 if block >= 2048 else 4,
-        **_pdl_options(ids.device, pdl),
+        **launch_options(ids.device, pdl),
     )
     return Groups(slots, top_k, counts, table)
 
@@ -157,7 +157,7 @@ def grouped_product(
         AHEAD=_bytes_ahead(tile, depth, x),
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **_pdl_options(x.device, pdl),
+        **launch_options(x.device, pdl),
     )
     return out
 
@@ -199,7 +199,7 @@ def joint_products(
         TRIES=MAX_POLLS,
         num_warps=up.warps,
         num_stages=min(up.stages, low.stages),
-        **_pdl_options(x.device, config.pdl),
+        **launch_options(x.device, config.pdl),
     )
     return out
 
@@ -228,7 +228,7 @@ def combine(outputs: Tensor, weights: Tensor, pdl: bool = False, counts: Tensor 
         EXPERTS=0 if counts is None else counts.numel(),
         EXPERT_BLOCK=1 if counts is None else power_of_two(counts.numel()),
         num_warps=4,
-        **_pdl_options(out.device, pdl),
+        **launch_options(out.device, pdl),
     )
     return out
 
