@@ -76,6 +76,7 @@ def _gpt_neox(c: ConfigReader) -> dict[str, Any]:
 
 def _phi(c: ConfigReader) -> dict[str, Any]:
     _refuse(c, "qk_layernorm", "layer norms of queries and keys are not supported so far")
+    _refuse(c, "tie_word_embeddings", "a head with biases that shares the embedding's matrix is not supported")
     return {
         **_layer_norms(c, "layer_norm_eps"),
         "qkv_bias": True,
