@@ -88,7 +88,7 @@ import sys
 from pathlib import Path
 import millrace.ops.cpp.native as module
 library = module.Native(Path(sys.argv[1]))
-module._native_or_reason = lambda: library
+module.native_or_reason = lambda: library
 assert not library.with_gil.has_amx()
 import torch
 from helpers.stored_blocks import dequantised, random_blocks
