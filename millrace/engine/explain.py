@@ -57,7 +57,7 @@ def _sequence(entry: Entry, now: float) -> dict[str, Any]:
         else None,
         "cache": {
             "cached_tokens": finish.cached_tokens if finish is not None else None,
-            "diverged_at_token": diagnostics.diverged_at if diagnostics.diverged_at >= 0 else None,
+            "diverged_at_token": None if diagnostics.diverged is None else diagnostics.diverged.at,
             "why": _what_it_found(entry),
             **_text_around(entry.diagnostics),
             "handle": diagnostics.handle or None,
@@ -134,23 +134,24 @@ def _how_it_went_on(resumed: Resumption, taken: float) -> str:
 
 def _text_around(diagnostics: Diagnostics) -> dict[str, Any]:
     """For the front, which has the tokenizer and answers with what stands there instead."""
-    if diagnostics.diverged_at < 0:
+    diverged = diagnostics.diverged
+    if diverged is None:
         return {}
     return {
-        "around": unpack_tokens(diagnostics.around).tolist(),
-        "around_from": diagnostics.around_from,
-        "is_reordered": diagnostics.is_reordered,
+        "around": unpack_tokens(diverged.around).tolist(),
+        "around_from": diverged.around_from,
+        "is_reordered": diverged.is_reordered,
     }
 
 
 def _what_it_found(entry: Entry) -> str:
-    diverged = entry.diagnostics.diverged_at
+    diverged = entry.diagnostics.diverged
     if not entry.diagnostics.has_cache:
         return "The model reads every text whole; it has no prefix cache."
     if entry.admitted is None:
         return "It has not been looked up in the prefix cache yet."
-    if diverged >= 0:
-        return f"Prompt token {diverged} is the first that differs from the cached prefix."
+    if diverged is not None:
+        return f"Prompt token {diverged.at} is the first that differs from the cached prefix."
     if entry.finish is not None and entry.finish.cached_tokens:
         return "The whole cached prefix was used."
     return "No cached prefix matches this prompt."

@@ -141,6 +141,12 @@ class Ledger:
             search.is_cancelled |= search.tenant == tenant
         return [request_id for request_id, entry in self._entries.items() if entry.tenant == tenant]
 
+    def forget_prompts(self, tenant: str) -> None:
+        """Keep no part of what this tenant asked."""
+        for entry in (*self._entries.values(), *self._ended.values()):
+            if entry.tenant == tenant:
+                entry.diagnostics.divergence = None
+
     def abort_searches(self, front: int, now: float) -> None:
         """This front is gone, and will not end its searches."""
         for search, entry in [one for one in self._searches.items() if front_of(one[0]) == front]:

@@ -111,6 +111,8 @@ class Admitting:
     def _spans(self, request: Request, match: Match) -> list[Span]:
         """Of documents, as far as there are blocks for them now: the others are computed as blocks become free."""
         spans = self._seating.documents.find(request, match)
+        if not spans:
+            return spans
         held = match.found + [block for span in spans for block in span.blocks]
         num_left = self._seating.num_available_columns - self._pool.num_unreferenced(held)
         while spans and -(-spans[-1].end // self._rows.block_size) - match.num_columns > num_left:
@@ -157,6 +159,7 @@ class Admitting:
 
     def learn(self, request: Request) -> None:
         """A request ended on its own: its length tells about those to come."""
-        self._lengths.observe(request)
-        self._policy.learn(request)
+        now = self._pool.named.uses.now
+        self._lengths.observe(request, now)
+        self._policy.learn(request, now)
         self.settle(request)

@@ -80,7 +80,7 @@ class StepBudget:
         if len(behind) + sum(waiting) == 0:
             return ChunkBudget(0, 0)
         times, num_singles = self.times, len(singles)
-        urgent = int(rows.priority[singles].min()) if times is not None and num_singles else BATCH
+        urgent = rows.most_urgent(singles) if times is not None and num_singles else BATCH
         num_without_token = sum(waiting[: urgent + 1])
         if len(behind):
             has_no_token = rows.known_host[behind] == rows.num_prompt[behind]

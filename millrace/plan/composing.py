@@ -23,6 +23,7 @@ from millrace.plan.step import (
     HeadShape,
     Int32s,
     Int64s,
+    PlacedTokens,
     StateCopies,
     StepPlan,
     StepShape,
@@ -66,7 +67,9 @@ class Composer:
         scored, pooled = self._scored(table_rows, starts), self._pooled(table_rows)
         shape, is_captured = self._shapes.choose(
             StepSizes(
-                *(starts, counts, chosen.longest),
+                starts=starts,
+                counts=counts,
+                longest=chosen.longest,
                 num_singles=len(chosen.singles),
                 shared_blocks=shared_blocks,
                 drafts=drafts,
@@ -84,8 +87,16 @@ class Composer:
         states = self._states(admitted, table_rows, starts + counts) if self._seating.checkpoints is not None else None
         block_groups, block_rows, block_cols, block_ids = self._seating.take_new_blocks()
         plan = StepPlan(
-            *(self._in_flight.next_step, table_rows.astype(np.int32), starts, counts, samples),
-            *(block_rows, block_cols, block_ids, shape, admitted),
+            step_no=self._in_flight.next_step,
+            rows=table_rows.astype(np.int32),
+            starts=starts,
+            counts=counts,
+            samples=samples,
+            block_rows=block_rows,
+            block_cols=block_cols,
+            block_ids=block_ids,
+            shape=shape,
+            admitted=admitted,
             released=self._seating.take_releases(),
             appended=self._seating.take_appended(),
             shared_blocks=shared_blocks,
@@ -99,7 +110,7 @@ class Composer:
             scored=scored,
             pooled=pooled,
             states=states,
-            placed=self._seating.documents.take([one.row for one in admitted]) if admitted else (),
+            placed=self._placed(admitted),
             draw=draw,
             captures=(shape, *heads) if is_captured else heads,
             epoch=self._epoch,
@@ -246,6 +257,10 @@ class Composer:
         if not self._seating.has_unannounced:
             return ()
         return self._seating.take_admissions(chosen.chunks, chosen.singles)
+
+    def _placed(self, admitted: tuple[Admission, ...]) -> tuple[PlacedTokens, ...]:
+        documents = self._seating.documents
+        return documents.take([one.row for one in admitted]) if documents and admitted else ()
 
     def _masked(self, table_rows: Int64s, samples: Bools) -> Bools | None:
         if not self._rows.num_constrained:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from millrace.plan.request import Request, end_of
-from millrace.plan.rows import NO_TOKEN, Rows
+from millrace.plan.rows import Rows
 from millrace.plan.step import NO_EPOCH, ONE, Bools, Ended, Int32s, Int64s, StepPlan
 
 
@@ -168,7 +168,7 @@ def make_pending_outcome(plan: StepPlan, rows: Rows) -> PendingOutcome:
     positions, request_ids = rows.known_host[table_rows], rows.request_ids[table_rows]
     left = rows.limit[table_rows] - positions - 1
     is_last = left <= 0
-    end_tokens, hides_ends = _end_tokens(rows, table_rows, positions) if rows.num_with_ends else (None, False)
+    end_tokens, hides_ends = rows.end_tokens.in_effect(table_rows, positions)
     return PendingOutcome(
         computed_rows=computed_rows,
         computed=computed,
@@ -193,16 +193,6 @@ def _length_ends(rows: Rows, table_rows: Int64s, positions: Int32s, is_last: Boo
         request = rows.request(int(table_rows[at]))
         ends[at] = end_of(request, "length", int(positions[at]) + 1 - request.num_prompt)
     return ends
-
-
-def _end_tokens(rows: Rows, table_rows: Int64s, positions: Int32s) -> tuple[Int32s, bool]:
-    """The columns `end_tokens` and `hides_ends` of the outcome."""
-    end_tokens: Int32s = rows.end_tokens[table_rows]
-    too_early = positions < rows.ends_from[table_rows]
-    hides = bool(too_early.any())
-    if hides:
-        end_tokens[too_early] = NO_TOKEN
-    return np.ascontiguousarray(end_tokens.T), hides
 
 
 class DraftedOutcome:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from millrace.params.classes import FinishReason
 from millrace.params.keeping import Documents, Retain
 from millrace.params.rows import DEFAULT_ROW_PARAMS, RowParams
+from millrace.plan.divergence import Diverged, Divergence
 from millrace.plan.step import ALL_LINEARS, Ended, Int32s
 
 INTERACTIVE, STANDARD, BATCH = 0, 1, 2
@@ -29,14 +30,8 @@ class Diagnostics:
     """Totals of `Delays` on arrival."""
     waited_for: dict[str, float] = field(default_factory=dict)
     """Seconds by cause, until the first admission."""
-    diverged_at: int = -1
-    """Index of the first prompt token that differs from the cached block at that position; -1 if none differs."""
-    around: bytes = b""
-    """Own tokens around that one, as int32 bytes."""
-    around_from: int = 0
-    """Index of the first of them."""
-    is_reordered: bool = False
-    """True if what the cached block has there comes later in the prompt."""
+    divergence: Divergence | None = None
+    """From what was cached after the prefix that it found; None if nothing was."""
     handle: str = ""
     """Name of the handle that retains its prefix."""
     retained_tokens: int = 0
@@ -56,6 +51,11 @@ class Diagnostics:
     """Tokens whose blocks returned from the disk for it."""
     preempted_for: list[str] = field(default_factory=list)
     """One sentence per preemption, for the first few."""
+
+    @property
+    def diverged(self) -> Diverged | None:
+        """None if no cached block differs from its prompt."""
+        return None if self.divergence is None else self.divergence.found()
 
 
 @dataclass(slots=True)

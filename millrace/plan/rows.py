@@ -12,11 +12,11 @@ from collections import deque
 
 import numpy as np
 
+from millrace.plan.end_tokens import EndTokens
 from millrace.plan.flows import Flows
 from millrace.plan.request import Request
 from millrace.plan.step import Int32s, Int64s
 
-NO_TOKEN = -1
 ALWAYS = np.iinfo(np.int32).max
 """`Rows.logits_until` of a row that every token is drawn for from logits."""
 TAIL_BLOCKS = 16
@@ -42,8 +42,6 @@ class Rows:
         self.slack = np.zeros(capacity, np.int32)
         self.limit = np.zeros(capacity, np.int32)
         self.num_prompt = np.zeros(capacity, np.int32)
-        self.ends_from = np.zeros(capacity, np.int32)
-        """Number of known tokens (prompt + min_tokens) from which end tokens end the request."""
         self.deadline = np.full(capacity, np.inf)
         self.priority = np.zeros(capacity, np.int32)
         self.num_yields = np.zeros(capacity, np.int32)
@@ -52,7 +50,7 @@ class Rows:
         """Output tokens expected of the request; NaN: as many as of any other."""
         self.num_known_at_admission = np.zeros(capacity, np.int32)
         self.active = np.zeros(capacity, np.bool_)
-        self.end_tokens = np.full((capacity, 4), NO_TOKEN, np.int32)
+        self.end_tokens = EndTokens(capacity)
         self._add_tails()
         self._add_block_columns()
         self._add_flow_columns()
@@ -63,8 +61,6 @@ class Rows:
         """Active rows with a grammar."""
         self.num_timed = 0
         """Active rows with a deadline."""
-        self.num_with_ends = 0
-        """Active rows with end tokens."""
         self.num_active = 0
         self._free = list(range(capacity - 1, -1, -1))
         self._fenced: deque[tuple[int, int]] = deque()
@@ -179,6 +175,10 @@ class Rows:
             self._newest.append(row)
         self._last_rank = max(self._last_rank, rank)
 
+    def most_urgent(self, table_rows: Int64s) -> int:
+        """The most urgent class of these rows."""
+        return next(iter(self.classes)) if len(self.classes) == 1 else int(self.priority[table_rows].min())
+
     def request(self, row: int) -> Request:
         request = self.requests[row]
         if request is None:
@@ -197,12 +197,14 @@ class Rows:
         self.slack[row] = 0
         self.limit[row] = num_prompt + request.max_tokens
         self.num_prompt[row] = num_prompt
-        self.ends_from[row] = num_prompt + request.min_tokens
-        self.deadline[row] = request.deadline
-        self.num_timed += request.deadline < math.inf
+        if request.deadline < math.inf:
+            self.deadline[row] = request.deadline
+            self.num_timed += 1
         self.num_blocks[row] = self.num_shared[row] = self.num_registered[row] = num_columns
         for group, ids in enumerate(blocks):
-            self.num_dropped[group, row] = next((at for at, block in enumerate(ids) if block), num_columns)
+            is_whole = not ids or ids[0] != 0
+            first = 0 if is_whole else next((at for at, block in enumerate(ids) if block), num_columns)
+            self.num_dropped[group, row] = first
         self.num_full_at_admission[row] = num_known // self.block_size
         self.priority[row] = request.priority
         self.classes.add(request.priority)
@@ -214,8 +216,7 @@ class Rows:
         self._set_results(row, request)
         self.num_yields[row] = request.yields
         self.num_known_at_admission[row] = num_known
-        if request.end_token_ids:
-            self._set_end_tokens(row, request.end_token_ids)
+        self.end_tokens.set(row, request)
         self._split_history(row, request, num_known)
         self.requests[row] = request
         self.blocks[row] = blocks
@@ -252,7 +253,9 @@ class Rows:
         request = self.request(row)
         request.history += self.tail[row, : int(self.known_host[row]) - len(request.history) // 4].tobytes()
         request.num_output = int(self.known_host[row] - self.num_prompt[row])
-        self.num_timed -= request.deadline < math.inf
+        if request.deadline < math.inf:
+            self.deadline[row] = np.inf
+            self.num_timed -= 1
         self.num_constrained -= request.constrained
         if self.num_scored:
             self.num_scored -= request.scores_prompt
@@ -271,9 +274,7 @@ class Rows:
             self.num_from_logits -= until > 0
             self.num_with_minimum -= 0 < until < ALWAYS
             self.num_beyond_head -= request.beyond_head
-        if request.end_token_ids:
-            self.num_with_ends -= 1
-            self.end_tokens[row] = NO_TOKEN
+        self.end_tokens.clear(row, request)
         self.flows.leave(int(self.flow[row]))
         self.num_active -= 1
         self.active[row] = False
@@ -369,21 +370,14 @@ class Rows:
         full = num_known // self.block_size * self.block_size
         self._start_tail(row, full)
         if full < num_known:
-            self.tail[row, : num_known - full] = np.frombuffer(request.history[full * 4 :], np.int32)
+            prompt, at = request.prompt, row * self.tail.shape[1]
+            rest = prompt[full:] if num_known == len(prompt) else np.frombuffer(request.history[full * 4 :], np.int32)
+            self._flat_tail[at : at + num_known - full] = rest
             del request.history[full * 4 :]
 
     def _start_tail(self, row: int, start: int) -> None:
         self.tail_start[row] = start
         self._tail_places[row] = row * self.tail.shape[1] - start
-
-    def _set_end_tokens(self, row: int, end_token_ids: tuple[int, ...]) -> None:
-        width = self.end_tokens.shape[1]
-        if len(end_token_ids) > width:
-            wider = np.full((self.capacity, 2 * len(end_token_ids)), NO_TOKEN, np.int32)
-            wider[:, :width] = self.end_tokens
-            self.end_tokens = wider
-        self.end_tokens[row, : len(end_token_ids)] = end_token_ids
-        self.num_with_ends += 1
 
 
 def logits_until(request: Request) -> int:

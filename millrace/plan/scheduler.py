@@ -151,7 +151,7 @@ class Scheduler:
 
     @property
     def watched_blocks(self) -> Mapping[Location, WatchedBlocks]:
-        found: dict[Location, WatchedBlocks] = {"device": self.pool}
+        found: dict[Location, WatchedBlocks] = {"device": self.pool.named}
         return found | {index.location: index for index in self.tiers.indexes}
 
     @property
@@ -319,7 +319,7 @@ class Scheduler:
         """The first part of `plan`, for which masks need not be known."""
         self.run_deferred()
         self._expire(now)
-        self.pool.uses.now = now
+        self.pool.named.uses.now = now
         self.retention.advance(now)
         self.tiers.advance(now, is_idle=not len(self._seating) and not len(self.waiting))
         return self._choosing.choose(now, only)
@@ -412,15 +412,15 @@ class Scheduler:
             prefix_query_tokens=self.prefix.query_tokens,
             evictions=pool.num_evicted,
             evicted_for_arrivals=pool.num_evicted_for_arrivals,
-            evicted_retained=pool.num_evicted_retained,
-            blocks_retained=pool.num_retained,
+            evicted_retained=pool.cached.num_evicted_retained,
+            blocks_retained=pool.cached.num_retained,
             retentions_refused=self.retention.num_refused,
             state_slots_total=states.total,
             state_slots_used=states.used,
             state_slot_bytes=states.slot_bytes,
             state_hits=states.hits,
             state_evictions=states.evictions,
-            host_blocks_lost=pool.num_lost,
+            host_blocks_lost=pool.cached.num_lost,
             **self.tiers.figures(),
             draft_length=drafts.length,
             draft_probes=drafts.num_probes,

@@ -55,12 +55,12 @@ def test_a_follower_knows_the_cache_after_any_fills_and_evictions(seed: int) -> 
     host = SlotIndex("host", 6)
     pool, channel = BlockPool(12, tiers=(host,)), FakeChannel(num_fronts=2)
     pool.withholds_dirty = False
-    feed, follower, seen = KvEventFeed(channel, {"device": pool, "host": host}), Follower(), 0
+    feed, follower, seen = KvEventFeed(channel, {"device": pool.named, "host": host}), Follower(), 0
     for turn in range(200):
         for parent, digest, tokens in chain(rng.randrange(6), rng.randrange(1, 6)):
-            if pool.find(digest, tokens) is None and pool.num_available:
+            if pool.named.find(digest, tokens) is None and pool.num_available:
                 [block] = pool.take_many(1)
-                pool.register([block], [digest], [tokens], parent)
+                pool.named.register([block], [digest], [tokens], parent)
                 pool.release([block], None)
             key = (0, digest)
             if rng.random() < 0.2 and key not in host and host.fill(key, tokens) is not None:
@@ -73,27 +73,27 @@ def test_a_follower_knows_the_cache_after_any_fills_and_evictions(seed: int) -> 
             follower.apply(event)
         seen = len(sent)
         if turn >= 20:
-            assert follower.held == {"device": keys(pool.digests()), "host": keys(host.digests())}
+            assert follower.held == {"device": keys(pool.named.digests()), "host": keys(host.digests())}
     assert pool.num_evicted > 20
     assert events_in(channel, 0) == [], "front 0 does not listen"
 
 
 def test_nothing_is_kept_while_nobody_listens() -> None:
     pool, channel = BlockPool(4), FakeChannel()
-    feed = KvEventFeed(channel, {"device": pool})
-    assert pool.journal is None
+    feed = KvEventFeed(channel, {"device": pool.named})
+    assert pool.named.journal is None
     feed.watch(0, is_on=True)
-    assert pool.journal is not None
+    assert pool.named.journal is not None
     feed.watch(0, is_on=False)
-    assert pool.journal is None
+    assert pool.named.journal is None
 
 
 def test_a_long_snapshot_is_sent_in_parts() -> None:
     pool, channel = BlockPool(MAX_KEYS + 5), FakeChannel()
     found = list(chain(1, MAX_KEYS + 5))
     blocks = pool.take_many(len(found))
-    pool.register(blocks, [one[1] for one in found], [one[2] for one in found], found[0][0])
-    KvEventFeed(channel, {"device": pool}).watch(0, is_on=True)
+    pool.named.register(blocks, [one[1] for one in found], [one[2] for one in found], found[0][0])
+    KvEventFeed(channel, {"device": pool.named}).watch(0, is_on=True)
     first, rest = events_in(channel, 0)
     assert (first.kind, rest.kind) == ("snapshot", "filled")
     assert len(first.keys + rest.keys) == KV_KEY_BYTES * len(found)

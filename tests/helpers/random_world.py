@@ -218,10 +218,10 @@ class World:
 
     def check_forgotten(self) -> None:
         mark, pool = owner_mark(SECRETIVE.encode()), self.scheduler.pool
-        locations = [pool.digests(), *(index.digests() for index in self.scheduler.tiers.indexes)]
+        locations = [pool.named.digests(), *(index.digests() for index in self.scheduler.tiers.indexes)]
         locations.append([name[1:25] for _, name in self.stored.values()])
         assert not any(digest.endswith(mark) for digests in locations for digest in digests)
-        assert not any(pool._hash_of[block] for block in pool._free)
+        assert not any(pool.named.hash_of[block] for block in pool._free)
         assert all(one.owner != SECRETIVE for one in self.scheduler.handles(None, self.now).handles)
 
     def cancel(self) -> None:

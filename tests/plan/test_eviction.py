@@ -34,7 +34,7 @@ class Cache:
     def found(self, text: str) -> list[int]:
         blocks = []
         for name, letter in zip(self.names(text), text, strict=True):
-            block = self.pool.find(name, letter.encode())
+            block = self.pool.named.find(name, letter.encode())
             if block is None:
                 break
             blocks.append(block)
@@ -46,7 +46,7 @@ class Cache:
         first = len(found)
         row = found + self.pool.take_many(len(text) - first)
         parent = names[first - 1] if first else b"root"
-        self.pool.register(row[first:], names[first:], [letter.encode() for letter in text[first:]], parent)
+        self.pool.named.register(row[first:], names[first:], [letter.encode() for letter in text[first:]], parent)
         return row
 
     def use(self, text: str) -> int:
@@ -112,7 +112,7 @@ def test_a_block_whose_successor_is_in_use_can_be_evicted_if_nothing_else_is_lef
     cache = Cache("frequency", 3)
     first = cache.begin("a")
     second = cache.pool.take_many(2)  # Another request computes "ab" at the same time: its "a" is no longer registered.
-    cache.pool.register(second[1:], cache.names("ab")[1:], [b"b"], cache.names("a")[0])
+    cache.pool.named.register(second[1:], cache.names("ab")[1:], [b"b"], cache.names("a")[0])
     cache.pool.release(first, None)
     assert cache.pool.num_available == 1
     assert cache.pool.take_many(1) == first

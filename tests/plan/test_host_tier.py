@@ -22,7 +22,7 @@ def test_a_working_set_of_three_pools_is_answered_without_recomputing(
         bench.num_computed = 0
         assert [bench.answer(prompt) for prompt in texts] == [PROMPT - BLOCK] * WORKING_SET
         assert bench.num_computed == (BLOCK + 3) * WORKING_SET
-    assert bench.scheduler.pool.num_lost == 0
+    assert bench.scheduler.pool.cached.num_lost == 0
     assert bench.tier.tokens_loaded > WORKING_SET * (PROMPT - BLOCK)
 
 
@@ -36,7 +36,7 @@ def test_a_working_set_is_loaded_under_steady_pressure() -> None:
     bench.run(2000)
     found = [request.cached_tokens for request in bench.requests.values()]
     assert min(found[WORKING_SET:]) == PROMPT - BLOCK
-    assert bench.scheduler.pool.num_lost == 0
+    assert bench.scheduler.pool.cached.num_lost == 0
 
 
 def test_nothing_is_copied_while_the_pool_has_room() -> None:
@@ -125,7 +125,7 @@ def test_copies_that_never_end_do_not_stop_serving() -> None:
     for prompt in texts:
         bench.answer(prompt)
     assert bench.tier.is_stuck
-    assert bench.scheduler.pool.num_lost > 0
+    assert bench.scheduler.pool.cached.num_lost > 0
     assert bench.scheduler.pool.num_held > 0, "blocks that are being copied are never reused"
 
 
@@ -195,4 +195,4 @@ def test_what_handles_keep_moves_down_and_comes_back() -> None:
     for prompt in kept:
         assert bench.answer([*prompt, 5]) == PROMPT
     assert bench.num_computed - computed <= 6 * (1 + 4)
-    assert bench.scheduler.pool.num_lost == 0
+    assert bench.scheduler.pool.cached.num_lost == 0

@@ -9,7 +9,7 @@ import pytest
 
 from millrace.plan.queue import learned_lengths
 from millrace.plan.queue.kv_peak import OutputLengthEstimate
-from millrace.plan.queue.learned_lengths import LearnedLengths
+from millrace.plan.queue.learned_lengths import LearnedLengths, Sample
 from millrace.plan.request import Request
 
 
@@ -26,7 +26,8 @@ def learned(num_requests: int, *, has_pattern: bool) -> tuple[LearnedLengths, np
     for number in range(num_requests):
         application, length = int(rng.integers(2)), int(rng.integers(100, 900))
         mean = (20 if application else length) if has_pattern else 200
-        lengths.observe(request(number, application, length, rng, max(1, int(mean * rng.uniform(0.8, 1.2)))))
+        ended = request(number, application, length, rng, max(1, int(mean * rng.uniform(0.8, 1.2))))
+        lengths.observe(ended, float(number))
     return lengths, rng
 
 
@@ -55,23 +56,33 @@ def test_a_prediction_is_at_most_the_limit_and_finite() -> None:
     one = request(0, 0, 900, rng, 0)
     one.max_tokens = 7
     assert lengths.predict(one) <= 7
-    for _ in range(300):
-        lengths.observe(request(0, 0, 1, rng, 0))
+    for number in range(300):
+        lengths.observe(request(0, 0, 1, rng, 0), 400.0 + number)
     assert math.isfinite(lengths.regressor.predict(one))
 
 
 def test_equal_requests_for_ever_overflow_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the features do not show is not forgotten: the uncertainty would grow without a bound."""
-    monkeypatch.setattr(learned_lengths, "FORGETTING", 0.9)  # In 8,000 requests what takes 800,000 otherwise.
+    monkeypatch.setattr(learned_lengths, "FORGETTING", 0.9)  # In 2,000 requests what takes 200,000 otherwise.
     lengths, rng = LearnedLengths(), np.random.default_rng(1)
     one = request(0, 0, 60, rng, 40)
     with np.errstate(all="raise"):
-        for _ in range(8000):
-            lengths.observe(one)
+        for number in range(2000):
+            lengths.observe(one, float(number))
         assert 35 < lengths.regressor.predict(one) < 45
         for number in range(300):
-            lengths.observe(request(number, 1, int(rng.integers(100, 900)), rng, 20))
+            lengths.observe(request(number, 1, int(rng.integers(100, 900)), rng, 20), 2000.0 + number)
         assert 10 < lengths.regressor.predict(request(0, 1, 500, rng, 0)) < 40
+
+
+def test_servers_of_many_short_requests_learn_from_a_sample() -> None:
+    """Learning takes longer than all else that a request costs the scheduler."""
+    every, burst = Sample(), Sample()
+    assert all(every.takes(number / 10) for number in range(100)), "of few requests all are taken"
+    taken = [every.takes(20.0 + number / 1000) for number in range(3000)]
+    assert 20 <= sum(taken[-2000:]) <= 60, "two seconds"
+    assert sum(burst.takes(1.0) for _ in range(512)) < 40, "all at once"
+    assert sum(burst.takes(2.0 + number) for number in range(20)) == 19, "all again"
 
 
 def test_admission_expects_of_a_row_what_was_learned() -> None:

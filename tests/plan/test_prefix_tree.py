@@ -96,11 +96,13 @@ def test_what_lost_its_beginning_says_so_and_owners_are_told_apart() -> None:
     bench = Bench()
     bench.ask(prompt_of(1, 16))
     pool = bench.scheduler.pool
-    [head] = [digest for digest in pool.digests() if bench.scheduler.prefix.is_root(pool.parent_hash(digest) or b"")]
-    block = pool._by_hash[0][head]
-    pool._uncache(block)
-    pool._cached.add(block)
-    pool._cached.move_to_end(block, last=False)  # type: ignore[attr-defined]
+    named, cached = pool.named, pool.cached
+    [head] = [digest for digest in named.digests() if bench.scheduler.prefix.is_root(named.parent_hash(digest) or b"")]
+    block = named.block_of(head)
+    assert block is not None
+    cached.remove(block)
+    cached.clean.add(block)
+    cached.clean.move_to_end(block, last=False)  # type: ignore[attr-defined]
     pool.take_many(pool.num_free + 1)
     found = bench.scheduler.block_map(10, bench.now)
     assert [(node.start, node.tokens) for node in found.nodes] == [(None, 12)]

@@ -100,10 +100,10 @@ def test_a_handle_ends_with_its_time_or_when_it_is_dropped() -> None:
     assert bench.names() == ["short", "long"]
     bench.now += 2.0
     assert bench.names() == ["long"]
-    assert bench.scheduler.pool.num_retained == 4
+    assert bench.scheduler.pool.cached.num_retained == 4
     assert bench.scheduler.drop_handles("long", "") == 1
     assert bench.scheduler.drop_handles("long", "") == 0
-    assert bench.scheduler.pool.num_retained == 0
+    assert bench.scheduler.pool.cached.num_retained == 0
     flood(bench)
     assert bench.ask([*prompt_of(2), 5]).cached_tokens == 0
 
@@ -163,7 +163,7 @@ def test_a_request_that_needs_the_memory_gets_it() -> None:
     large = bench.submit(prompt_of(2, 60), max_tokens=30)
     bench.run()
     assert large.preemptions == 0
-    assert bench.scheduler.pool.num_evicted_retained > 0
+    assert bench.scheduler.pool.cached.num_evicted_retained > 0
     [handle] = bench.scheduler.handles("", bench.now).handles
     assert handle.resident_tokens < handle.tokens == 40
     bench.ask([*prompt_of(1, 40), 3])
@@ -178,7 +178,7 @@ def test_admission_leaves_retained_blocks_alone_while_others_run() -> None:
     for number in range(10, 16):
         bench.submit(prompt_of(number, 16), max_tokens=8)
     bench.run()
-    assert bench.scheduler.pool.num_evicted_retained == 0
+    assert bench.scheduler.pool.cached.num_evicted_retained == 0
     assert bench.scheduler.num_preemptions == 0
 
 
@@ -186,7 +186,7 @@ def test_with_host_memory_the_other_blocks_leave_first() -> None:
     bench = Bench(host_slots=50)
     bench.ask(prompt_of(1), Retain(100.0, "mine"))
     flood(bench)
-    assert bench.scheduler.pool.num_evicted_retained == 0
+    assert bench.scheduler.pool.cached.num_evicted_retained == 0
     assert bench.scheduler.handles("", bench.now).handles[0].resident_tokens == 16
     bench.submit(prompt_of(2, 80), max_tokens=10)
     bench.run()

@@ -93,9 +93,9 @@ def test_the_random_schedules_do_preempt_share_cancel_repeat_and_load() -> None:
         jumped += world.num_jumped
         accepted += world.device.num_accepted
         dropped += int(world.scheduler.rows.num_dropped.sum())
-        lost += world.scheduler.pool.num_lost
+        lost += world.scheduler.pool.cached.num_lost
         retained += sum(request.diagnostics.retained_tokens for request in world.requests.values())
-        unkept += world.scheduler.pool.num_evicted_retained
+        unkept += world.scheduler.pool.cached.num_evicted_retained
         if world.scheduler.prefix.checkpoints is not None:
             begun += world.scheduler.prefix.checkpoints.num_hits
             evicted += world.scheduler.prefix.checkpoints.slots.num_evicted

@@ -68,14 +68,14 @@ def replay(requests: Sequence[TracedRequest], policy: EvictionName, pool_tokens:
     for digests, contents in chains:
         found: list[int] = []
         for digest, content in zip(digests, contents, strict=True):
-            block = pool.find(digest, content)
+            block = pool.named.find(digest, content)
             if block is None:
                 break
             found.append(block)
         pool.share(found)
         first = len(found)
         row = found + pool.take_many(len(digests) - first)
-        pool.register(row[first:], digests[first:], contents[first:], digests[first - 1] if first else root)
+        pool.named.register(row[first:], digests[first:], contents[first:], digests[first - 1] if first else root)
         open_rows.append(row)
         if len(open_rows) > NUM_OPEN:
             pool.release(reversed(open_rows.popleft()), None)

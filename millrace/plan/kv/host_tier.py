@@ -210,7 +210,7 @@ class HostTier:
             arrival.failed = True
         else:
             group, digest = load.key
-            self._pool.register([load.block], [digest], [load.tokens], load.parent, group)
+            self._pool.named.register([load.block], [digest], [load.tokens], load.parent, group)
         arrival.num_left -= 1
         if arrival.num_left == 0:
             del self._arrivals[arrival.number]
@@ -256,11 +256,11 @@ class HostTier:
         for _ in range(self.settings.max_blocks if is_spare else min(num_lacking, self.settings.max_blocks)):
             if is_spare and not self._has_spare_slot():
                 break
-            oldest = pool.oldest_dirty()
+            oldest = pool.cached.oldest_dirty()
             if oldest is None:
                 break
             block, key, tokens = oldest
-            slot = self.index.fill(key, tokens, pool.parent_hash(key[1]))
+            slot = self.index.fill(key, tokens, pool.named.parent_hash(key[1]))
             if slot is None:
                 break
             pool.hold([block])
@@ -297,4 +297,4 @@ class HostTier:
             self.index.filled(key, failed)
             self._pool.unhold([block])
             if failed:
-                self._pool.give_up(block)
+                self._pool.cached.give_up(block)

@@ -6,7 +6,8 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from millrace.plan.kv.block_hash import block_hash, root_hash
+from millrace.plan.divergence import Divergence
+from millrace.plan.kv.block_hash import block_hash, block_hashes, root_hash
 from millrace.plan.kv.block_pool import BlockPool
 from millrace.plan.kv.checkpoints import Checkpoints
 from millrace.plan.kv.groups import ONE_GROUP, KvGroups, first_visible_column
@@ -16,10 +17,6 @@ from millrace.plan.request import Request
 MAX_ROOTS = 1024
 """Root hashes kept, one per salt."""
 
-TOKENS_AROUND = 24
-"""Own tokens kept on each side of the one where a prompt diverged."""
-TOKENS_COMPARED = 4
-"""Tokens of a cached block that are looked for later in a prompt that diverged from it."""
 CHILDREN_COMPARED = 32
 """Cached blocks after the same prefix, the last filled first, among which the most similar one is sought."""
 
@@ -82,7 +79,7 @@ class PrefixIndex:
             return Match([[] for _ in self._groups.windows])
         if not self.has_windows:
             return self._to_checkpoint(request, Match([self._match_full(request)]))
-        found = self._match_groups(request, self._pool.find)
+        found = self._match_groups(request, self._pool.named.find)
         return Match([[block or 0 for block in blocks] for blocks in found])
 
     def _to_checkpoint(self, request: Request, match: Match) -> Match:
@@ -98,7 +95,7 @@ class PrefixIndex:
         """The longest prefix that the device and these tiers can supply together: of each block the first place."""
 
         def find(digest: bytes, tokens: bytes, group: int) -> Place | None:
-            block = self._pool.find(digest, tokens, group)
+            block = self._pool.named.find(digest, tokens, group)
             if block is not None:
                 return Place("device", block)
             for tier in tiers:
@@ -128,14 +125,14 @@ class PrefixIndex:
             else:
                 tokens = history[index * width : (index + 1) * width]
                 # Usually the last registered child of this prefix matches, which saves computing a hash.
-                child = pool.find_child(blocks[-1] if blocks else 0, parent, tokens)
+                child = pool.named.find_child(blocks[-1] if blocks else 0, parent, tokens)
                 parent = child[1] if child is not None else block_hash(parent, tokens)
                 hashes.append(parent)
                 request.block_tokens.append(tokens)
                 if child is not None:
                     blocks.append(child[0])
                     continue
-            found = pool.find(parent, tokens)
+            found = pool.named.find(parent, tokens)
             if found is None:
                 break
             blocks.append(found)
@@ -173,7 +170,7 @@ class PrefixIndex:
         ones, at most `num_full`. Takes no reference."""
         blocks: list[int] = []
         for digest, tokens in self._text(request, start, num_full) if self._enabled else ():
-            block = self._pool.find(digest, tokens)
+            block = self._pool.named.find(digest, tokens)
             if block is None:
                 break
             blocks.append(block)
@@ -221,7 +218,7 @@ class PrefixIndex:
             self.hash_of(request, usable - 1)
         for index, digest in enumerate(request.hashes[:usable]):
             is_known = digest in self._pending or digest in others
-            if not is_known and self._pool.find(digest, request.block_tokens[index]) is None:
+            if not is_known and self._pool.named.find(digest, request.block_tokens[index]) is None:
                 return index
         return usable
 
@@ -286,27 +283,23 @@ class PrefixIndex:
         self.hash_of(request, end - 1)
         hashes, tokens = request.hashes[first:end], request.block_tokens[first:end]
         for group, blocks in enumerate(groups):
-            self._pool.register(blocks, hashes, tokens, parent, group)
+            self._pool.named.register(blocks, hashes, tokens, parent, group)
         for digest in hashes if pending else ():
             if pending.get(digest) == request.id:
                 del pending[digest]
 
     def note_divergence(self, request: Request, match: Match) -> None:
-        """Note the first token after the match that differs from the cached block with which most tokens agree there,
-        if one is cached."""
+        """Note which cached blocks follow the match, for the question where the prompt differs from the one with which
+        most tokens agree."""
         if not (self._enabled and request.read_cache):
             return
         match = match.whole or match
         num_matched, blocks = match.num_columns, match.blocks[0]
-        own, before = self.tokens_of(request, num_matched), blocks[-1] if blocks else 0
-        length, best = self._pool.nearest_child(before, self.parent_of(request, num_matched), own, CHILDREN_COMPARED)
-        if length < 0 or 4 * length == len(own):
-            return
-        at, noted = num_matched * self.block_size + length, request.diagnostics
-        noted.diverged_at, noted.around_from = at, max(0, at - TOKENS_AROUND)
-        noted.around = bytes(request.history[4 * noted.around_from : 4 * (at + TOKENS_AROUND)])
-        wanted = best[4 * length : 4 * (length + TOKENS_COMPARED)]
-        noted.is_reordered = len(wanted) == 4 * TOKENS_COMPARED and _holds(request.history, wanted, 4 * at)
+        parent, before = self.parent_of(request, num_matched), blocks[-1] if blocks else 0
+        cached = self._pool.named.tokens_of_children(before, parent, CHILDREN_COMPARED)
+        if cached:
+            start, size = num_matched * self.block_size, self.block_size
+            request.diagnostics.divergence = Divergence(bytes(request.history), start, size, cached)
 
     def parent_of(self, request: Request, index: int) -> bytes:
         """The parent hash of block `index`."""
@@ -329,9 +322,7 @@ class PrefixIndex:
         history = bytes(request.history[len(hashes) * width : count * width])
         parent = hashes[-1] if hashes else self._root(request.salt)
         added = [history[start : start + width] for start in range(0, len(history), width)]
-        for tokens in added:
-            parent = block_hash(parent, tokens)
-            hashes.append(parent)
+        hashes += block_hashes(parent, added)
         request.block_tokens += added
 
     def _root(self, salt: bytes) -> bytes:
@@ -353,14 +344,6 @@ class PrefixIndex:
             return request.block_tokens[index]
         width = 4 * self.block_size
         return bytes(request.history[index * width : (index + 1) * width])
-
-
-def _holds(history: bytearray, tokens: bytes, start: int) -> bool:
-    """True if the tokens are in the history, from byte `start` on."""
-    at = history.find(tokens, start)
-    while at % 4 and at >= 0:
-        at = history.find(tokens, at + 1)
-    return at >= 0
 
 
 def _visible(places: list[P | None], length: int, window: int | None, block_size: int) -> list[P | None]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from millrace.plan.kv.block_hash import NOBODY
 from millrace.plan.kv.block_pool import BlockPool
+from millrace.plan.kv.named_blocks import NamedBlocks
 from millrace.plan.kv.prefix import PrefixIndex
 from millrace.plan.kv.slot_index import SlotIndex
 from millrace.plan.planner.block_names import HASH_BYTES, is_first_of
@@ -37,7 +38,7 @@ class _Block:
 class PrefixTree:
     def __init__(self, pool: BlockPool, tiers: Sequence[SlotIndex], prefix: PrefixIndex, now: float) -> None:
         self._pool, self._tiers, self._prefix, self._now = pool, tiers, prefix, now
-        self._places: list[BlockPool | SlotIndex] = [pool, *tiers]
+        self._places: list[NamedBlocks | SlotIndex] = [pool.named, *tiers]
         self._parents: dict[bytes, bytes | None] = {}
         """Of the blocks looked at. None: not known."""
         self._walk()
@@ -93,7 +94,7 @@ class PrefixTree:
         return next((found for place in self._places if (found := place.parent_hash(digest)) is not None), None)
 
     def _locate(self, digest: bytes) -> _Block | None:
-        is_kept = digest in self._pool.retained_names
+        is_kept = digest in self._pool.cached.retained_names
         use = self._pool.use_of(digest)
         if use is None:
             location = next((tier.location for tier in self._tiers if (0, digest) in tier), None)

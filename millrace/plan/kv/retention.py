@@ -250,11 +250,11 @@ class Retention:
     def _resident_tokens(self, handle: Handle) -> int:
         """Tokens of the prefix that need not be computed now."""
         size = self._prefix.block_size
-        return self._pool.num_leading(handle.digests) * size
+        return self._pool.named.num_leading(handle.digests) * size
 
     def _locations(self, handle: Handle, below: Mapping[str, Collection[bytes]]) -> dict[str, int]:
         """Tokens by the nearest location that has their block; those that none has are missing."""
-        size, places = self._prefix.block_size, {"device": self._pool.names, **below}
+        size, places = self._prefix.block_size, {"device": self._pool.named.names, **below}
         found = Counter(
             next((place for place, names in places.items() if digest in names), "") for digest in handle.digests
         )
@@ -276,14 +276,14 @@ class Retention:
         if not own:
             del self._digests[handle.owner]
         if change > 0:
-            self._pool.retain(handle.digests)
+            self._pool.cached.retain(handle.digests)
         else:
-            self._pool.let_go(handle.digests)
+            self._pool.cached.let_go(handle.digests)
 
     def check(self) -> None:
         """Check that the pool retains what the handles name, within the limit. For tests."""
         named = Counter(digest for one in self._handles.values() for digest in one.digests)
-        if named != self._pool.retained_names:
+        if named != self._pool.cached.retained_names:
             raise AssertionError("the pool retains other blocks than the handles name")
         if self.num_blocks > self.settings.max_blocks:
             raise AssertionError(f"{self.num_blocks} blocks are retained, of {self.settings.max_blocks}")

@@ -57,7 +57,7 @@ class PrefixTransfer:
 
     def _find(self, prefix: Request, column: int, group: int) -> int:
         digest = self._prefix.hash_of(prefix, column)
-        return self._pool.find(digest, self._prefix.tokens_of(prefix, column), group) or 0
+        return self._pool.named.find(digest, self._prefix.tokens_of(prefix, column), group) or 0
 
     def take(self, count: int) -> list[int] | None:
         """Held blocks to fill; None if there is no room now. Each must end in `register` or `give_back`."""

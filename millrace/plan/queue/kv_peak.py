@@ -38,9 +38,9 @@ class OutputLengthEstimate:
         self._decay = decay
         self._learned = LearnedLengths()
 
-    def observe(self, request: Request) -> None:
+    def observe(self, request: Request, now: float) -> None:
         self._mean += self._decay * (request.num_output - self._mean)
-        self._learned.observe(request)
+        self._learned.observe(request, now)
 
     def expected(self, request: Request) -> float:
         """What is expected of this request alone; NaN: no more than of any other."""

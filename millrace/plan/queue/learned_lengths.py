@@ -37,9 +37,8 @@ NUM_FIRST = 50
 MIN_WIN = 0.03
 """It counts while its mean error is smaller by this share."""
 ERROR_DECAY = 0.005
-NUM_ALL, ONE_OF = 500, 4
-"""After so many requests the regressor learns from one of a few: learning takes longer than predicting, and servers of
-short requests end thousands a second."""
+WINDOW_S, MAX_PER_WINDOW = 0.1, 2
+"""About so many requests are learned from in that time: servers of short requests end thousands a second."""
 
 
 class LengthRegressor:
@@ -98,10 +97,33 @@ def _keys(request: Request) -> tuple[object, object, object]:
     )
 
 
-class LearnedLengths:
-    """The averages, or the regressor while it wins."""
+class Sample:
+    """One of every few requests: of all while few end, and of fewer the more end."""
 
     def __init__(self) -> None:
+        self._one_of, self._began = 1, -math.inf
+        self._num_seen = self._num_taken = 0
+        """In this window."""
+
+    def takes(self, now: float) -> bool:
+        """True if the request that ended now is part of it."""
+        if now - self._began >= WINDOW_S:
+            self._one_of = max(1, self._num_seen // MAX_PER_WINDOW)
+            self._began, self._num_seen, self._num_taken = now, 0, 0
+        self._num_seen += 1
+        if self._num_seen % self._one_of:
+            return False
+        self._num_taken += 1
+        if self._num_taken % MAX_PER_WINDOW == 0:  # A burst: many end at once.
+            self._one_of *= 2
+        return True
+
+
+class LearnedLengths:
+    """The averages, or the regressor while it wins. Both learn from a sample of the requests."""
+
+    def __init__(self) -> None:
+        self._sample = Sample()
         self.averages, self.regressor = OutputLengthPredictor(), LengthRegressor()
         self.num_seen = 0
         self.errors = [0.0, 0.0]
@@ -120,10 +142,12 @@ class LearnedLengths:
         """The regressor's prediction; NaN while it does not win."""
         return self.regressor.predict(request) if self.wins else math.nan
 
-    def observe(self, request: Request) -> None:
+    def observe(self, request: Request, now: float) -> None:
+        """A request ended."""
+        if not self._sample.takes(now):
+            return
         self.num_seen += 1
-        if self.num_seen <= NUM_ALL or self.num_seen % ONE_OF == 0:
-            weight = max(ERROR_DECAY, 1 / max(1, self.num_seen - NUM_FIRST))
-            for at, expected in enumerate((self.averages.predict(request), self.regressor.learn(request))):
-                self.errors[at] += weight * (abs(expected - request.num_output) - self.errors[at])
+        weight = max(ERROR_DECAY, 1 / max(1, self.num_seen - NUM_FIRST))
+        for at, expected in enumerate((self.averages.predict(request), self.regressor.learn(request))):
+            self.errors[at] += weight * (abs(expected - request.num_output) - self.errors[at])
         self.averages.observe(request)

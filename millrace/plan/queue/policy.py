@@ -16,7 +16,6 @@ import numpy as np
 from millrace.config import PolicyName
 from millrace.plan.kv.prefix import PrefixIndex
 from millrace.plan.queue.learned_lengths import LearnedLengths
-from millrace.plan.queue.predict import OutputLengthPredictor
 from millrace.plan.request import BATCH, INTERACTIVE, Request
 from millrace.plan.rows import Rows
 from millrace.plan.step import Int64s
@@ -39,7 +38,7 @@ class Policy(Protocol):
     def sort_key(self, request: Request) -> float:
         """Order among requests of one tenant and class, in seconds; lower goes first. Fixed while waiting."""
 
-    def learn(self, request: Request) -> None:
+    def learn(self, request: Request, now: float) -> None:
         """A request finished, without being aborted, after `num_output` tokens."""
 
     def victim_for(self, rows: Rows, request: Request) -> int | None:
@@ -52,7 +51,7 @@ class FirstCome:
     def sort_key(self, request: Request) -> float:
         return request.arrival
 
-    def learn(self, request: Request) -> None:
+    def learn(self, request: Request, now: float) -> None:
         pass
 
     def victim_for(self, rows: Rows, request: Request) -> int | None:
@@ -65,15 +64,15 @@ class FirstCome:
 class ShortestFirst(FirstCome):
     """The request with the shortest predicted output goes first."""
 
-    def __init__(self, predictor: OutputLengthPredictor | LearnedLengths) -> None:
+    def __init__(self, predictor: LearnedLengths) -> None:
         self._predictor = predictor
 
     def sort_key(self, request: Request) -> float:
         expected = max(1.0, self._predictor.predict(request) - request.num_output)
         return request.arrival + SECONDS_PER_TOKEN * expected
 
-    def learn(self, request: Request) -> None:
-        self._predictor.observe(request)
+    def learn(self, request: Request, now: float) -> None:
+        self._predictor.observe(request, now)
 
 
 class Feedback(FirstCome):

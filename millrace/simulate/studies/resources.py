@@ -105,7 +105,7 @@ def learned_lengths(profile: Profile, seed: int) -> Findings:
                 count += 1
                 errors[0] += abs(lengths.averages.predict(request) - request.num_output)
                 errors[1] += abs(lengths.regressor.predict(request) - request.num_output)
-            lengths.observe(request)
+            lengths.observe(request, float(number))
         rows.append((name, errors[0] / count, errors[1] / count, "yes" if lengths.wins else "no"))
     lines = [Line(kind, (0, 1), [float(row[at]) for row in rows]) for at, kind in ((1, "averages"), (2, "regressor"))]
     return Findings(
