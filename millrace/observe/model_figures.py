@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import Metric
@@ -36,39 +37,29 @@ class ModelFigures:
         self.history = History()
         self.slos = SloTracker(objectives)
         registry = self.registry = CollectorRegistry()
+        counter = partial(Counter, registry=registry)
         self.e2e = Histogram(
             "millrace_e2e_seconds",
             "Time from a request's arrival to the end of its answer.",
             buckets=_TOTALS_S,
             registry=registry,
         )
-        self.refused = Counter(
-            "millrace_refused_requests",
-            "Requests refused with a 429, by priority class.",
-            ("priority",),
-            registry=registry,
+        self.refused = counter(
+            "millrace_refused_requests", "Requests refused with a 429, by priority class.", ("priority",)
         )
-        self.fetches = Counter(
+        self.fetches = counter(
             "millrace_kv_fetches",
             "Prompts whose KV blocks a gateway saw at another replica, by what became of fetching them.",
             ("outcome",),
-            registry=registry,
         )
-        self.fetched_tokens = Counter(
-            "millrace_kv_fetched_tokens", "Prompt tokens fetched from other replicas.", registry=registry
-        )
-        self.fetched_bytes = Counter(
-            "millrace_kv_fetched_bytes", "Bytes of KV blocks fetched from other replicas.", registry=registry
-        )
-        self.fetch_seconds = Counter(
-            "millrace_kv_fetch_seconds", "Time that requests waited for such blocks.", registry=registry
-        )
-        self.sequences = Counter("millrace_sequences", "Ended sequences, by class.", ("priority",), registry=registry)
-        self.good_sequences = Counter(
+        self.fetched_tokens = counter("millrace_kv_fetched_tokens", "Prompt tokens fetched from other replicas.")
+        self.fetched_bytes = counter("millrace_kv_fetched_bytes", "Bytes of KV blocks fetched from other replicas.")
+        self.fetch_seconds = counter("millrace_kv_fetch_seconds", "Time that requests waited for such blocks.")
+        self.sequences = counter("millrace_sequences", "Ended sequences, by class.", ("priority",))
+        self.good_sequences = counter(
             "millrace_good_sequences",
             "Goodput: ended sequences that met every objective of their class.",
             ("priority",),
-            registry=registry,
         )
         self.adapter_requests = {
             one.adapter: AdapterRequests() for one in objectives if one.adapter and one.is_about_errors
@@ -80,20 +71,15 @@ class ModelFigures:
         self._adapters_failed = self._adapter_counter(
             "failed", "Those of them that failed for a reason of the server, also in the middle of a stream."
         )
-        self.prompt_tokens = Counter(
-            "millrace_request_prompt_tokens", "Prompt tokens of ended sequences.", registry=registry
-        )
-        self.cached_tokens = Counter(
+        self.prompt_tokens = counter("millrace_request_prompt_tokens", "Prompt tokens of ended sequences.")
+        self.cached_tokens = counter(
             "millrace_request_cached_tokens",
             "Prompt tokens of ended sequences that were found in the prefix cache.",
-            registry=registry,
         )
-        self.reasoning_tokens = Counter(
-            "millrace_request_reasoning_tokens", "Output tokens of reasoning, of ended requests.", registry=registry
+        self.reasoning_tokens = counter(
+            "millrace_request_reasoning_tokens", "Output tokens of reasoning, of ended requests."
         )
-        self.output_tokens = Counter(
-            "millrace_request_output_tokens", "Generated tokens of ended sequences.", registry=registry
-        )
+        self.output_tokens = counter("millrace_request_output_tokens", "Generated tokens of ended sequences.")
 
     def _adapter_counter(self, kind: str, text: str) -> Counter:
         counter = Counter(f"millrace_adapter_{kind}_requests", text, ("adapter",), registry=self.registry)

@@ -129,8 +129,15 @@ class Runner:
             )
         model: Drafter | None = None
         if drafter is not None:
-            parts = (decoder, self._draft_kv, self.table, self.sampler, device)
-            model = make_model_drafter(drafter, *parts, block_size=settings.block_size, max_rows=max_rows)
+            model = make_model_drafter(
+                drafter,
+                decoder,
+                self._draft_kv,
+                self.table,
+                self.sampler,
+                block_size=settings.block_size,
+                max_rows=max_rows,
+            )
         self._read_layers = read_layers(drafter)
         self._all_states = settings.all_states
         drafters = make_drafters(settings.speculate, model, "" if drafter is None else kind_of(drafter))

@@ -21,6 +21,7 @@ import httpx
 import numpy as np
 import pytest
 from helpers.served import command_line, wait_until
+from helpers.tiny_server import tiny_source
 from safetensors.numpy import save_file
 from serve.wire import chat_text, stream
 
@@ -126,8 +127,8 @@ def test_in_process_needs_no_child_and_ends_on_ctrl_c() -> None:
 
 
 @pytest.mark.fresh
-def test_two_fronts_share_the_port_and_nothing_outlives_the_first() -> None:
-    with serving("--fronts", "2") as served:
+def test_two_fronts_share_the_port_and_nothing_outlives_the_first(tmp_path: Path) -> None:
+    with serving(tiny_source(tmp_path), "--served-name", MODEL, "--fronts", "2") as served:
         # A program that one of them starts for a moment is no third.
         wait_until(lambda: len(descendants(served.process.pid)) == 2, "an engine and a second front")
         children = descendants(served.process.pid)
@@ -155,12 +156,13 @@ def listening(pid: int, url: str) -> bool:
 
 def test_servers_of_one_model_keep_their_files_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    with serving("--name", "first") as first, serving() as second:
+    tiny = (tiny_source(tmp_path), "--served-name", MODEL)
+    with serving(*tiny, "--name", "first") as first, serving(*tiny) as second:
         sent = {"file": ("lines.jsonl", b"{}\n"), "purpose": (None, "batch")}
         file_id = httpx.post(first.url + "/v1/files", files=sent, timeout=60).raise_for_status().json()["id"]
         assert [file["id"] for file in httpx.get(first.url + "/v1/files", timeout=60).json()["data"]] == [file_id]
         assert httpx.get(second.url + "/v1/files", timeout=60).json()["data"] == []
-        command = [sys.executable, "-m", "millrace", "serve", "--port", "0", *QUICK, "--name", "first"]
+        command = [sys.executable, "-m", "millrace", "serve", "--port", "0", *QUICK, *tiny, "--name", "first"]
         third = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert third.returncode != 0
         assert f"Another server stores its files, batches and responses in {tmp_path}/millrace/first." in third.stderr

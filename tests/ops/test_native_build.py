@@ -71,10 +71,11 @@ def test_ops_fall_back_to_torch_and_say_why(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.live
-def test_pool_has_as_many_threads_as_torch_and_works_after_a_fork(tmp_path: Path) -> None:
-    """The pool has as many threads as torch. A forked child starts its own threads and computes the same."""
+def test_pool_has_as_many_threads_as_torch_works_after_a_fork_and_sleeps_when_idle() -> None:
+    """In one process, since importing torch takes longer than all of it. A forked child starts its own threads."""
     script = """
-import os, threading, torch
+import os, threading, time, torch
+from pathlib import Path
 torch.set_num_threads(3)
 from millrace.ops.linear.dense import NativeLinear
 torch.manual_seed(0)
@@ -87,33 +88,20 @@ child = os.fork()
 if child == 0:
     os._exit(0 if torch.equal(layer(x), expected) else 1)
 assert os.waitpid(child, 0)[1] == 0
+def state(thread):  # R while it computes, spins or waits for a core, S while it sleeps
+    return (thread / 'stat').read_text().rpartition(')')[2].split()[0]
+others = [thread for thread in Path('/proc/self/task').iterdir() if thread.name != str(os.getpid())]
+assert len(others) >= 2
+until = time.monotonic() + 60
+while any(state(thread) != 'S' for thread in others):
+    assert time.monotonic() < until, 'idle threads sleep'
+    time.sleep(0.01)
 results = [None] * 4
 def run(i):
     results[i] = all(torch.equal(layer(x), expected) for _ in range(5))
 threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
 [thread.start() for thread in threads]
 [thread.join() for thread in threads]
-assert all(results)
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, cwd=Path(__file__).parents[2])
-
-
-@pytest.mark.live
-def test_idle_threads_sleep() -> None:
-    script = """
-import os, time, torch
-from pathlib import Path
-torch.set_num_threads(4)
-from millrace.ops.linear.dense import NativeLinear
-layer = NativeLinear(torch.ones(2048, 512))
-layer(torch.ones(4, 512))
-def state(thread):  # R while it computes, spins or waits for a core, S while it sleeps
-    return (thread / 'stat').read_text().rpartition(')')[2].split()[0]
-others = [thread for thread in Path('/proc/self/task').iterdir() if thread.name != str(os.getpid())]
-assert len(others) >= 3
-until = time.monotonic() + 60
-while any(state(thread) != 'S' for thread in others):
-    assert time.monotonic() < until
-    time.sleep(0.01)
+assert all(results), 'several threads at once'
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120, cwd=Path(__file__).parents[2])

@@ -10,7 +10,6 @@ from millrace.models.decoder import Decoder
 from millrace.models.drafters.program import MedusaDrafter
 from millrace.run.cpu.draft_pass import NativeDraftPass, NativeEaglePass
 from millrace.run.cpu.native_step import NativeStep
-from millrace.run.device.device import Device
 from millrace.run.drafting.chain import ChainDrafter, DraftPass
 from millrace.run.drafting.drafter import Drafter
 from millrace.run.drafting.medusa import MedusaDrafts
@@ -26,7 +25,6 @@ def make_model_drafter(
     kv: Sequence[Tensor],
     table: RequestTable,
     sampler: Sampler,
-    device: Device,
     *,
     block_size: int,
     max_rows: int,
@@ -35,7 +33,7 @@ def make_model_drafter(
     if isinstance(model, MedusaDrafter):
         return MedusaDrafts(model, sampler)
     return ChainDrafter(
-        _draft_pass(model, target, kv, table, sampler, device, block_size, max_rows),
+        _draft_pass(model, target, kv, table, sampler, block_size, max_rows),
         max_rows=max_rows,
         block_size=block_size,
         vocab_size=target.spec.vocab_size,
@@ -49,7 +47,6 @@ def _draft_pass(
     kv: Sequence[Tensor],
     table: RequestTable,
     sampler: Sampler,
-    device: Device,
     block_size: int,
     max_rows: int,
 ) -> DraftPass:
@@ -60,7 +57,7 @@ def _draft_pass(
         if isinstance(model, Decoder):
             return NativeDraftPass(step, model.spec.vocab_size)
         return NativeEaglePass(model, step, target.dtype)
-    own_table = DraftTable(table, device, block_size)
+    own_table = DraftTable(table, block_size)
     if isinstance(model, Decoder):
         return PlainDraftPass(model, kv, own_table, sampler)
     return EaglePass(model, kv, own_table, sampler, target.dtype)

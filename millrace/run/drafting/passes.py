@@ -13,7 +13,6 @@ from millrace.models.batch import ForwardBatch
 from millrace.models.decoder import Decoder
 from millrace.models.drafters.program import EagleDrafter
 from millrace.plan.step import Int32s
-from millrace.run.device.device import Device
 from millrace.run.drafting.chain import DraftInputs, DraftPass, PassStates
 from millrace.run.sampling.sampler import Sampler
 from millrace.run.table.batch import StepBatch
@@ -27,8 +26,8 @@ UNKNOWN = 0
 class DraftTable:
     """The request table as a drafter reads it: tokens that it is given, and the blocks of the first KV group."""
 
-    def __init__(self, table: RequestTable, device: Device, block_size: int) -> None:
-        self._device = device
+    def __init__(self, table: RequestTable, block_size: int) -> None:
+        self._device = table.device
         self._block_size = block_size
         self._table = copy.copy(table)
         self._table.block_tables = table.block_tables[:1]

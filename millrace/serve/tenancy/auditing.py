@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import islice
 from typing import Any
@@ -45,8 +46,7 @@ def audit(get_log: Callable[[], AuditLog | None]) -> Middleware:
             status, error = 500, "server_error"
             raise
         finally:
-            write_ended(
-                log,
+            ended = Ended(
                 request_id=request[REQUEST_ID],
                 tenant=tenant_of(request).name,
                 peer=request.remote,
@@ -60,46 +60,50 @@ def audit(get_log: Callable[[], AuditLog | None]) -> Middleware:
                 began=began,
                 labels=request.get(LABELS),
             )
+            write_ended(log, ended)
 
     return write_line
 
 
-def write_ended(
-    log: AuditLog,
-    *,
-    request_id: str,
-    tenant: str,
-    peer: str | None,
-    method: str,
-    path: str,
-    model: str | None,
-    status: int,
-    finish: str | None,
-    error: str | None,
-    counts: tuple[int | None, ...],
-    began: float,
-    labels: dict[str, Any] | None = None,
-) -> None:
-    """`counts`: prompt tokens, output tokens, cached prompt tokens and output tokens of reasoning."""
-    prompt_tokens, output_tokens, cached_tokens, reasoning_tokens = counts
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """What has ended, and how."""
+
+    request_id: str
+    tenant: str
+    peer: str | None
+    method: str
+    path: str
+    model: str | None
+    status: int
+    finish: str | None
+    error: str | None
+    counts: tuple[int | None, ...]
+    """Prompt tokens, output tokens, cached prompt tokens and output tokens of reasoning."""
+    began: float
+    labels: dict[str, Any] | None = None
+
+
+def write_ended(log: AuditLog, ended: Ended) -> None:
+    prompt_tokens, output_tokens, cached_tokens, reasoning_tokens = ended.counts
     log.write(
         {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "request_id": request_id,
-            "tenant": tenant,
-            "peer": peer,
-            "method": method,
-            "path": path,
-            "model": model,
-            "status": status,
-            "finish": finish,
-            "error": error,
+            "request_id": ended.request_id,
+            "tenant": ended.tenant,
+            "peer": ended.peer,
+            "method": ended.method,
+            "path": ended.path,
+            "model": ended.model,
+            "status": ended.status,
+            "finish": ended.finish,
+            "error": ended.error,
             "prompt_tokens": prompt_tokens,
             "output_tokens": output_tokens,
             "cached_tokens": cached_tokens,
             "reasoning_tokens": reasoning_tokens,
-            "seconds": round(time.monotonic() - began, 6),
-            **({"labels": _shown(labels)} if labels else {}),
+            "seconds": round(time.monotonic() - ended.began, 6),
+            **({"labels": _shown(ended.labels)} if ended.labels else {}),
         }
     )
 
