@@ -109,6 +109,11 @@ class Cycle:
         return len(self._launched)
 
     @property
+    def last_device_s(self) -> float:
+        """How long the last completed step occupied the device; 0 before the first."""
+        return self._last_device_s
+
+    @property
     def look_again_s(self) -> float | None:
         """When to look for copies that have ended; None if there are none."""
         return self._copying.look_again_s

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import get_args
@@ -72,6 +73,9 @@ BLOCKED_WAIT_S = 0.05
 """Wait for messages when there is work but no step can be planned."""
 SETTLE_S = 3.0
 """At the end, longest time for which cached KV blocks are written to the disk."""
+TAKE_IN_S = 0.002
+"""Longest time for which messages are taken in before the next step is launched, or half the time of the last step if
+that is longer: in a burst the device begins with the first requests. What is left waits for the next turn."""
 RANK_CHECK_S = 1.0
 """An idle engine looks so often whether other ranks are there."""
 ADAPTER_QUERIES = get_args(AdapterQuery)
@@ -129,6 +133,8 @@ class Engine:
         )
         asked = (self._ledger, self._figures, parts.transfers, forgetting)
         self._queries = Queries(scheduler, *asked, clock=clock, cancel=self._cancel)
+        self._left_over: deque[ToEngine] = deque()
+        """Messages that arrived and are not handled yet."""
         self._stopping = False
         self._progressed = False
         self._idle_since: float | None = None
@@ -201,12 +207,19 @@ class Engine:
         self.on_ended(self._scheduler.take_ended(), self._clock())
 
     def _take_messages(self) -> None:
-        timeout_s = self._wait_timeout()
+        timeout_s = 0.0 if self._left_over else self._wait_timeout()
         poll_s, self._poll_s = self._poll_s, 0.0
-        for message in self._channel.receive(timeout_s, poll_s):
-            self._idle_since = None
-            self._reported_idle = False
-            self._handle(message)
+        messages = self._left_over
+        messages += self._channel.receive(timeout_s, poll_s)
+        if not messages:
+            return
+        self._idle_since = None
+        self._reported_idle = False
+        until = self._clock() + max(TAKE_IN_S, self._cycle.last_device_s / 2)
+        while messages:
+            self._handle(messages.popleft())
+            if self._clock() >= until:
+                break
 
     def _take_compiled(self, constrained: ConstrainedRequests) -> None:
         """Schedule requests whose grammar is compiled; end those whose grammar failed."""

@@ -27,6 +27,7 @@ class Choosing:
         waiting: WaitingQueue,
         budget: StepBudget,
         in_flight: StepsInFlight,
+        *,
         composer: Composer,
         drafts: DraftPlaces,
         admitting: Admitting,

@@ -6,7 +6,7 @@ token budget on rows further behind, and admits waiting requests with the rest. 
 No torch, no clock (time is an argument), no randomness.
 
 Its parts: `seating` (rows and their blocks), `choosing` (which rows run), `admitting` (the queue), `preempting`,
-`budget`, `drafts`, `composing` (the plan), `confirming` (what a step gave).
+`budget`, `drafts`, `composing` (the plan), `confirming` (what a step gave), `repeating` (many steps at once).
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from millrace.plan.choosing import Choosing
 from millrace.plan.composing import Composer
 from millrace.plan.confirming import Confirming
 from millrace.plan.drafts import DraftPlaces, DraftSettings
+from millrace.plan.figures import figures_of_cache, figures_of_drafts, figures_of_queue
 from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.kv.block_hash import owner_mark
 from millrace.plan.kv.block_pool import BlockPool
-from millrace.plan.kv.checkpoints import CheckpointFigures, Checkpoints
+from millrace.plan.kv.checkpoints import Checkpoints
 from millrace.plan.kv.disk_tier import DiskTierSettings
 from millrace.plan.kv.eviction import EvictionSettings
 from millrace.plan.kv.groups import ONE_GROUP, KvGroups
@@ -54,8 +55,8 @@ from millrace.plan.queue.kv_peak import OutputLengthEstimate
 from millrace.plan.queue.policy import make_policy
 from millrace.plan.queue.waiting import WaitingQueue
 from millrace.plan.queue.waiting_tokens import WaitingTokens
-from millrace.plan.repeated_decode import crossings
-from millrace.plan.request import NUM_CLASSES, Request, end_of
+from millrace.plan.repeating import Repeating
+from millrace.plan.request import Request, end_of
 from millrace.plan.rows import Rows
 from millrace.plan.seating import Seating
 from millrace.plan.shapes.choice import ShapeChoice
@@ -112,8 +113,8 @@ class Scheduler:
         self.prefix = PrefixIndex(self.pool, self.block_size, settings.prefix_cache, groups)
         if settings.state_slots is not None:
             num_slots = settings.state_slots if settings.prefix_cache else 0
-            parts = (num_slots, self.block_size, settings.state_bytes, self.prefix.hash_of)
-            self.prefix.checkpoints = Checkpoints(*parts)
+            hash_of = self.prefix.hash_of
+            self.prefix.checkpoints = Checkpoints(num_slots, self.block_size, settings.state_bytes, hash_of)
         self.retention = Retention(settings.retention, self.pool, self.prefix, groups.num_groups)
         self.transfer = PrefixTransfer(self.pool, self.prefix, self.retention, groups)
         columns_per_step = -(-settings.token_budget // self.block_size) + 2 * settings.max_running
@@ -139,8 +140,17 @@ class Scheduler:
         self._confirming = Confirming(self._seating, self._in_flight, self._drafts)
         self._preempting = Preempting(self._seating, self.waiting, self._admitting, self._confirming)
         self._choosing = Choosing(
-            *(self._seating, self.waiting, self.budget, self._in_flight),
-            *(self._composer, self._drafts, self._admitting, self._preempting),
+            self._seating,
+            self.waiting,
+            self.budget,
+            self._in_flight,
+            composer=self._composer,
+            drafts=self._drafts,
+            admitting=self._admitting,
+            preempting=self._preempting,
+        )
+        self._repeating = Repeating(
+            self._seating, self.budget, self._in_flight, self._composer, self._drafts, self._confirming
         )
 
     # -- requests --------------------------------------------------------------------------------------------------
@@ -159,19 +169,12 @@ class Scheduler:
         """False if no step ever has drafts."""
         return self._drafts.is_on
 
-    def prefill_tokens(self) -> tuple[int, ...]:
-        """By class: tokens of running prompts that no step computes yet."""
-        rows, order = self.rows, self.rows.order
-        left = np.maximum(rows.num_prompt[order] - rows.computed[order], 0)
-        return tuple(np.bincount(rows.priority[order], left, NUM_CLASSES).astype(int).tolist())
-
     @property
     def num_preemptions(self) -> int:
         return self._preempting.num_preemptions
 
     @property
     def num_yields(self) -> int:
-        """Preemptions in favour of a more urgent request."""
         return self._preempting.num_yields
 
     @property
@@ -188,13 +191,8 @@ class Scheduler:
         request.prompt = np.ascontiguousarray(request.prompt, np.int32)
         request.history = bytearray(request.prompt.data)
         request.history += request.output
-        needed = self._seating.groups.blocks_for(request.limit, self.block_size)
-        if needed > self.pool.total:
-            message = (
-                f"The request may need {request.limit} tokens ({needed} KV blocks of {self.block_size} tokens);"
-                f" the KV pool has {self.pool.total} blocks. Lower max_tokens or enlarge the KV pool."
-            )
-            self._end(request, "error", message)
+        if why := self._seating.why_it_never_fits(request):
+            self._end(request, "error", why)
             return
         if request.draws and request.num_output >= request.max_tokens:  # It came with its whole answer.
             self._end(request, "length")
@@ -252,9 +250,7 @@ class Scheduler:
 
     def handles(self, owner: str | None, now: float) -> HandleList:
         """Prefixes that are kept cached, of this owner (None: of all)."""
-        below: dict[str, set[bytes]] = {
-            tier: set(blocks.digests()) for tier, blocks in self.watched_blocks.items() if tier != "device"
-        }
+        below: dict[str, set[bytes]] = {index.location: set(index.digests()) for index in self.tiers.indexes}
         return self.retention.listed(owner, now, below)
 
     def renew_handle(self, name: str, owner: str, ttl_s: float, now: float) -> int:
@@ -337,41 +333,13 @@ class Scheduler:
     def repeats_ahead(self) -> tuple[StepPlan, int] | None:
         """The last plan, and how many steps after it will only decode the same rows as long as nobody comes, goes or
         draws an end token. None: at most one."""
-        repeated = self._composer.repeated
-        if repeated is None or not self._is_plain:
-            return None
-        oldest = self._in_flight.oldest
-        if len(self._in_flight) > 1 or (oldest is not None and oldest is not repeated.plan):
-            return None
-        count = min(repeated.plans_left, self._confirming.repeats_left(repeated.plan.epoch))
-        rows, order = self.rows, repeated.order
-        while count > 1:
-            columns = (rows.computed[order], rows.num_blocks[order])
-            if crossings(*columns, self.block_size, count)[1] <= self._seating.num_available_columns:
-                return repeated.plan, count
-            count //= 2
-        return None
-
-    @property
-    def _is_plain(self) -> bool:
-        """True if nothing but decoding rows can change what the next steps are."""
-        rows, pool = self.rows, self.pool
-        is_shared = rows.flows.num_open > 1 and self.budget.times is not None
-        has_copies = self.num_copies or pool.num_soon or pool.num_fenced or rows.num_fenced
-        is_special = rows.num_timed or rows.num_constrained or rows.num_silent or rows.num_pooled or rows.num_scored
-        has_groups = self._seating.groups.num_groups > 1 or self._seating.groups.windowed
-        is_busy = len(self.waiting) or self._ended or rows.appended
-        return not (is_busy or is_shared or has_copies or is_special or has_groups or self._drafts.is_on)
+        is_busy = len(self.waiting) or self._ended or self.num_copies
+        return None if is_busy else self._repeating.ahead()
 
     def repeat(self, tokens: Int32s) -> RepeatedOutcome:
         """As many steps as there are rows in `tokens`, at most `repeats_ahead`: each is planned and launched, and the
         oldest in flight confirmed. `tokens` [steps, rows] are those of the confirmed ones."""
-        repeated = self._composer.repeated
-        assert repeated is not None
-        rows, order, count = self.rows, repeated.order, len(tokens)
-        at, _ = crossings(rows.computed[order], rows.num_blocks[order], self.block_size, count)
-        self._seating.grow_ahead(order[at])
-        return RepeatedOutcome(self._composer.repeat_many(repeated, count), self._confirming.repeat_many(tokens))
+        return self._repeating.repeat(tokens)
 
     def observe_repeated(self, last: StepPlan, seconds: Sequence[float]) -> None:
         """`observe_step` for steps of which `last` is the last one."""
@@ -390,41 +358,14 @@ class Scheduler:
             self.tiers.host.prefill_tokens_per_s = tokens_per_s
 
     def figures(self, now: float) -> PlannerFigures:
-        pool, waiting, drafts = self.pool, self.waiting, self._drafts.state
-        states = CheckpointFigures() if self.prefix.checkpoints is None else self.prefix.checkpoints.figures()
         return PlannerFigures(
-            running=self.num_running,
-            waiting=len(waiting),
-            rows_free=self.rows.num_free,
-            waiting_by_class=tuple(waiting.num_by_class),
-            waiting_tokens=waiting.tokens.by_class(),
-            running_prefill_tokens=self.prefill_tokens(),
-            aged_by_class=waiting.num_aged(now),
-            graphs_left=self.captures.num_left,
-            preemptions=self._preempting.num_preemptions,
-            yields=self._preempting.num_yields,
-            recomputed_tokens=self._seating.num_recomputed,
-            discarded_tokens=self.num_discarded,
-            blocks_total=pool.total,
-            blocks_free=pool.num_free,
-            blocks_cached=pool.num_cached,
-            prefix_hit_tokens=self.prefix.hit_tokens,
-            prefix_query_tokens=self.prefix.query_tokens,
-            evictions=pool.num_evicted,
-            evicted_for_arrivals=pool.num_evicted_for_arrivals,
-            evicted_retained=pool.cached.num_evicted_retained,
-            blocks_retained=pool.cached.num_retained,
-            retentions_refused=self.retention.num_refused,
-            state_slots_total=states.total,
-            state_slots_used=states.used,
-            state_slot_bytes=states.slot_bytes,
-            state_hits=states.hits,
-            state_evictions=states.evictions,
-            host_blocks_lost=pool.cached.num_lost,
+            **figures_of_queue(self._seating, self.waiting, self._preempting, now),
+            **figures_of_cache(self.pool, self.prefix),
             **self.tiers.figures(),
-            draft_length=drafts.length,
-            draft_probes=drafts.num_probes,
-            draft_stops=drafts.num_stops,
+            **figures_of_drafts(self._drafts.state),
+            graphs_left=self.captures.num_left,
+            discarded_tokens=self.num_discarded,
+            retentions_refused=self.retention.num_refused,
         )
 
     def check_sums(self) -> None:

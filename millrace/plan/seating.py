@@ -60,6 +60,17 @@ class Seating:
         """Columns of block tables that the available blocks can fill: one block per group each."""
         return self.pool.num_available // self._num_groups
 
+    def why_it_never_fits(self, request: Request) -> str:
+        """Empty if it fits when it is alone."""
+        size, total = self._block_size, self.pool.total
+        needed = self.groups.blocks_for(request.limit, size)
+        if needed <= total:
+            return ""
+        return (
+            f"The request may need {request.limit} tokens ({needed} KV blocks of {size} tokens);"
+            f" the KV pool has {total} blocks. Lower max_tokens or enlarge the KV pool."
+        )
+
     def admit(self, request: Request, match: Match, spans: list[Span]) -> int:
         """`spans`: of documents, not to be computed."""
         self.pool.share(match.found)

@@ -15,6 +15,7 @@ from helpers.toy_device import ToyDevice, lone_run
 from millrace.params.keeping import Retain
 from millrace.plan.budget import StepTarget
 from millrace.plan.drafts import DraftSettings
+from millrace.plan.figures import prefill_tokens
 from millrace.plan.kv.block_hash import owner_mark
 from millrace.plan.kv.disk_tier import DiskTier, DiskTierSettings
 from millrace.plan.kv.eviction import EvictionSettings
@@ -380,7 +381,7 @@ class World:
         # A leak of tenants would show only after many more of them.
         assert not self.scheduler.shares._shares, "a tenant still counts as active"
         assert self.scheduler.waiting.num_by_class == [0, 0, 0]
-        assert self.scheduler.waiting.tokens.by_class() == self.scheduler.prefill_tokens() == (0, 0, 0)
+        assert self.scheduler.waiting.tokens.by_class() == prefill_tokens(self.scheduler.rows) == (0, 0, 0)
         assert pool.num_in_use == 0
         assert pool.num_fenced == 0
         assert pool.num_held == 0

@@ -8,6 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from millrace.plan.figures import prefill_tokens
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 
@@ -27,7 +28,7 @@ def test_copies_of_a_running_prompt_count_only_what_they_compute_themselves() ->
     planner, prompt = scheduler(), list(range(100, 500))
     planner.submit(request(prompt))
     planner.plan(0.0)
-    assert planner.prefill_tokens() == (0, 400 - 32, 0)
+    assert prefill_tokens(planner.rows) == (0, 400 - 32, 0)
     for _ in range(3):
         planner.submit(request(prompt))
     # 400 tokens are 25 blocks; the last is always computed, because at least one token is left to draw from.
@@ -55,7 +56,7 @@ def test_an_admitted_request_is_counted_as_running() -> None:
     assert planner.waiting.tokens.by_class() == (0, 100, 0)
     planner.plan(0.0)
     assert planner.waiting.tokens.by_class() == (0, 0, 0)
-    assert planner.prefill_tokens() == (0, 100 - 32, 0)
+    assert prefill_tokens(planner.rows) == (0, 100 - 32, 0)
 
 
 PROMPTS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=6), min_size=1, max_size=8)

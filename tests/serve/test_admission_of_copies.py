@@ -12,6 +12,7 @@ from millrace.config import Config, replace
 from millrace.engine.figures.rates import MeasuredRates
 from millrace.errors import Overloaded
 from millrace.link.engine_stats import EngineStats
+from millrace.plan.figures import prefill_tokens
 from millrace.plan.request import STANDARD, Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.serve.tenancy.admission import AdmissionControl
@@ -68,7 +69,7 @@ class SlowServer:
             *(0, scheduler.num_running, len(waiting), *[0] * 10),
             waiting_by_class=tuple(waiting.num_by_class),
             waiting_tokens=waiting.tokens.by_class(),
-            running_prefill_tokens=scheduler.prefill_tokens(),
+            running_prefill_tokens=prefill_tokens(scheduler.rows),
             rows_free=scheduler.rows.num_free,
             admissions_per_s=self._rates.admissions_per_s(scheduler.num_running),
             tokens_per_s=self._rates.tokens_per_s,

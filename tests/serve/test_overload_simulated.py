@@ -15,6 +15,7 @@ from millrace.config import Config, replace
 from millrace.engine.figures.rates import MeasuredRates
 from millrace.errors import Overloaded
 from millrace.link.engine_stats import EngineStats
+from millrace.plan.figures import prefill_tokens
 from millrace.plan.queue.waiting import WaitingQueue
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
@@ -115,7 +116,7 @@ class Overload:
             *(0, scheduler.num_running, len(waiting), *[0] * 10),
             waiting_by_class=tuple(waiting.num_by_class),
             waiting_tokens=waiting.tokens.by_class(),
-            running_prefill_tokens=self._scheduler.prefill_tokens(),
+            running_prefill_tokens=prefill_tokens(self._scheduler.rows),
             aged_by_class=waiting.num_aged(now),
             rows_free=free,
             admissions_per_s=self._rates.admissions_per_s(scheduler.num_running + (0 if len(waiting) else free)),
