@@ -20,7 +20,7 @@ from millrace.errors import MillraceError
 
 VOCAB, NUM_REQUESTS = 97, 10
 SAME: dict[str, Any] = {"dtype": "float32", "kv_dtype": "full"}
-CASES = ("qwen3_next", "granite_hybrid", "gpt_oss", "deepseek_v2_groups", "deepseek_v3")
+CASES = ("qwen3_next", "granite_hybrid", "lfm2", "gpt_oss", "deepseek_v2_groups", "deepseek_v3", "cohere2")
 
 
 def requests_of(seed: str) -> list[tuple[list[int], SamplingParams]]:

@@ -243,6 +243,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite_moe": _sized("GraniteMoe", **_GRANITE_MOE, attention_bias=True),
     "granite_moe_shared": _sized("GraniteMoeShared", **_GRANITE_MOE, shared_intermediate_size=40),
+    "bamba": _sized(
+        "Bamba",
+        **{key: value for key, value in _MAMBA.items() if key.startswith(("mamba", "pad"))}
+        | {"mamba_d_state": 12, "mamba_n_groups": 2, "attn_layer_indices": [1], "head_dim": 8},
+        attention_bias=True,
+        mlp_bias=True,
+    ),
+    "lfm2": _sized("Lfm2", head_dim=8, full_attn_idxs=[1], conv_bias=True, block_multiple_of=8),
+    "lfm2_moe": _sized(
+        "Lfm2Moe",
+        head_dim=8,
+        layer_types=["conv", "full_attention", "conv"],
+        num_dense_layers=1,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        routed_scaling_factor=1.5,
+    ),
     "deepseek_v2": _sized("DeepseekV2", **_LATENT, routed_scaling_factor=1.0, n_shared_experts=1),
     "deepseek_v2_groups": _sized(
         "DeepseekV2",
@@ -262,7 +280,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3", **_LATENT, n_group=2, topk_group=1, rope_interleave=False, norm_topk_prob=False
     ),
 }
-HYBRIDS = tuple(case for case in CASES if case.startswith(("qwen3_next", "granite_hybrid")))
+HYBRIDS = tuple(case for case in CASES if case.startswith(("qwen3_next", "granite_hybrid", "bamba", "lfm2")))
 """Cases with recurrent layers."""
 
 
@@ -283,7 +301,7 @@ def make_reference(case: str, seed: int = 0, **changes: Any) -> Any:
             centre = 1.0 if is_norm and "Gemma" not in kind and kind != "Nemotron" else 0.0
             torch.nn.init.normal_(parameter, centre, 0.3 if is_norm else 0.15)
         for buffer_name, buffer in model.named_buffers():
-            if buffer_name.endswith("correction_bias"):
+            if buffer_name.endswith(("correction_bias", "expert_bias")):
                 torch.nn.init.normal_(buffer, 0.0, 0.3)
         for module in model.modules():
             if hasattr(module, "limit"):  # a constant in transformers 5.17, whatever the config says

@@ -161,6 +161,15 @@ def test_unknown_architecture_lists_what_is_supported() -> None:
     assert "'t5'" in refused({"architectures": None, "model_type": "t5"})
 
 
+def test_unknown_architecture_names_those_spelled_alike() -> None:
+    text = refused({"architectures": ["Cohere3ForCausalLM"], "model_type": "cohere3"})
+    assert (
+        "Names like it: CohereForCausalLM, Cohere2ForCausalLM" in text
+        or "Cohere2ForCausalLM, CohereForCausalLM" in text
+    )
+    assert "Names like it" not in refused({"architectures": ["XyzzyLM"], "model_type": "xyzzy"})
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

@@ -32,16 +32,19 @@ def versions(native: object, triton: object) -> list[object]:
 
 
 @pytest.mark.parametrize("places", PLACES)
-@pytest.mark.parametrize(("dtype", "has_bias"), [(torch.float32, True), (torch.bfloat16, False)])
-def test_conv(places: int, dtype: torch.dtype, has_bias: bool) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "has_bias", "has_silu"),
+    [(torch.float32, True, True), (torch.bfloat16, False, True), (torch.float32, True, False)],
+)
+def test_conv(places: int, dtype: torch.dtype, has_bias: bool, has_silu: bool) -> None:
     channels, width, rows = 70, 4, rows_of(COUNTS, STARTS, TABLE_ROWS)
     x, states = values(sum(COUNTS), channels, dtype=dtype), values(NUM_TABLE_ROWS, places, channels, 3, dtype=dtype)
     weight, bias = values(channels, width), values(channels) if has_bias else None
     expected_states = states.clone()
-    expected = conv.causal_conv(x, weight, bias, expected_states, rows)
+    expected = conv.causal_conv(x, weight, bias, expected_states, rows, has_silu)
     for version in versions(conv.native_conv, triton_conv):
         own = states.clone()
-        out = version(x, weight, bias, own, rows)
+        out = version(x, weight, bias, own, rows, has_silu)
         torch.testing.assert_close(out, expected, atol=1e-5 if dtype == torch.float32 else 2e-2, rtol=1e-2)
         assert torch.equal(own, expected_states), version
 

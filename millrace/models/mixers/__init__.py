@@ -15,6 +15,7 @@ from millrace.models.mixers.base import Mixer, MixerBuilder, MixerSite, MixerSte
 from millrace.models.mixers.gated_attention import build_gated_attention
 from millrace.models.mixers.latent import build_latent_attention
 from millrace.models.mixers.recurrent import build_gated_delta, build_mamba2
+from millrace.models.mixers.short_conv import build_short_conv
 from millrace.models.spec.model_spec import MixerKind
 
 __all__ = ["MIXERS", "AttentionMixer", "Mixer", "MixerBuilder", "MixerSite", "MixerStep"]
@@ -25,4 +26,5 @@ MIXERS: Mapping[MixerKind, Callable[[MixerBuilder, MixerSite], Mixer]] = {
     "latent_attention": build_latent_attention,
     "gated_delta": build_gated_delta,
     "mamba2": build_mamba2,
+    "short_conv": build_short_conv,
 }

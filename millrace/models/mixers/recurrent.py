@@ -95,10 +95,7 @@ class RecurrentMixer:
         return (self.name,)
 
     def prepare(self, step: MixerStep) -> States:
-        states = step.batch.states
-        if states is None:
-            raise AssertionError("the batch of a model with recurrent layers needs their states")
-        return states
+        return states_of(step)
 
     def mix(self, hidden: Any, step: MixerStep) -> Tensor:
         states: States = step.prepared[self.shares]
@@ -193,6 +190,13 @@ class Mamba2:
     def finish(self, out: Tensor, gate: Tensor) -> Tensor:
         gated = out.flatten(1) * functional.silu(gate)
         return gated * torch.rsqrt(self.means(gated.square())[0] + self.spec.norm_eps) * self.norm
+
+
+def states_of(step: MixerStep) -> States:
+    states = step.batch.states
+    if states is None:
+        raise AssertionError("the batch of a model with recurrent layers needs their states")
+    return states
 
 
 def _unit(x: Tensor) -> Tensor:

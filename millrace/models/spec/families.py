@@ -6,7 +6,8 @@ To add a family, see docs/contributing/model-family.md.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from millrace.errors import ModelError
@@ -367,7 +368,20 @@ def find_family(config: Mapping[str, Any]) -> Family:
     named = ", ".join(map(str, architectures)) or f"model_type {kind!r}"
     supported = ", ".join(name for family in FAMILIES for name in family.architectures)
     instead = instead_of(architectures[0] if architectures else kind)
-    raise ModelError(f"The model's architecture is {named}, which is not supported. Supported: {supported}.{instead}")
+    close = _close_names(architectures, kind)
+    raise ModelError(
+        f"The model's architecture is {named}, which is not supported.{close} Supported: {supported}.{instead}"
+    )
+
+
+def _close_names(architectures: Sequence[object], kind: object) -> str:
+    """A sentence that names architectures spelled alike; "" if there are none."""
+    known = {name.lower(): family.architectures[0] for family in FAMILIES for name in family.architectures}
+    known |= {name: family.architectures[0] for family in FAMILIES for name in family.model_types}
+    wanted = [str(name).lower() for name in (*architectures, kind) if name]
+    found = [close for name in wanted for close in get_close_matches(name, known, n=3, cutoff=0.75)]
+    names = list(dict.fromkeys(known[name] for name in found))
+    return f" Names like it: {', '.join(names)}." if names else ""
 
 
 def renames_of(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:

@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from millrace.models.spec.config_reader import ConfigReader
-from millrace.models.spec.family import experts_of
+from millrace.models.spec.family import attention_bias, experts_of
 from millrace.models.spec.model_spec import LayerSpec, MixerKind, MoeSpec, RecurrentSpec
+from millrace.ops.base.routing import Routing
 
-_KINDS = {"linear_attention": True, "mamba": True, "full_attention": False, "attention": False}
+_KINDS = {"linear_attention": True, "mamba": True, "conv": True, "full_attention": False, "attention": False}
 """By name in `layer_types`: True for recurrent layers."""
 
 
@@ -70,11 +71,6 @@ def granite_hybrid(c: ConfigReader) -> dict[str, Any]:
     moe = experts_of(c, experts, c.whole("intermediate_size"), renormalise=True) if experts else None
     recurs = _recurrent_layers(c, [True] * num_layers)
     bias = c.flag("attention_bias")
-    hidden, heads = c.whole("hidden_size"), c.whole("mamba_n_heads", 128)
-    value_dim = c.get("mamba_d_head")
-    if value_dim in (None, "auto"):
-        value_dim = c.whole("mamba_expand", 2) * hidden // heads
-    eps = c.positive("rms_norm_eps", 1e-6)
     rope = 0 if c.get("position_embedding_type") == "rope" else None
     kinds: Iterator[tuple[MixerKind, int | None]] = (("mamba2", None) if own else ("attention", rope) for own in recurs)
     layers = tuple(LayerSpec(rope=rotation, is_moe=experts > 0, mixer=mixer) for mixer, rotation in kinds)
@@ -86,24 +82,84 @@ def granite_hybrid(c: ConfigReader) -> dict[str, Any]:
         "attention_scale": c.positive("attention_multiplier", 1.0),
         "embedding_scale": c.positive("embedding_multiplier", 1.0) / scale,
         "hidden_scale": 1.0 / c.positive("logits_scaling", 1.0),
-        "norm_eps": eps / scale**2,
+        "norm_eps": c.positive("rms_norm_eps", 1e-6) / scale**2,
         "layers": layers,
-        "recurrent": _check_recurrent(
-            c,
-            RecurrentSpec(
-                heads=heads,
-                groups=c.whole("mamba_n_groups", 1),
-                key_dim=c.whole("mamba_d_state", 256),
-                value_dim=int(value_dim),
-                conv_width=c.whole("mamba_d_conv", 4, minimum=2),
-                norm_eps=eps,
-                conv_bias=c.flag("mamba_conv_bias", True),
-                linear_bias=c.flag("mamba_proj_bias"),
-                time_step_limit=_time_step_limit(c),
-            ),
-            "mamba_n_groups",
-        ),
+        "recurrent": _mamba2(c),
     }
+
+
+def bamba(c: ConfigReader) -> dict[str, Any]:
+    """Mamba2 and a few attention layers, with dense MLPs."""
+    attends = c.whole_list("attn_layer_indices")
+    recurs = _recurrent_layers(c, [layer not in attends for layer in range(c.whole("num_hidden_layers"))])
+    layers = tuple(LayerSpec(mixer="mamba2", rope=None) if own else LayerSpec() for own in recurs)
+    return {**attention_bias(c), "mlp_bias": c.flag("mlp_bias"), "layers": layers, "recurrent": _mamba2(c)}
+
+
+def lfm2(c: ConfigReader) -> dict[str, Any]:
+    """Short convolutions and a few attention layers; experts in all layers but the first, if there are any."""
+    num_layers, experts = c.whole("num_hidden_layers"), c.whole("num_experts", 0, minimum=0)
+    attends = c.whole_list("full_attn_idxs") if c.has("full_attn_idxs") else list(range(num_layers))
+    recurs = _recurrent_layers(c, [layer not in attends for layer in range(num_layers)])
+    first = c.whole("num_dense_layers", 2, minimum=0) if experts else num_layers
+    bias, channels = c.flag("conv_bias"), c.whole("hidden_size")
+    kinds: Iterator[tuple[MixerKind, int | None]] = (
+        ("short_conv", None) if own else ("attention", 0) for own in recurs
+    )
+    recurrent = RecurrentSpec(
+        heads=channels,
+        groups=channels,
+        key_dim=0,
+        value_dim=1,
+        conv_width=c.whole("conv_L_cache", 3, minimum=2),
+        norm_eps=0.0,
+        conv_bias=bias,
+        linear_bias=bias,
+    )
+    return {
+        "inner_size": c.whole("intermediate_size") if experts else _lfm2_inner(c),
+        "norm_eps": c.positive("norm_eps", 1e-5),
+        "qk_norm": True,
+        "tied_head": c.flag("tie_embedding", c.flag("tie_word_embeddings")),
+        "moe": _lfm2_experts(c, experts) if first < num_layers else None,
+        "layers": tuple(
+            LayerSpec(rope=rope, is_moe=at >= first, mixer=mixer) for at, (mixer, rope) in enumerate(kinds)
+        ),
+        "recurrent": recurrent if any(recurs) else None,
+    }
+
+
+def _lfm2_inner(c: ConfigReader) -> int:
+    inner = c.whole("block_ff_dim", c.whole("intermediate_size"))
+    if not c.flag("block_auto_adjust_ff_dim", True):
+        return inner
+    inner, unit = int(c.positive("block_ffn_dim_multiplier", 1.0) * (2 * inner // 3)), c.whole("block_multiple_of", 256)
+    return -(-inner // unit) * unit
+
+
+def _lfm2_experts(c: ConfigReader, experts: int) -> MoeSpec:
+    if not c.flag("use_expert_bias", True):
+        raise c.fail("use_expert_bias", "is false, which is not supported")
+    moe = experts_of(c, experts, c.whole("moe_intermediate_size"), c.flag("norm_topk_prob", True))
+    return replace(moe, routing=Routing("sigmoid", scale=c.positive("routed_scaling_factor", 1.0)))
+
+
+def _mamba2(c: ConfigReader) -> RecurrentSpec:
+    heads, value_dim = c.whole("mamba_n_heads", 128), c.get("mamba_d_head")
+    if value_dim in (None, "auto"):
+        value_dim = c.whole("mamba_expand", 2) * c.whole("hidden_size") // heads
+    recurrent = RecurrentSpec(
+        heads=heads,
+        groups=c.whole("mamba_n_groups", 1),
+        key_dim=c.whole("mamba_d_state", 256),
+        value_dim=int(value_dim),
+        conv_width=c.whole("mamba_d_conv", 4, minimum=2),
+        norm_eps=c.positive("rms_norm_eps", 1e-6),
+        conv_bias=c.flag("mamba_conv_bias", True),
+        linear_bias=c.flag("mamba_proj_bias"),
+        time_step_limit=_time_step_limit(c),
+    )
+    return _check_recurrent(c, recurrent, "mamba_n_groups")
 
 
 def _time_step_limit(c: ConfigReader) -> tuple[float, float]:

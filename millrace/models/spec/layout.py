@@ -127,7 +127,25 @@ class RecurrentLayout:
         return ()
 
 
-MixerLayout = AttentionLayout | LatentLayout | RecurrentLayout
+@dataclass(frozen=True, slots=True)
+class ConvLayout:
+    inputs: Matrix
+    """For each channel what its value is multiplied with before the convolution, and after it, and the value."""
+    conv: TensorSpec
+    conv_bias: TensorSpec | None
+    out: Matrix
+
+    def matrices(self) -> tuple[Matrix, ...]:
+        return self.inputs, self.out
+
+    def norms(self) -> tuple[TensorSpec, ...]:
+        return (self.conv,) if self.conv_bias is None else (self.conv, self.conv_bias)
+
+    def reshaped(self) -> tuple[TensorSpec, ...]:
+        return ()
+
+
+MixerLayout = AttentionLayout | LatentLayout | RecurrentLayout | ConvLayout
 """The tensors of a mixer, of whatever kind: its matrices and its norms."""
 
 
@@ -245,6 +263,16 @@ def _mamba2(spec: ModelSpec, prefix: str) -> RecurrentLayout:
     return replace(layout, skip=TensorSpec(f"{prefix}D", (own.heads,)))
 
 
+def _short_conv(spec: ModelSpec, prefix: str) -> ConvLayout:
+    own, prefix, size = _recurrent(spec), prefix + "conv.", _recurrent(spec).heads
+    return ConvLayout(
+        inputs=_matrix(prefix, {"in_proj": own.num_projected("short_conv")}, spec.hidden_size, own.linear_bias),
+        conv=TensorSpec(f"{prefix}conv.weight", (size, 1, own.conv_width)),
+        conv_bias=TensorSpec(f"{prefix}conv.bias", (size,)) if own.conv_bias else None,
+        out=_matrix(prefix, {"out_proj": spec.hidden_size}, size, own.linear_bias),
+    )
+
+
 def _recurrent(spec: ModelSpec) -> RecurrentSpec:
     if spec.recurrent is None:
         raise ValueError("a layer is recurrent, but the spec has no RecurrentSpec")
@@ -273,6 +301,7 @@ MIXER_LAYOUTS: Mapping[MixerKind, Callable[[ModelSpec, str], MixerLayout]] = {
     "latent_attention": _latent_attention,
     "gated_delta": _gated_delta,
     "mamba2": _mamba2,
+    "short_conv": _short_conv,
 }
 """The tensors of each kind of mixer in the layer with this prefix."""
 

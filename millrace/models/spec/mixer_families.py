@@ -7,7 +7,7 @@ from typing import Any
 
 from millrace.models.spec.expert_families import GRANITE_EXPERTS, GRANITE_SHARED
 from millrace.models.spec.family import Family, WeightNames, no_windows
-from millrace.models.spec.hybrids import granite_hybrid, qwen3_next
+from millrace.models.spec.hybrids import bamba, granite_hybrid, lfm2, qwen3_next
 from millrace.models.spec.latent import deepseek_v2, deepseek_v3
 
 _LATENT_DEFAULTS: Mapping[str, Any] = {
@@ -18,6 +18,19 @@ _LATENT_DEFAULTS: Mapping[str, Any] = {
     "v_head_dim": 128,
 }
 _LATENT_NAMES = WeightNames(shared_expert="mlp.shared_experts", router_bias="mlp.gate.e_score_correction_bias")
+
+_LFM2_RENAMES = (
+    (r"^model\.embedding_norm\.", "model.norm."),
+    (r"\.operator_norm\.", ".input_layernorm."),
+    (r"\.ffn_norm\.", ".post_attention_layernorm."),
+    (r"\.self_attn\.out_proj\.", ".self_attn.o_proj."),
+    (r"\.self_attn\.([qk])_layernorm\.", r".self_attn.\1_norm."),
+    (r"\.feed_forward\.expert_bias$", ".mlp.gate.e_score_correction_bias"),
+    (r"\.feed_forward\.", ".mlp."),
+    (r"(\.mlp\.(?:experts\.\d+\.)?)w1\.", r"\1gate_proj."),
+    (r"(\.mlp\.(?:experts\.\d+\.)?)w3\.", r"\1up_proj."),
+    (r"(\.mlp\.(?:experts\.\d+\.)?)w2\.", r"\1down_proj."),
+)
 
 MIXER_FAMILIES: tuple[Family, ...] = (
     Family(
@@ -78,5 +91,40 @@ MIXER_FAMILIES: tuple[Family, ...] = (
             "topk_group": 4,
         },
         names=_LATENT_NAMES,
+    ),
+    Family(
+        name="bamba",
+        model_types=("bamba",),
+        architectures=("BambaForCausalLM",),
+        traits=bamba,
+        windows=no_windows,
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+        },
+        renames=(
+            (r"^model\.final_layernorm\.", "model.norm."),
+            (r"\.pre_ff_layernorm\.", ".post_attention_layernorm."),
+            (r"\.feed_forward\.", ".mlp."),
+        ),
+    ),
+    Family(
+        name="lfm2",
+        model_types=("lfm2", "lfm2_moe"),
+        architectures=("Lfm2ForCausalLM", "Lfm2MoeForCausalLM"),
+        traits=lfm2,
+        windows=no_windows,
+        defaults={
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 128000,
+            "intermediate_size": 12288,
+            "num_experts_per_tok": 4,
+            "tie_word_embeddings": True,
+        },
+        theta=1_000_000.0,
+        names=WeightNames(router_bias="mlp.gate.e_score_correction_bias"),
+        renames=_LFM2_RENAMES,
     ),
 )

@@ -10,7 +10,7 @@ from millrace.ops.base.activation_kind import Activation, ClampedSwiglu
 from millrace.ops.base.routing import PLAIN_ROUTING, Routing
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "divisors"]
-MixerKind = Literal["attention", "gated_attention", "latent_attention", "gated_delta", "mamba2"]
+MixerKind = Literal["attention", "gated_attention", "latent_attention", "gated_delta", "mamba2", "short_conv"]
 """How a layer mixes the tokens of a row; see `models/mixers`."""
 
 
@@ -92,7 +92,8 @@ class LatentSpec:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSpec:
-    """The recurrent layers of a model: a causal convolution, then a matrix per head that takes in keys and values."""
+    """The recurrent layers of a model: a causal convolution, then a matrix per head that takes in keys and values. Of
+    short convolutions there is no more than the convolution: their heads are channels, of no keys and one value."""
 
     heads: int
     groups: int
@@ -128,6 +129,8 @@ class RecurrentSpec:
         rows = self.num_projected(mixer)
         matrices = hidden_size * (rows + self.value_size) + self.linear_bias * (rows + hidden_size)
         conv = self.conv_channels * (self.conv_width + self.conv_bias)
+        if mixer == "short_conv":
+            return matrices + conv
         heads, norm = (2, self.value_dim) if mixer == "gated_delta" else (3, self.value_size)
         return matrices + conv + heads * self.heads + norm
 
@@ -149,7 +152,7 @@ class LayerSpec:
     @property
     def is_recurrent(self) -> bool:
         """True if the layer has a state of fixed size in place of keys and values."""
-        return self.mixer in ("gated_delta", "mamba2")
+        return self.mixer in ("gated_delta", "mamba2", "short_conv")
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from millrace.models.spec.layout import (
     HEAD,
     HEAD_BIAS,
     AttentionLayout,
+    ConvLayout,
     LatentLayout,
     LayerLayout,
     Matrix,
@@ -122,6 +123,8 @@ class Shard:
             yield from self._attention_cuts(mixer)
         elif isinstance(mixer, LatentLayout):
             yield from self._latent_cuts(mixer)
+        elif isinstance(mixer, ConvLayout):
+            yield from self._conv_cuts(mixer)
         else:
             yield from self._recurrent_cuts(mixer)
         if isinstance(layer.mlp, MoeLayout):
@@ -178,6 +181,15 @@ class Shard:
         yield queries.parts[0].name, Cut(rows=_scaled(self.heads, own.key_dim + own.rope_dim))
         yield mixer.up.name, Cut(rows=_scaled(self.heads, own.key_dim + own.value_dim))
         yield from self._column_cuts(mixer.out, _scaled(self.heads, own.value_dim))
+
+    def _conv_cuts(self, mixer: ConvLayout) -> Iterator[tuple[str, Cut]]:
+        own, channels = self.whole.recurrent, self.recurrent_heads
+        assert own is not None
+        for part in mixer.inputs.all_tensors():
+            yield part.name, _cut_of(*(_shifted(channels, index * own.heads) for index in range(3)))
+        for channel in mixer.norms():
+            yield channel.name, Cut(rows=channels)
+        yield from self._column_cuts(mixer.out, channels)
 
     def _recurrent_cuts(self, mixer: RecurrentLayout) -> Iterator[tuple[str, Cut]]:
         own, heads = self.whole.recurrent, self.recurrent_heads

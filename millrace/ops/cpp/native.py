@@ -97,7 +97,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, tuple[Any, ...]]]] = {
         (c_int, c_int, c_void_p, c_int64, *[c_void_p] * 5, *[c_int64] * 8, c_float, c_float, c_void_p),
     ),
     "latent_attention": (None, (c_int, c_int, *[c_void_p] * 6, *[c_int64] * 6, c_float)),
-    "causal_conv": (None, (c_int, *[c_void_p] * 8, *[c_int64] * 4)),
+    "causal_conv": (None, (c_int, *[c_void_p] * 8, *[c_int64] * 5)),
     "recurrence": (None, (*[c_void_p] * 10, *[c_int64] * 6)),
     "tiles_saved": (c_int64, (*[c_void_p] * 3, *[c_int64] * 3)),
     "add_lora": (

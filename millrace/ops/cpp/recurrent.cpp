@@ -36,7 +36,7 @@ inline void assign(bf16& to, float x) {
 
 template <typename T>
 void conv(const T* x, const float* weight, const float* bias, T* states, T* out, Rows rows, int64_t num_rows,
-          int64_t channels, int64_t width, int64_t places) {
+          int64_t channels, int64_t width, int64_t places, bool has_silu) {
     int64_t before = width - 1, pieces = (channels + CHANNELS_PER_PIECE - 1) / CHANNELS_PER_PIECE;
     int64_t total = rows.query_starts[num_rows] * channels;
     pool::for_each(num_rows * pieces, total >= MIN_PARALLEL, [&](int64_t task) {
@@ -55,7 +55,8 @@ void conv(const T* x, const float* weight, const float* bias, T* states, T* out,
             for (int64_t i = 0; i < count; i++) {
                 float sum = 0.0f;
                 for (int64_t j = 0; j < width; j++) sum += as_float(inputs[i + j]) * weight[channel * width + j];
-                assign(out[(first + i) * channels + channel], silu(bias ? sum + bias[channel] : sum));
+                float total = bias ? sum + bias[channel] : sum;
+                assign(out[(first + i) * channels + channel], has_silu ? silu(total) : total);
             }
             for (int64_t i = std::max(int64_t(0), count - places) + 1; i <= count; i++) {
                 T* kept = own + ((start + i) % places * channels + channel) * before;
@@ -84,12 +85,14 @@ extern "C" {
 
 void millrace_causal_conv(int dtype, const void* x, const float* weight, const float* bias, void* states, void* out,
                           const int32_t* query_starts, const int32_t* starts, const int32_t* table_rows,
-                          int64_t num_rows, int64_t channels, int64_t width, int64_t places) {
+                          int64_t num_rows, int64_t channels, int64_t width, int64_t places, int64_t has_silu) {
     Rows rows{query_starts, starts, table_rows};
     if (dtype)
-        conv((const bf16*)x, weight, bias, (bf16*)states, (bf16*)out, rows, num_rows, channels, width, places);
+        conv((const bf16*)x, weight, bias, (bf16*)states, (bf16*)out, rows, num_rows, channels, width, places,
+             has_silu);
     else
-        conv((const float*)x, weight, bias, (float*)states, (float*)out, rows, num_rows, channels, width, places);
+        conv((const float*)x, weight, bias, (float*)states, (float*)out, rows, num_rows, channels, width, places,
+             has_silu);
 }
 
 void millrace_recurrence(const float* q, const float* k, const float* v, const float* decay, const float* beta,

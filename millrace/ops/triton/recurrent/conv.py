@@ -24,7 +24,7 @@ def _input(x, states, at, first, start, place, channel, inside, channels, BEFORE
 @triton.jit
 def _conv_kernel(
     x, weight, bias, states, out, query_starts, starts, table_rows, channels,
-    PLACES: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    PLACES: tl.constexpr, WIDTH: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SILU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, channel = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
@@ -41,8 +41,9 @@ def _conv_kernel(
             total += own.to(tl.float32) * tl.load(weight + channel * WIDTH + tap, mask=inside, other=0.0)
         if HAS_BIAS:
             total += tl.load(bias + channel, mask=inside, other=0.0)
-        result = total / (1.0 + tl.exp(-total))
-        tl.store(out + (first + at) * channels + channel, result.to(out.dtype.element_ty), mask=inside)
+        if HAS_SILU:
+            total = total / (1.0 + tl.exp(-total))
+        tl.store(out + (first + at) * channels + channel, total.to(out.dtype.element_ty), mask=inside)
     # The place that is read may be written too. Each program has its own channels, and newer states take nothing from
     # it once they hold the row's last inputs only; so the one written last to that place is written at the end.
     for back in range(tl.minimum(count, PLACES)):
@@ -67,12 +68,14 @@ def _keep(
         tl.store(target + tap, own, mask=inside)
 
 
-def causal_conv(x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, rows: StateRows) -> Tensor:
+def causal_conv(
+    x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, rows: StateRows, has_silu: bool = True
+) -> Tensor:
     x, channels = x.contiguous(), x.shape[1]
     out = torch.empty_like(x)
     _conv_kernel[len(rows.starts), triton.cdiv(channels, CHANNELS)](
         x, weight, weight if bias is None else bias, states, out, rows.query_starts, rows.starts, rows.table_rows,
-        channels, PLACES=states.shape[1], WIDTH=weight.shape[1], HAS_BIAS=bias is not None, BLOCK=CHANNELS,
-        num_warps=4,
+        channels, PLACES=states.shape[1], WIDTH=weight.shape[1], HAS_BIAS=bias is not None, HAS_SILU=has_silu,
+        BLOCK=CHANNELS, num_warps=4,
     )  # fmt: skip
     return out
