@@ -10,9 +10,9 @@ import torch
 
 from millrace.errors import ConfigError
 from millrace.ops import attention
-from millrace.ops.attention import latent, latent_qkv, qkv
+from millrace.ops.attention import latent, latent_qkv, qkv, texts
 from millrace.ops.base.version import Choice, Version, dtype_name
-from millrace.ops.elementwise import activation, norm, softcap
+from millrace.ops.elementwise import activation, biased, norm, softcap
 from millrace.ops.head import embedding
 from millrace.ops.linear import dense, fp8, gated, grouped, packed_codes, per_head, stored
 from millrace.ops.lora import add
@@ -45,6 +45,9 @@ OPS: Mapping[str, tuple[Version, ...]] = types.MappingProxyType(
         "causal_conv": conv.VERSIONS,
         "recurrence": recurrence.VERSIONS,
         "softcap": softcap.VERSIONS,
+        "text_attention": texts.VERSIONS,
+        "bias_activation": biased.ACTIVATION_VERSIONS,
+        "bias_layer_norm": biased.NORM_VERSIONS,
         "add_lora": add.VERSIONS,
     }
 )

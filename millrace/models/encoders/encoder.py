@@ -1,6 +1,7 @@
 """The forward pass of an encoder over packed texts: the tokens of all texts one after another, without padding.
 
-Linears and norms run over all tokens at once. Attention runs per length: texts of one length form one batch.
+Linears and norms run over all tokens at once, attention over all texts at once where there is a kernel for it, else
+over all texts of one length.
 """
 
 from __future__ import annotations
@@ -17,47 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from millrace.errors import ModelError
+from millrace.models.encoders.layers import EncoderLayer, Linear, Mixer, Norm, fused_layers
 from millrace.models.encoders.spec import EncoderSpec
+from millrace.ops.attention.texts import TextSpans
+from millrace.ops.registry import choose
 
 Activation = Callable[[Tensor], Tensor]
-Mixer = Callable[[Tensor], Tensor]
-"""Attention: from queries, keys and values [tokens, 3, heads, head] to [tokens, heads, head]."""
-
-
-@dataclass(frozen=True, slots=True)
-class Linear:
-    weight: Tensor
-    """[out, in]"""
-    bias: Tensor | None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-
-Product = Callable[[Tensor], Tensor]
-"""A linear layer, in floats or in INT8."""
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderLayer:
-    qkv: Product
-    out: Product
-    attention_norm: Norm | None
-    """None in the first layer of ModernBERT, whose input is already normalised."""
-    up: Product
-    """Of a gated MLP: the rows of the gate, then those of up."""
-    down: Product
-    mlp_norm: Norm
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +80,11 @@ class PackedTexts:
             groups.append(group)
             first = group.tokens.stop
         return groups
+
+    @property
+    def spans(self) -> TextSpans:
+        seen = [most or length for length, most in zip(self.lengths, self.attended or self.lengths, strict=True)]
+        return TextSpans(torch.tensor([*self.starts, sum(self.lengths)]), torch.tensor(seen))
 
     @property
     def starts(self) -> list[int]:
@@ -174,6 +145,9 @@ class Encoder:
         self.spec, self._weights = spec, weights
         self._activation = activation_of(spec.activation)
         self._slopes = _slopes(spec.num_heads).to(self.device, self.dtype) if spec.has_alibi else None
+        self._fused = fused_layers(spec, weights.layers, self.device)
+        chosen = choose("text_attention", self.device, self.dtype, head_dim=spec.head_size)
+        self._attend_texts = chosen.make() if chosen.version.name == "native" and not self._has_bias else None
 
     @property
     def device(self) -> torch.device:
@@ -224,6 +198,8 @@ class Encoder:
         return x
 
     def _post_norm_layer(self, x: Tensor, layer: EncoderLayer, mix: Mixer, rotary: _Angles | None) -> Tensor:
+        if self._fused is not None and rotary is None:
+            return self._fused(x, layer, mix)
         assert layer.attention_norm is not None
         x = layer.attention_norm(x + self._attend(x, layer, mix, rotary))
         return layer.mlp_norm(x + self._mlp(x, layer))
@@ -246,6 +222,9 @@ class Encoder:
             starts = torch.tensor([*texts.starts, sum(texts.lengths)], dtype=torch.int32).to(self.device)
             packed = PackedAttention(starts, texts.lengths[-1])
             return {window: partial(packed, window=window) for window in self._windows}
+        if self._attend_texts is not None:
+            attend, spans = self._attend_texts, texts.spans
+            return {window: partial(attend, spans=spans, window=window) for window in self._windows}
         groups = texts.groups
         return {window: partial(_attend_by_length, groups, self._masks(groups, window)) for window in self._windows}
 
@@ -254,12 +233,20 @@ class Encoder:
         return set(self.spec.windows) or {0}
 
     @property
+    def _has_bias(self) -> bool:
+        """Something is added to scores."""
+        return self._slopes is not None or self._weights.relative_bias is not None
+
+    @property
     def packs(self) -> bool:
         """True if one kernel can attend within all texts: no bias is added to scores, and the GPU has the kernel."""
         if self.device.type != "cuda" or self.dtype not in (torch.float16, torch.bfloat16):
             return False
-        has_bias = self._slopes is not None or self._weights.relative_bias is not None
-        return not has_bias and self.spec.head_size % 8 == 0 and torch.cuda.get_device_capability(self.device) >= (8, 0)
+        return (
+            not self._has_bias
+            and self.spec.head_size % 8 == 0
+            and torch.cuda.get_device_capability(self.device) >= (8, 0)
+        )
 
     def _mlp(self, x: Tensor, layer: EncoderLayer) -> Tensor:
         wide = layer.up(x)

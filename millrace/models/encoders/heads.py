@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from millrace.models.encoders.encoder import Activation, Linear, Norm, PackedTexts
+from millrace.models.encoders.encoder import Activation, PackedTexts
+from millrace.models.encoders.layers import Linear, Norm
 from millrace.sources.encoders.encoder_files import PoolingMode
 from millrace.sources.encoders.retrieval_files import SparseForm
 

@@ -9,17 +9,9 @@ import torch
 from torch import Tensor
 
 from millrace.errors import ModelError
-from millrace.models.encoders.encoder import (
-    Activation,
-    Encoder,
-    EncoderLayer,
-    EncoderWeights,
-    Linear,
-    Norm,
-    Product,
-    activation_of,
-)
+from millrace.models.encoders.encoder import Activation, Encoder, EncoderWeights, activation_of
 from millrace.models.encoders.heads import Head, PooledVectors, SparseWeights, TextLogits, TokenLogits, TokenVectors
+from millrace.models.encoders.layers import EncoderLayer, Linear, Norm, Product
 from millrace.models.encoders.spec import EncoderSpec, encoder_spec
 from millrace.models.weights.gguf_weights import GgufWeights
 from millrace.models.weights.onnx_weights import OnnxWeights

@@ -44,8 +44,11 @@ def reference_states(model: Any, token_ids: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_states_are_those_of_transformers(case: str, tmp_path: Path) -> None:
-    loaded, model = load(save_encoder(tmp_path / "m", case)), make_model(case)
+@pytest.mark.parametrize("heads", [pytest.param(4, id="heads of 12 numbers"), pytest.param(3, id="heads of 16")])
+def test_states_are_those_of_transformers(case: str, heads: int, tmp_path: Path) -> None:
+    """C++ attends where a head is a multiple of 16 wide."""
+    change = {"n_heads" if case == "distilbert" else "num_attention_heads": heads}
+    loaded, model = load(save_encoder(tmp_path / "m", case, **change)), make_model(case, **change)
     packed, order = pack(TEXTS, [0] * len(TEXTS), [0] * len(TEXTS))
     states = loaded.encoder(packed).split(packed.lengths)
     for index, own in zip(order, states, strict=True):
