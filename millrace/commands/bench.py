@@ -62,6 +62,7 @@ examples:
   millrace bench front --fronts 1,2 --streams 512        the same with one front and with two
   millrace bench gateway --streams 256                   a gateway over null replicas: added latency, tokens/s,
                                                          hit rates per policy; --svg FILE draws them
+  millrace bench gateway --keys --token-ms 15            the same with and without API keys and quotas, in turns
   millrace bench gateway --streams 2048 --token-ms 15 --gateways 2 --cores 0,1 --replicas 8 --clients 4
                                                          the bars of two cores, on a machine with 16
   millrace bench smooth                                  streams beside a long prompt, a small tenant beside 60 streams:
@@ -86,7 +87,7 @@ _TOKEN_MS = (0.0, 40.0)
 _POLICY_REPLICAS, _TRACE_REQUESTS, _TIER_REQUESTS = 4, 3000, 64
 _BESIDE_WORDS, _SMOOTH_MS = 24, 200.0
 """Longest text of `bench encode --beside`, and the target of a step if none is given."""
-_ROUNDS = ("observe", "speculate", "smooth", "fetch")
+_ROUNDS = ("observe", "speculate", "smooth", "fetch", "gateway")
 """Benchmarks that take `--rounds`, beside `peers`."""
 _MODULES = (bench_peers, formats, bench_serve, bench_observe, bench_speculate, bench_gpu)
 EXAMPLES = "\n\n".join([_EXAMPLES, *(module.EXAMPLES for module in _MODULES)])
@@ -125,6 +126,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     gateway.add_argument("--gateways", type=int, default=1, metavar="N", help="processes behind one port (default: 1)")
     gateway.add_argument("--replicas", type=int, default=4, metavar="N", help="null replicas (default: 4)")
+    gateway.add_argument(
+        "--keys", action="store_true", help="what API keys and quotas cost, in --rounds turns, and nothing else"
+    )
     gateway.add_argument("--cores", default="", metavar="N,…", help="cores of the gateways, kept free of all else")
     trace = parser.add_argument_group("bench policies")
     trace.add_argument(
@@ -160,6 +164,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.keys and args.what != "gateway":
+        raise UsageError("--keys is for bench gateway.")
     if args.what != "peers":
         bench_peers.reject_own_options(args, allowed=("rounds",) if args.what in _ROUNDS else ())
     if args.what == "gpu":
@@ -325,6 +331,7 @@ def _bench_front(args: argparse.Namespace) -> int:
 def _bench_gateway(args: argparse.Namespace) -> int:
     import uvloop
 
+    from millrace.bench.gateway.keys import KeysBench
     from millrace.bench.gateway.policies import (
         CACHED_TOKENS,
         PROMPT_TOKENS_PER_S,
@@ -338,10 +345,12 @@ def _bench_gateway(args: argparse.Namespace) -> int:
     from millrace.bench.gateway.run import GatewayBench
     from millrace.bench.local_server import cancel_on_sigterm
 
-    async def measured(bench: GatewayBench) -> list[Figure]:
+    async def measured(bench: GatewayBench | KeysBench) -> list[Figure]:
         cancel_on_sigterm()
         return await bench.run()
 
+    if args.rounds is not None and not args.keys:
+        raise UsageError("--rounds is for bench gateway --keys.")
     figures: list[Figure] = []
     cores = tuple(numbers("--cores", args.cores, least=0)) if args.cores else ()
     for streams in numbers("--streams", args.streams or "256"):
@@ -350,7 +359,9 @@ def _bench_gateway(args: argparse.Namespace) -> int:
                 *(args.replicas, streams, args.tokens, args.seconds or 5.0, token_ms),
                 *(args.gateways, args.clients or 1, cores),
             )
-            figures += uvloop.run(measured(bench))
+            figures += uvloop.run(measured(KeysBench(bench, args.rounds or 4) if args.keys else bench))
+    if args.keys:
+        return _print_figures(figures, "API keys and quotas at a gateway", "gateway", as_json=args.json)
     if args.token_ms is not None:  # Only the gateway is asked about.
         return _print_figures(figures, "A gateway over null replicas", "gateway", as_json=args.json)
     if args.trace is not None:
