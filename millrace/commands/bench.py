@@ -60,6 +60,7 @@ examples:
   millrace bench front --fronts 1,2 --streams 512        the same with one front and with two
   millrace bench gateway --streams 256                   a gateway over null replicas: added latency, tokens/s,
                                                          hit rates per policy; --svg FILE draws them
+  millrace bench gateway --keys --token-ms 15            the same with and without API keys and quotas, in turns
   millrace bench gateway --streams 2048 --token-ms 15 --gateways 2 --cores 0,1 --replicas 8 --clients 4
                                                          the bars of two cores, on a machine with 16
   millrace bench smooth                                  streams beside a long prompt, a small tenant beside 60 streams:
@@ -79,7 +80,7 @@ _ALLOWED = {
     "speculate": ("models", "shapes", "batches"),
 }
 """Options of `bench gpu` that other benchmarks take too."""
-_ROUNDS = ("observe", "speculate", "smooth", "fetch")
+_ROUNDS = ("observe", "speculate", "smooth", "fetch", "gateway")
 """Benchmarks that take `--rounds`, beside `peers`."""
 _MODULES = (bench_peers, bench_formats, bench_serve, bench_observe, bench_speculate, bench_gpu)
 EXAMPLES = "\n\n".join([_EXAMPLES, *(module.EXAMPLES for module in _MODULES)])
@@ -107,6 +108,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.keys and args.what != "gateway":
+        raise UsageError("--keys is for bench gateway.")
     if args.what != "peers":
         bench_peers.reject_own_options(args, allowed=("rounds",) if args.what in _ROUNDS else ())
     if args.what == "gpu":

@@ -22,7 +22,7 @@ from millrace.gateway.settings import GatewaySettings
 from millrace.gateway.watch.replicas import Watch
 from millrace.observe.tracing.exporter import SpanExporter
 from millrace.serve.tenancy.cache_scope import gateway_salt
-from millrace.serve.tenancy.keyring import Keyring, Tenant, wrong_model
+from millrace.serve.tenancy.keyring import DEFAULT_TENANT, Keyring, Tenant, wrong_model
 from millrace.serve.tenancy.owner import gateway_owner
 
 
@@ -53,12 +53,21 @@ class GatewayState:
         self._salt_secret = (known or secrets.token_hex()).encode()
         self._owner_secret = known.encode()
         """What is stored outlives the gateway, so this is not drawn."""
+        self._salts: dict[tuple[str, bool | None], str] = {}
+        self._owners: dict[tuple[str, bool], str] = {}
+        """Computed once for each tenant of the keys file: two digests are dear beside the rest of a request."""
         self.is_draining = False
         self.num_open = 0
 
     def salt_of(self, tenant: Tenant) -> str:
         """What keeps the tenant's cached prefixes apart at replicas. Gateways with the same key send the same."""
-        return gateway_salt(tenant, self._salt_secret, share_prefixes=self.settings.share_prefixes)
+        if tenant is DEFAULT_TENANT:
+            return ""
+        known = tenant.name, tenant.private_cache
+        if known not in self._salts:
+            share = self.settings.share_prefixes
+            self._salts[known] = gateway_salt(tenant, self._salt_secret, share_prefixes=share)
+        return self._salts[known]
 
     def may_use(self, tenant: Tenant, model: str) -> bool:
         return may_use(tenant, [one.models for one in self.fleet.replicas.values()], model)
@@ -69,7 +78,12 @@ class GatewayState:
 
     def owner_of(self, tenant: Tenant) -> str:
         """To whom replicas without keys say that things belong."""
-        return gateway_owner(tenant, self._owner_secret)
+        if tenant is DEFAULT_TENANT:
+            return ""
+        known = tenant.name, tenant.operator
+        if known not in self._owners:
+            self._owners[known] = gateway_owner(tenant, self._owner_secret)
+        return self._owners[known]
 
 
 STATE = web.AppKey("gateway", GatewayState)

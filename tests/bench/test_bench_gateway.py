@@ -11,6 +11,7 @@ from helpers.tiny_server import tiny_source
 
 from millrace.bench.errors import BenchError
 from millrace.bench.gateway.fetch import fetch_figures
+from millrace.bench.gateway.keys import MIN_SHARE, NO_KEYS, OWN, SHARED, KeysBench, keys_file
 from millrace.bench.gateway.policies import (
     BALANCE,
     CACHED_TOKENS,
@@ -23,6 +24,8 @@ from millrace.bench.gateway.policies import (
     read_trace,
 )
 from millrace.bench.gateway.run import GatewayBench
+from millrace.cli import main
+from millrace.serve.tenancy.keyring import Keyring
 
 
 @pytest.mark.live
@@ -38,6 +41,31 @@ def test_figures_of_a_small_run() -> None:
     assert by_name["tokens/s"].value > 0
     assert by_name["open streams"].note == "missed: at least 2,048"
     assert "2 gateways" in by_name["tokens/s"].workload
+
+
+@pytest.mark.live
+@pytest.mark.alone
+def test_keys_are_compared_with_none_in_turns() -> None:
+    bench = GatewayBench(1, num_streams=2, num_tokens=4, seconds=0.5)
+    figures = asyncio.run(KeysBench(bench, rounds=1).run())
+    by_name = {name: [one for one in figures if one.workload.startswith(name)] for name in (NO_KEYS, OWN + ",", SHARED)}
+    assert [len(found) for found in by_name.values()] == [3, 6, 6]
+    assert all(one.value > 0 for one in figures if one.metric == "tokens/s")
+    share = next(one for one in by_name[SHARED] if one.metric.startswith("tokens/s, share"))
+    assert share.note.startswith("held" if share.value >= MIN_SHARE else "missed")
+
+
+def test_a_keys_file_of_the_bench_has_a_tenant_for_each_key(tmp_path: Path) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text(keys_file(["one", "other"]), encoding="utf-8")
+    keyring = Keyring(file)
+    assert [keyring.tenant_of(key).name for key in ("one", "other")] == ["tenant-0", "tenant-1"]
+
+
+@pytest.mark.parametrize("told", [["front", "--keys"], ["gateway", "--rounds", "3"]])
+def test_keys_and_their_rounds_are_for_the_gateway(told: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *told]) == 2
+    assert "bench gateway" in capsys.readouterr().err
 
 
 def test_cores_that_leave_none_for_the_rest_are_refused() -> None:

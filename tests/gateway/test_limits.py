@@ -107,6 +107,46 @@ def test_money_is_owed_to_all_gateways(kind: str, tmp_path: Path) -> None:
     asyncio.run(check())
 
 
+def test_changes_that_wait_are_written_together(tmp_path: Path) -> None:
+    times: list[float] = []
+
+    def clock() -> float:
+        times.append(1000.0)  # Read once for each transaction.
+        return 1000.0
+
+    async def check() -> None:
+        store = SqliteStore(tmp_path / "limits.db", "a", clock)
+        await store.beat()
+        times.clear()
+        demand = Demand("acme", 10, 40, 0)
+        found = await asyncio.gather(*(store.reserve(demand) for _ in range(64)))
+        assert [one.is_admitted for one in found] == [True] * 40 + [False] * 24
+        left = asyncio.ensure_future(store.release("acme", 1000, 0))
+        freed = asyncio.ensure_future(store.reserve(demand))
+        await asyncio.sleep(0)
+        left.cancel()  # Its change is written all the same, and before the next one.
+        assert (await freed).is_admitted
+        assert len(times) <= 6
+        waiting = [asyncio.ensure_future(store.release("acme", 1000, 0)) for _ in range(8)]
+        await asyncio.sleep(0)
+        await store.close()
+        assert all(one.done() for one in waiting)
+
+    asyncio.run(check())
+
+
+def test_every_change_of_a_transaction_that_fails_is_told_so() -> None:
+    async def check() -> None:
+        store = SqliteStore(Path("/dev/full/limits.db"), "a")
+        found = await asyncio.gather(
+            *(store.reserve(Demand("a", 1, 1, 1)) for _ in range(5)), store.beat(), return_exceptions=True
+        )
+        assert [type(one) for one in found] == [StoreLost] * 6
+        await store.close()
+
+    asyncio.run(check())
+
+
 def test_requests_of_a_dead_gateway_do_not_count_for_long(tmp_path: Path) -> None:
     clock = FakeClock()
 

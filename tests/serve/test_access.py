@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import ssl
 import subprocess
 import threading
@@ -189,6 +190,28 @@ def test_when_tokens_become_free_again() -> None:
     assert usage.seconds_until_free(40, 100, 140) == 1
     assert usage.seconds_until_free(50, 100, 140) == 20
     assert usage.seconds_until_free(90, 100, 140) == 50
+
+
+def test_counters_of_one_process_and_of_several_say_the_same(tmp_path: Path) -> None:
+    draw, own, shared = random.Random(1), Quotas().usage("a"), Quotas(str(tmp_path)).usage("a")
+    now, held = 1000, list[tuple[int, int]]()
+    for _ in range(3000):
+        now += draw.choice((0, 0, 0, 0, 1, 2, 70))
+        tokens = draw.randrange(1, 50)
+        if held and draw.random() < 0.4:
+            refund, second = held.pop(draw.randrange(len(held)))
+            for usage in (own, shared):
+                usage.open(-1)
+                usage.refund(refund, second)
+        else:
+            for usage in (own, shared):
+                usage.open(1)
+                usage.spend(tokens, now)
+            held.append((draw.randrange(tokens + 1), now))
+        assert (own.num_open, own.spent(now)) == (shared.num_open, shared.spent(now))
+        wanted = draw.randrange(1, 40)
+        if own.spent(now) + wanted > 100:
+            assert own.seconds_until_free(wanted, 100, now) == shared.seconds_until_free(wanted, 100, now)
 
 
 def test_classes_and_weights_reach_the_engine(tmp_path: Path) -> None:

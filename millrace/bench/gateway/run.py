@@ -24,7 +24,7 @@ _START_S = 60.0
 MIN_TOKENS_PER_S, MIN_STREAMS = 100_000, 2048
 MAX_ADDED_P50_MS, MAX_ADDED_P99_MS = 1.0, 3.0
 """Bars of a gateway that has two cores of a server to itself."""
-_WARM_UP_S = 2.0
+WARM_UP_S = 2.0
 _UNCOUNTED = 20
 _FIRST_TOKENS = 300
 """Requests whose time to the first token is measured, one at a time, directly and through the gateway in turn."""
@@ -47,20 +47,18 @@ class GatewayBench:
 
     async def run(self) -> list[Figure]:
         async with AsyncExitStack() as stack:
-            stack.enter_context(_everything_but(self.cores))
-            arguments = ("millrace.bench.gateway.null_replica", "--token-ms", str(self.token_ms))
-            urls = [(await stack.enter_async_context(_program(*arguments)))[0] for _ in range(self.num_replicas)]
-            gateway, pids = await self._gateways(stack, urls)
+            stack.enter_context(everything_but(self.cores))
+            urls = await self.replicas(stack)
+            gateway, pids = await self.gateways(stack, urls)
             session = await stack.enter_async_context(aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)))
-            await _until_ready(gateway, self.num_replicas, self.num_gateways)
             idle = await self._first_tokens(session, urls[0], gateway)
-            clients = await asyncio.to_thread(self._clients, stack, gateway)
-            begin, end = clients.begin(warm_up_s=_WARM_UP_S, seconds=self.seconds)
+            clients = await asyncio.to_thread(self.clients, stack.enter_context(ExitStack()), gateway)
+            begin, end = clients.begin(warm_up_s=WARM_UP_S, seconds=self.seconds)
             await asyncio.sleep(begin - time.monotonic())
-            cpu_before = sum(map(_cpu_s, pids))
+            cpu_before = sum(map(cpu_s, pids))
             loaded = await self._first_tokens(session, urls[0], gateway, end)
             await asyncio.sleep(max(0.0, end - time.monotonic()))
-            cpu_s = sum(map(_cpu_s, pids)) - cpu_before
+            used_s = sum(map(cpu_s, pids)) - cpu_before
             tally = await asyncio.to_thread(clients.results)
         if tally.errors:
             raise BenchError(f"{tally.errors} streams failed, first: {tally.first_error}")
@@ -72,33 +70,39 @@ class GatewayBench:
             Figure(name, "first token direct p50", percentile(idle.direct, 50) * 1e3, "ms", len(idle.direct)),
             *_added(name, idle),
             Figure(busy, "tokens/s", rate, "1/s", note=_bar(rate, MIN_TOKENS_PER_S, at_least=True)),
-            Figure(busy, "CPU of the gateway per token", cpu_s / max(1, tally.frames) * 1e6, "µs"),
+            Figure(busy, "CPU of the gateway per token", used_s / max(1, tally.frames) * 1e6, "µs"),
             Figure(busy, "open streams", self.num_streams, "", note=_bar(self.num_streams, MIN_STREAMS, at_least=True)),
             *_added(busy, loaded),
         ]
 
-    async def _gateways(self, stack: AsyncExitStack, urls: list[str]) -> tuple[str, list[int]]:
-        """Their URL and their processes."""
+    async def replicas(self, stack: AsyncExitStack) -> list[str]:
+        arguments = ("millrace.bench.gateway.null_replica", "--token-ms", str(self.token_ms))
+        return [(await stack.enter_async_context(_program(*arguments)))[0] for _ in range(self.num_replicas)]
+
+    async def gateways(self, stack: AsyncExitStack, urls: list[str], *options: str) -> tuple[str, list[int]]:
+        """Their URL and their processes, once all of them have found the replicas."""
         url, port, pids = "", "0", []
         for number in range(self.num_gateways):
-            arguments = ("--port", port, "--reuse-port", "--replicas", ",".join(urls))
+            arguments = ("--port", port, "--reuse-port", "--replicas", ",".join(urls), *options)
             url, pid = await stack.enter_async_context(_program("millrace", "gateway", *arguments))
             port = url.rpartition(":")[2]
             pids.append(pid)
             if self.cores:
                 spread = self.num_gateways >= len(self.cores)
                 _pin(pid, {self.cores[number % len(self.cores)]} if spread else set(self.cores))
+        await _until_ready(url, self.num_replicas, self.num_gateways)
         return url, pids
 
-    def _clients(self, stack: AsyncExitStack, url: str) -> ClientProcesses:
+    def clients(self, stack: ExitStack, url: str, key: str = "") -> ClientProcesses:
         return ClientProcesses(
             get_context("spawn"),
-            stack.enter_context(ExitStack()),
+            stack,
             port=int(url.rpartition(":")[2]),
             model=MODEL,
             streams=self.num_streams,
             num_tokens=self.num_tokens,
             count=self.num_clients,
+            key=key,
         )
 
     async def _first_tokens(
@@ -144,7 +148,7 @@ def _bar(value: float, bar: float, *, at_least: bool) -> str:
 
 
 @contextmanager
-def _everything_but(cores: tuple[int, ...]) -> Iterator[None]:
+def everything_but(cores: tuple[int, ...]) -> Iterator[None]:
     """This process, and those that it starts, run on the other cores."""
     before = os.sched_getaffinity(0)
     rest = before - set(cores)
@@ -165,7 +169,7 @@ def _pin(pid: int, cores: set[int]) -> None:
         os.sched_setaffinity(int(thread.name), cores)
 
 
-def _cpu_s(pid: int) -> float:
+def cpu_s(pid: int) -> float:
     """CPU time that a process has used."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -17,7 +17,7 @@ SETTLE_S = 0.2
 
 
 class ClientProcesses:
-    """`count` processes that together hold `streams` streams; `cleanup` ends them."""
+    """`count` processes that together hold `streams` streams; `cleanup` ends them. `key`: sent as the API key."""
 
     def __init__(
         self,
@@ -29,6 +29,7 @@ class ClientProcesses:
         streams: int,
         num_tokens: int,
         count: int,
+        key: str = "",
     ) -> None:
         self._schedule = context.Array("d", 4, lock=False)
         self._pipes: list[Connection] = []
@@ -37,7 +38,7 @@ class ClientProcesses:
             ours, theirs = context.Pipe(duplex=False)
             numbers = range(number, streams, count)
             process = context.Process(
-                target=run_clients, args=(port, model, numbers, num_tokens, self._schedule, theirs), daemon=True
+                target=run_clients, args=(port, model, numbers, num_tokens, self._schedule, theirs, key), daemon=True
             )
             process.start()
             theirs.close()

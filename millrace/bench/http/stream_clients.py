@@ -83,7 +83,7 @@ def merge(tallies: Iterable[Tally]) -> Tally:
     return total
 
 
-def chat_request(model: str, num_tokens: int, number: int) -> tuple[bytes, bytes]:
+def chat_request(model: str, num_tokens: int, number: int, key: str = "") -> tuple[bytes, bytes]:
     """A request of about a hundred words, different for each stream, in two parts. The six-digit request number goes
     between them, at the start of the text, so that neither prefix cache nor tokenizer cache hits."""
     text = " ".join(WORDS[(number * 7 + i * (number % 5 + 1)) % len(WORDS)] for i in range(PROMPT_WORDS))
@@ -97,6 +97,7 @@ def chat_request(model: str, num_tokens: int, number: int) -> tuple[bytes, bytes
         }
     ).encode()
     fields = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    fields += f"\r\nAuthorization: Bearer {key}" if key else ""
     before, after = body.split(TURN.encode())
     return f"POST /v1/chat/completions HTTP/1.1\r\n{fields}\r\n\r\n".encode() + before, after
 
@@ -202,11 +203,13 @@ async def _open(port: int, tally: Tally, request: tuple[bytes, bytes]) -> Stream
     raise AssertionError("the last attempt returns or raises")
 
 
-async def open_streams(port: int, model: str, numbers: range, num_tokens: int, tally: Tally) -> list[Stream]:
+async def open_streams(
+    port: int, model: str, numbers: range, num_tokens: int, tally: Tally, key: str = ""
+) -> list[Stream]:
     streams: list[Stream] = []
     for first in range(0, len(numbers), CONNECTING_AT_ONCE):
         some = numbers[first : first + CONNECTING_AT_ONCE]
-        streams += await asyncio.gather(*(_open(port, tally, chat_request(model, num_tokens, n)) for n in some))
+        streams += await asyncio.gather(*(_open(port, tally, chat_request(model, num_tokens, n, key)) for n in some))
     return streams
 
 
@@ -226,7 +229,9 @@ async def hold_streams(streams: list[Stream], tally: Tally, schedule: Schedule) 
         stream.close()
 
 
-def run_clients(port: int, model: str, numbers: range, num_tokens: int, schedule: Schedule, out: Connection) -> None:
+def run_clients(
+    port: int, model: str, numbers: range, num_tokens: int, schedule: Schedule, out: Connection, key: str = ""
+) -> None:
     """Main of a client process: sends an empty tally on `out` when its streams are open, and its tally at the end."""
     import uvloop
 
@@ -236,7 +241,7 @@ def run_clients(port: int, model: str, numbers: range, num_tokens: int, schedule
 
     async def main() -> Tally:
         tally = Tally()
-        streams = await open_streams(port, model, numbers, num_tokens, tally)
+        streams = await open_streams(port, model, numbers, num_tokens, tally, key)
         out.send(Tally())
         await hold_streams(streams, tally, schedule)
         return tally

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from millrace.commands.benchmarks.printing import print_figures
-from millrace.terminal.parser import numbers
+from millrace.terminal.parser import UsageError, numbers
 from millrace.terminal.settings_options import load_settings
 
 if TYPE_CHECKING:
@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     gateway.add_argument("--gateways", type=int, default=1, metavar="N", help="processes behind one port (default: 1)")
     gateway.add_argument("--replicas", type=int, default=4, metavar="N", help="null replicas (default: 4)")
+    gateway.add_argument(
+        "--keys", action="store_true", help="what API keys and quotas cost, in --rounds turns, and nothing else"
+    )
     gateway.add_argument("--cores", default="", metavar="N,…", help="cores of the gateways, kept free of all else")
 
 
@@ -53,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
 def run_gateway(args: argparse.Namespace) -> int:
     import uvloop
 
+    from millrace.bench.gateway.keys import KeysBench
     from millrace.bench.gateway.policies import (
         CACHED_TOKENS,
         PROMPT_TOKENS_PER_S,
@@ -66,10 +70,12 @@ def run_gateway(args: argparse.Namespace) -> int:
     from millrace.bench.gateway.run import GatewayBench
     from millrace.bench.local_server import cancel_on_sigterm
 
-    async def measured(bench: GatewayBench) -> list[Figure]:
+    async def measured(bench: GatewayBench | KeysBench) -> list[Figure]:
         cancel_on_sigterm()
         return await bench.run()
 
+    if args.rounds is not None and not args.keys:
+        raise UsageError("--rounds is for bench gateway --keys.")
     figures: list[Figure] = []
     cores = tuple(numbers("--cores", args.cores, least=0)) if args.cores else ()
     for streams in numbers("--streams", args.streams or "256"):
@@ -84,7 +90,9 @@ def run_gateway(args: argparse.Namespace) -> int:
                 num_clients=args.clients or 1,
                 cores=cores,
             )
-            figures += uvloop.run(measured(bench))
+            figures += uvloop.run(measured(KeysBench(bench, args.rounds or 4) if args.keys else bench))
+    if args.keys:
+        return print_figures(figures, "API keys and quotas at a gateway", "gateway", as_json=args.json)
     if args.token_ms is not None:  # Only the gateway is asked about.
         return print_figures(figures, "A gateway over null replicas", "gateway", as_json=args.json)
     if args.trace is not None:

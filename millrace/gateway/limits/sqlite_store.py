@@ -1,7 +1,8 @@
 """The embedded store: one SQLite file for the gateways of one machine.
 
 Times are of the machine's monotonic clock, which all its processes share: a step of the wall clock neither refills a
-budget nor holds a tenant back.
+budget nor holds a tenant back. Changes that are asked for while one is written are written together, in their order:
+a transaction costs more than the changes in it.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from millrace.gateway.limits.store import HOUR_S, LEASE_S, WINDOW_S, Demand, StoreLost, Verdict, boot_id, verdict
 
 _T = TypeVar("_T")
+Work = Callable[[sqlite3.Connection, float], Any]
+"""A change, given the time."""
 BUSY_S = 1.0
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS machine (boot TEXT NOT NULL);
@@ -38,6 +41,8 @@ class SqliteStore:
         self._clock = clock
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="limits")
         self._connection: sqlite3.Connection | None = None
+        self._waiting: list[tuple[Work, asyncio.Future[Any]]] = []
+        self._writer: asyncio.Task[None] | None = None
 
     async def reserve(self, demand: Demand) -> Verdict:
         return await self._run(lambda database, now: self._reserve(database, now, demand))
@@ -71,6 +76,8 @@ class SqliteStore:
             if self._connection is not None:
                 self._connection.close()
 
+        if self._writer is not None:
+            await self._writer
         await asyncio.get_running_loop().run_in_executor(self._thread, end)
         self._thread.shutdown(wait=False)
 
@@ -82,9 +89,9 @@ class SqliteStore:
             " WHERE tenant = ? AND (seen > ? OR gateway = ?)",
             (tenant, now - LEASE_S, self._gateway),
         ).fetchone()
-        database.execute("DELETE FROM spent WHERE tenant = ? AND second <= ?", (tenant, second - WINDOW_S))
         slots = database.execute(
-            "SELECT second, tokens FROM spent WHERE tenant = ? ORDER BY second", (tenant,)
+            "SELECT second, tokens FROM spent WHERE tenant = ? AND second > ? ORDER BY second",
+            (tenant, second - WINDOW_S),
         ).fetchall()
         found = verdict(demand, num_open, slots, second)
         if found.is_admitted:
@@ -102,18 +109,39 @@ class SqliteStore:
         database.execute("INSERT OR REPLACE INTO gateways VALUES (?, ?)", (self._gateway, now))
         database.execute("DELETE FROM gateways WHERE seen < ?", (now - HOUR_S,))
         database.execute("DELETE FROM open WHERE gateway NOT IN (SELECT id FROM gateways)")
+        database.execute("DELETE FROM spent WHERE second <= ?", (int(now) - WINDOW_S,))
 
     async def _run(self, work: Callable[[sqlite3.Connection, float], _T]) -> _T:
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._transaction, work)
-        except (sqlite3.Error, OSError) as error:
-            raise StoreLost(f"{self._path}: {error}") from error
+        """A caller that is cancelled leaves its change in the queue."""
+        done: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        self._waiting.append((work, done))
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.create_task(self._write())
+        return await done
 
-    def _transaction(self, work: Callable[[sqlite3.Connection, float], _T]) -> _T:
+    async def _write(self) -> None:
+        """All that waits, and what comes meanwhile. A transaction that fails fails each of its changes."""
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            try:
+                results = await loop.run_in_executor(self._thread, self._transaction, [work for work, _ in batch])
+            except Exception as error:
+                is_lost = isinstance(error, (sqlite3.Error, OSError))
+                for _, done in batch:
+                    if not done.cancelled():
+                        done.set_exception(StoreLost(f"{self._path}: {error}") if is_lost else error)
+            else:
+                for (_, done), result in zip(batch, results, strict=True):
+                    if not done.cancelled():
+                        done.set_result(result)
+
+    def _transaction(self, batch: list[Work]) -> list[Any]:
         database = self._connection or self._open()
         database.execute("BEGIN IMMEDIATE")
         try:
-            result = work(database, self._clock())
+            now = self._clock()
+            result = [work(database, now) for work in batch]
             database.execute("COMMIT")
         except BaseException:
             if database.in_transaction:

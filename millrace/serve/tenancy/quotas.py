@@ -2,6 +2,7 @@
 
 Each tenant has a small file in the server's directory, memory-mapped by every front. A front writes only its own row
 and reads all rows, which needs no lock; two fronts that admit at the same moment can exceed a limit by one request.
+A process without such a directory counts its own requests alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import mmap
 import os
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +29,74 @@ _OPEN, _SECONDS, _TOKENS = 0, 1, 1 + WINDOW_S
 _WIDTH = 1 + 2 * WINDOW_S
 
 
-class Usage:
-    """One tenant's counters, a row per front: open requests, then 60 slots with their second and 60 with its tokens."""
+class Usage(Protocol):
+    """One tenant's counters."""
+
+    @property
+    def num_open(self) -> int: ...
+
+    def open(self, change: int) -> None: ...
+
+    def spend(self, tokens: int, second: int) -> None: ...
+
+    def refund(self, tokens: int, second: int) -> None:
+        """Give back tokens reserved at `second`; no effect if that second has left the window."""
+
+    def spent(self, second: int) -> int:
+        """In the minute up to `second`."""
+
+    def seconds_until_free(self, wanted: int, limit: int, second: int) -> int:
+        """Seconds until `wanted` more tokens fit under `limit`, if nothing else is spent."""
+
+
+class OwnUsage:
+    """Of one process. No method takes longer because of earlier requests of the same second."""
+
+    def __init__(self) -> None:
+        self.num_open = 0
+        self._tokens: dict[int, int] = {}
+        """By second, those within the window before `_until`."""
+        self._total = 0
+        self._until = 0
+
+    def open(self, change: int) -> None:
+        self.num_open += change
+
+    def spend(self, tokens: int, second: int) -> None:
+        self._forget(second)
+        self._tokens[second] = self._tokens.get(second, 0) + tokens
+        self._total += tokens
+
+    def refund(self, tokens: int, second: int) -> None:
+        if second in self._tokens:
+            self._tokens[second] -= tokens
+            self._total -= tokens
+
+    def spent(self, second: int) -> int:
+        self._forget(second)
+        return self._total
+
+    def seconds_until_free(self, wanted: int, limit: int, second: int) -> int:
+        self._forget(second)
+        excess = self._total + wanted - limit
+        if excess <= 0:
+            return 1
+        for when, tokens in sorted(self._tokens.items()):
+            excess -= tokens
+            if excess <= 0:
+                return max(1, when + WINDOW_S - second)
+        return WINDOW_S
+
+    def _forget(self, second: int) -> None:
+        if second == self._until:
+            return
+        self._until = second
+        for when in [when for when in self._tokens if when <= second - WINDOW_S]:
+            self._total -= self._tokens.pop(when)
+
+
+class SharedUsage:
+    """Of all fronts, a row for each: open requests, then 60 slots with their second and 60 with its tokens."""
 
     def __init__(self, cells: npt.NDArray[np.int64], front_index: int) -> None:
         self._cells = cells
@@ -49,7 +117,6 @@ class Usage:
         self._mine[_TOKENS + slot] += tokens
 
     def refund(self, tokens: int, second: int) -> None:
-        """Give back tokens reserved at `second`; no effect if that second has left the window."""
         slot = second % WINDOW_S
         if self._mine[_SECONDS + slot] == second:
             self._mine[_TOKENS + slot] -= tokens
@@ -58,7 +125,6 @@ class Usage:
         return int(self._tokens(second).sum())
 
     def seconds_until_free(self, wanted: int, limit: int, second: int) -> int:
-        """Seconds until `wanted` more tokens fit under `limit`, if nothing else is spent."""
         excess = int(self._tokens(second).sum()) + wanted - limit
         order = np.argsort(self._cells[:, _SECONDS:_TOKENS], axis=None)
         seconds = self._cells[:, _SECONDS:_TOKENS].ravel()[order]
@@ -85,13 +151,11 @@ class Quotas:
 
     def usage(self, tenant: str) -> Usage:
         if tenant not in self._usages:
-            self._usages[tenant] = Usage(self._cells(tenant), self._front_index)
+            self._usages[tenant] = OwnUsage() if self._directory is None else self._shared(self._directory, tenant)
         return self._usages[tenant]
 
-    def _cells(self, tenant: str) -> npt.NDArray[np.int64]:
-        if self._directory is None:
-            return np.zeros((self._num_fronts, _WIDTH), np.int64)
-        return self._map(self._directory / hashlib.sha256(tenant.encode()).hexdigest())
+    def _shared(self, directory: Path, tenant: str) -> SharedUsage:
+        return SharedUsage(self._map(directory / hashlib.sha256(tenant.encode()).hexdigest()), self._front_index)
 
     def _map(self, file: Path) -> npt.NDArray[np.int64]:
         size = self._num_fronts * _WIDTH * 8
