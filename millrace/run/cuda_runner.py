@@ -81,7 +81,7 @@ class CudaRunner:
         self.decoder = decoder
         self._device = device
         state = make_device_state(decoder, device, settings, drafter)
-        self._table = state.table
+        self.table = state.table
         self._sampler = state.sampler
         self.device_drafts = state.drafts
         self.chain = state.chain
@@ -199,7 +199,7 @@ class CudaRunner:
 
     def _send(self, plan: StepPlan) -> DrawPlan:
         """Send the step's packet and let a drafter that is a model propose."""
-        self._table.update_host(plan)
+        self.table.update_host(plan)
         self._sampler.update(plan)
         if plan.placed:
             self._placing.place(plan.placed)
@@ -213,7 +213,7 @@ class CudaRunner:
         draws, work = self._draw_plan(plan, repeats), self.work
         records = self._sampler.records(plan)
         # A draft model needs this step's blocks before the packet's updates are applied.
-        num_sent = self._table.send_excess_blocks(plan, 0 if self.chain is not None else UPDATES_IN_PACKET)
+        num_sent = self.table.send_excess_blocks(plan, 0 if self.chain is not None else UPDATES_IN_PACKET)
         shape = plan.shape
         work.send(plan, shape, draws, records, num_sent)
         if (proposal := work.proposal(shape)) is not None:
@@ -312,8 +312,8 @@ class CudaRunner:
             return (), ()
         query_starts = np.zeros(len(plan.rows) + 1, np.int32)
         np.cumsum(plan.counts, out=query_starts[1:])
-        pooled = pool_states(plan, query_starts, self._table, hidden)
-        return score_prompts(plan, query_starts, self._table, self.decoder, hidden), pooled
+        pooled = pool_states(plan, query_starts, self.table, hidden)
+        return score_prompts(plan, query_starts, self.table, self.decoder, hidden), pooled
 
 
 def _heads(plan: StepPlan, draws: DrawPlan) -> tuple[HeadShape, ...]:

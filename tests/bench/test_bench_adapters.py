@@ -39,7 +39,7 @@ def test_each_case_runs_with_as_many_adapters_as_it_says(tmp_path: Path, monkeyp
     # Counts what the runner does itself: figures do not show it.
     def counted(self: Runner, plan: StepPlan, *rest: object) -> object:
         result = execute(self, plan, *rest)
-        slots = self._table.adapters[plan.rows]
+        slots = self.table.adapters[plan.rows]
         assert (plan.shape.key > 0) == bool(slots.any())
         seen.add((len(plan.rows), int(plan.counts[0]), len(np.unique(slots[slots > 0]))))
         return result

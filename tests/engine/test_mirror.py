@@ -63,7 +63,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def poisoned(self: Runner, plan: StepPlan, given: Any) -> Any:
         result = execute(self, plan, given)
-        if any(POISON in self._table.tokens[row] for row in plan.rows):
+        if any(POISON in self.table.tokens[row] for row in plan.rows):
             raise RuntimeError("this token is poison")
         return result
 

@@ -33,7 +33,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def poisoned(self: CudaRunner, plan: StepPlan, *args: Any, **options: Any) -> Any:
         result = draw(self, plan, *args, **options)
-        if any(POISON in self._table.host_part(row, 0, 99) for row in plan.rows.tolist()):
+        if any(POISON in self.table.host_part(row, 0, 99) for row in plan.rows.tolist()):
             raise RuntimeError("this token is poison")
         return result
 

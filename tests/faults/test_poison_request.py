@@ -24,7 +24,7 @@ def test_a_poison_request_fails_alone(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
     def poisoned(self: Runner, plan: StepPlan, given: Any) -> Any:
         result = execute(self, plan, given)
-        if any(POISON in self._table.tokens[row] for row in plan.rows):
+        if any(POISON in self.table.tokens[row] for row in plan.rows):
             raise RuntimeError("this token is poison")
         return result
 

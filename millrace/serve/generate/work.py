@@ -18,7 +18,7 @@ from millrace.serve.generate.job import DEADLINE_SLACK_S, Job
 from millrace.serve.generate.writer import Writer
 from millrace.serve.http.event_stream import EventStream
 from millrace.serve.state import FrontState
-from millrace.serve.tenancy.auditing import Ended, write_ended
+from millrace.serve.tenancy.auditing import AuditEntry, write_ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ async def unattended_answer(
 
 def _audit(log: AuditLog, job: Job, model: str, received: float) -> None:
     usage, error = job.usage(), job.error
-    ended = Ended(
+    ended = AuditEntry(
         request_id=job.request_id,
         tenant=job.owner,
         peer=None,

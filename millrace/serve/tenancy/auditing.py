@@ -46,7 +46,7 @@ def audit(get_log: Callable[[], AuditLog | None]) -> Middleware:
             status, error = 500, "server_error"
             raise
         finally:
-            ended = Ended(
+            ended = AuditEntry(
                 request_id=request[REQUEST_ID],
                 tenant=tenant_of(request).name,
                 peer=request.remote,
@@ -66,7 +66,7 @@ def audit(get_log: Callable[[], AuditLog | None]) -> Middleware:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class AuditEntry:
     """What has ended, and how."""
 
     request_id: str
@@ -84,7 +84,7 @@ class Ended:
     labels: dict[str, Any] | None = None
 
 
-def write_ended(log: AuditLog, ended: Ended) -> None:
+def write_ended(log: AuditLog, ended: AuditEntry) -> None:
     prompt_tokens, output_tokens, cached_tokens, reasoning_tokens = ended.counts
     log.write(
         {
