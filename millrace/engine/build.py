@@ -34,6 +34,7 @@ from millrace.engine.parts import EngineParts
 from millrace.engine.ranks.check import check_device_ranks, check_encoder_ranks, check_ranks, rank_notes
 from millrace.engine.ranks.group import RankGroup
 from millrace.engine.ranks.mirror import Mirror
+from millrace.engine.settings import retention_settings, runner_settings, scheduler_settings
 from millrace.engine.state_memory import check_states
 from millrace.engine.step_target import make_step_target, target_step_s
 from millrace.errors import ConfigError
@@ -49,13 +50,9 @@ from millrace.observe.slo.objective import parse_objectives
 from millrace.ops.base.capability import gpu_notes
 from millrace.ops.base.mesh import ONE_RANK
 from millrace.ops.cpp.native import native_notes
-from millrace.plan.budget import StepTarget
 from millrace.plan.drafting.control import MAX_DRAFTS
 from millrace.plan.drafts import DraftSettings
-from millrace.plan.kv.eviction import EvictionSettings
-from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.host_tier import HostTierSettings
-from millrace.plan.kv.retention import RetentionSettings
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.shapes.choice import ShapeChoice
 from millrace.run.device.defaults import DeviceDefaults
@@ -192,14 +189,17 @@ def _build_decoding(
     stored = [] if store is None else store.stored()
     disk = disk_settings(store)
     settings = replace(
-        decided.scheduler, disk_tier=disk, retention=_retention(config, decided.plan, below=disk.num_slots)
+        decided.scheduler, disk_tier=disk, retention=retention_settings(config, decided.plan, below=disk.num_slots)
     )
     scheduler = Scheduler(settings, ShapeChoice(made.facts.shapes))
     if scheduler.tiers.disk is not None:
         scheduler.tiers.disk.restore(stored if others is None else others.common(stored))
     text = AUTO_TEXT if config.plan.speculate == AUTO else config.plan.speculate
     return Engine(
-        *(scheduler, runner, decided.device, channel),
+        scheduler,
+        runner,
+        decided.device,
+        channel,
         facts=made.facts,
         parts=EngineParts(
             constrained=constrained,
@@ -210,13 +210,18 @@ def _build_decoding(
             ranks=ranks,
             disk=None if store is None else DiskCopier(store, made.host_blocks, runner, others),
             adapters=lambda shares: make_adapters(
-                *(config.adapters, decided.spec, decided.precision.dtype, fill, shares),
+                config.adapters,
+                decided.spec,
+                decided.precision.dtype,
+                fill,
+                shares,
                 device_bytes=decided.plan.adapter_bytes,
             ),
             shares_by_adapter=config.plan.share_by == "adapter",
             timed_adapters=frozenset(one.adapter for one in parse_objectives(config.observe.slos) if one.adapter),
             transfers=Transfers(
-                *(scheduler.transfer, made.contents),
+                scheduler.transfer,
+                made.contents,
                 identity=_digest(_model_identity(config, decided)),
                 block_tokens=config.plan.block_size,
                 refused=_why_blocks_stay(config, decided),
@@ -310,68 +315,10 @@ def _decide(config: Config, files: ModelFiles, on_loading: Callable[[str, int, i
         precision=precision,
         drafter=drafter,
         plan=plan,
-        runner=_runner_settings(config, plan, host_tier, drafter),
-        scheduler=_scheduler_settings(config, spec, plan, host_tier, drafts, target, work),
+        runner=runner_settings(config, plan, host_tier, drafter),
+        scheduler=scheduler_settings(config, spec, plan, host_tier, drafts, target, work),
         work=work,
     )
-
-
-def _runner_settings(
-    config: Config, plan: MemoryPlan, host_tier: HostTierSettings, drafter: DrafterSource | None
-) -> RunnerSettings:
-    return RunnerSettings(
-        num_blocks=plan.num_blocks,
-        block_size=config.plan.block_size,
-        max_rows=plan.max_running,
-        max_context=plan.max_context,
-        token_budget=plan.token_budget,
-        kv_dtype=plan.kv_dtype,
-        speculate=config.plan.speculate,
-        host_slots=host_tier.num_slots,
-        max_copied=host_tier.max_blocks,
-        state_places=plan.states.num_places,
-        state_slots=plan.states.num_slots,
-        graphs=config.run.graphs,
-        adapter_slots=config.adapters.num_slots,
-        all_states=config.run.tensor_parallel > 1 and drafter is not None and drafter.reads_all_states,
-    )
-
-
-def _scheduler_settings(
-    config: Config,
-    spec: ModelSpec,
-    plan: MemoryPlan,
-    host_tier: HostTierSettings,
-    drafts: DraftSettings,
-    target: StepTarget | None,
-    work: ModelWork,
-) -> SchedulerSettings:
-    column_cost = config.plan.block_size * work.pair_flops / max(work.token_flops, 1.0)
-    return SchedulerSettings(
-        num_blocks=plan.num_blocks,
-        block_size=config.plan.block_size,
-        max_running=plan.max_running,
-        token_budget=plan.token_budget,
-        mixed_budget=plan.mixed_budget,
-        target=target,
-        prefix_cache=config.plan.prefix_cache,
-        policy=config.plan.policy,
-        static_batching=config.plan.batching == "static",
-        aging_s=config.plan.aging_s,
-        drafts=drafts,
-        groups=KvGroups(spec.kv_groups.windows),
-        state_slots=None if spec.recurrent is None else plan.states.num_slots,
-        state_bytes=plan.states.each_bytes,
-        host_tier=host_tier,
-        eviction=EvictionSettings(config.memory.kv_eviction, column_cost),
-        retention=_retention(config, plan),
-    )
-
-
-def _retention(config: Config, plan: MemoryPlan, below: int = 0) -> RetentionSettings:
-    """`below`: blocks that the disk holds."""
-    num_blocks = plan.num_blocks + plan.host_slots + below
-    return RetentionSettings(int(config.memory.kv_retained * num_blocks), plan.block_bytes)
 
 
 def _load_runner(

@@ -59,7 +59,10 @@ def build_encoder_engine(
         graphs = EncoderGraphs(model.encoder, device, max_tokens=budget, max_texts=settings.max_rows)
     runner = EncoderRunner(model, device, graphs)
     engine = Engine(
-        *(EncodePlanner(settings), runner, device, channel),
+        EncodePlanner(settings),
+        runner,
+        device,
+        channel,
         facts=runner.facts,
         parts=EngineParts(work=_work(model, weights_bytes), has_figures=config.observe.figures),
     )

@@ -79,7 +79,9 @@ def make_adapters(
     folder = Path(config.adapter_dir).expanduser() if config.adapter_dir else None
     kept = Path(config.canary_file).expanduser() if config.canary_file else None
     return EngineAdapters(
-        *(requests, lambda: shares, folder),
+        requests,
+        lambda: shares,
+        folder,
         allows_adding=config.allow_adapters,
         canaries=Canaries(None if kept is None else CanaryJournal(kept)),
         on_end=reader.close,

@@ -118,7 +118,11 @@ class Canary:
 
     def figures(self) -> CanaryFigures:
         return CanaryFigures(
-            *(self.asked.name, self.state, self.asked.share, str(self.known.path), self.why),
+            self.asked.name,
+            self.state,
+            self.asked.share,
+            str(self.known.path),
+            self.why,
             old=self._old.figures(),
             new=self._new.figures(),
         )

@@ -106,7 +106,11 @@ class DeviceSlots:
             self.num_refused += 1
             raise
         slot = self._slots[adapter.digest] = Slot(
-            *(number, name, adapter.digest, adapter.num_bytes, adapter.max_rank),
+            number,
+            name,
+            adapter.digest,
+            adapter.num_bytes,
+            adapter.max_rank,
             changes=QKV_ALONE if adapter.qkv_alone else ALL_LINEARS,
             since=now,
         )

@@ -159,5 +159,7 @@ def _warn_if_short(folder: Path, wanted: int) -> None:
         log.warning(
             "--kv-disk-gib asks for %.1f GiB in %s, but only %.1f GiB are free: once the disk is full, nothing more is"
             " stored. Lower --kv-disk-gib.",
-            *(wanted / gib, folder, (used + free) / gib),
+            wanted / gib,
+            folder,
+            (used + free) / gib,
         )
