@@ -124,7 +124,9 @@ class Engine:
         self.on_idle: Callable[[], None] = idle_memory.collect_young
         """Called once each time the engine becomes idle."""
         self._cycle = Cycle(
-            *(scheduler, runner, self),
+            scheduler,
+            runner,
+            self,
             facts=facts,
             clock=clock,
             probe=self._probe,

@@ -63,6 +63,7 @@ class Admitting:
         if self._rows.num_free == 0:
             return "rows"
         seating = self._seating
+        self._prefix.begin_admitting()
         forecast = AdmissionForecast(self._rows, self._pool, seating.groups, self._lengths, seating.most_blocks)
         least_urgent = BATCH if budget.left(BATCH) > 0 else budget.urgent
         cause: Cause = "prefix" if least_urgent == BATCH else "budget"

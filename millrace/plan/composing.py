@@ -141,8 +141,9 @@ class Composer:
         """The rows that draw, for the choice of heads. `ends`: positions of the tokens that they draw. `is_bare`: no
         row has places, or gets anything for its prompt."""
         rows, shapes = self._rows, self._shapes
-        if not rows.num_from_logits and masked is None:
-            return DueRows(int(np.count_nonzero(samples)))
+        if masked is None and rows.all_draw_alike:
+            num_due = int(np.count_nonzero(samples))
+            return DueRows(num_due, num_due if rows.num_from_logits else 0)
         due = table_rows[samples]
         from_logits = ends[samples] < rows.logits_until[due]
         can_wait = False

@@ -175,6 +175,11 @@ class Rows:
             self._newest.append(row)
         self._last_rank = max(self._last_rank, rank)
 
+    @property
+    def all_draw_alike(self) -> bool:
+        """True if all rows are drawn from logits at any length, or none is."""
+        return not self.num_from_logits or (self.num_from_logits == self.num_active and not self.num_with_minimum)
+
     def most_urgent(self, table_rows: Int64s) -> int:
         """The most urgent class of these rows."""
         return next(iter(self.classes)) if len(self.classes) == 1 else int(self.priority[table_rows].min())
@@ -273,7 +278,7 @@ class Rows:
             until = int(self.logits_until[row])
             self.num_from_logits -= until > 0
             self.num_with_minimum -= 0 < until < ALWAYS
-            self.num_beyond_head -= request.beyond_head
+            self.num_beyond_head -= int(self.beyond_head[row])
         self.end_tokens.clear(row, request)
         self.flows.leave(int(self.flow[row]))
         self.num_active -= 1

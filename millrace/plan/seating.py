@@ -101,7 +101,8 @@ class Seating:
         self.documents.leave(row)
         request, groups = self.rows.release(row, fence)
         request.num_computed = num_computed
-        self.prefix.forget(request)
+        if self.rows.num_registered[row] < self.rows.num_full_at_admission[row]:  # Else nobody waits for its blocks.
+            self.prefix.forget(request)
         self.most_blocks -= self.blocks_at_limit(request)
         for blocks in groups:
             blocks.reverse()

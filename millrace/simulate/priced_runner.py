@@ -155,15 +155,19 @@ class PricedRunner:
         contexts = self._parts[CONTEXT] + len(rows) * np.arange(1, most + 1)
         times = ((self._fixed_s + self._context_s * contexts) * self._noise.look(most)).tolist()
         pending, count = [in_flight.ends_at] if isinstance(in_flight, PricedStep) else [], 0
+        now, free_at, host_s = self._clock(), self._free_at, self._profile.host_s
         for seconds in times:
-            launched_at = self._clock()
-            self._clock.sleep(self._profile.host_s)
-            self._free_at = max(self._free_at, self._clock()) + seconds
-            pending.append(self._free_at)
-            self._clock.advance_to(pending[count])
+            launched_at = now
+            now += host_s
+            free_at = (free_at if free_at > now else now) + seconds
+            pending.append(free_at)
+            if pending[count] > now:
+                now = pending[count]
             count += 1
-            if not on_turn(launched_at, self._clock()):
+            if not on_turn(launched_at, now):
                 break
+        self._free_at = free_at
+        self._clock.advance_to(now)
         self._noise.take(count)
         self._note_outside(contexts[:count], times)
         self._parts[CONTEXT] += len(rows) * count
@@ -199,7 +203,12 @@ class PricedRunner:
             rows = np.repeat(rows, counts)
         tokens = self._draw(rows, counts)
         result = StepResult(
-            *(plan.step_no, _NO_TOKENS, None, _NO_INDEX, _NO_COUNTS, ()),
+            plan.step_no,
+            _NO_TOKENS,
+            None,
+            _NO_INDEX,
+            _NO_COUNTS,
+            (),
             view=tokens,
             counts=counts,
             num_drafts=num_drafts,

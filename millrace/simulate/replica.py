@@ -199,8 +199,7 @@ class Replica:
         self.num_steps += len(at)
         self.num_output += num_rows * len(at)
         self.step_tokens += num_rows * len(at)
-        for device_s in turns.device_s:
-            self._rates.on_step(num_rows, device_s)
+        self._rates.on_steps(num_rows, turns.device_s)
         self._report(turns.ended_at[-1])
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 WINDOW_S = 10.0
 """Rates are averages over this window."""
@@ -25,8 +26,15 @@ class MovingMean:
         self._weight = 1.0
 
     def add(self, value: float) -> None:
-        self.value += self._weight * (value - self.value)
-        self._weight = max(DECAY, self._weight / (1 + self._weight))
+        self.add_many((value,))
+
+    def add_many(self, values: Sequence[float]) -> None:
+        mean, weight = self.value, self._weight
+        for value in values:
+            mean += weight * (value - mean)
+            if weight > DECAY:
+                weight = max(DECAY, weight / (1 + weight))
+        self.value, self._weight = mean, weight
 
 
 class MeasuredRates:
@@ -39,9 +47,13 @@ class MeasuredRates:
         self._full_step_rate = MovingMean()
 
     def on_step(self, num_tokens: int, step_s: float) -> None:
-        self._step_s.add(step_s)
-        if num_tokens >= FULL_STEP_TOKENS and step_s > 0:
-            self._full_step_rate.add(num_tokens / step_s)
+        self.on_steps(num_tokens, (step_s,))
+
+    def on_steps(self, num_tokens: int, step_s: Sequence[float]) -> None:
+        """Steps of this many tokens each."""
+        self._step_s.add_many(step_s)
+        if num_tokens >= FULL_STEP_TOKENS:
+            self._full_step_rate.add_many([num_tokens / one for one in step_s if one > 0])
 
     @property
     def step_s(self) -> float:

@@ -51,14 +51,15 @@ class TurnClock:
         self.confirmed_at = confirmed_at
         self._until = until
         self._slow_s = slow_s
-        self._depth = depth
+        self._is_single = depth == 1
 
     def on_turn(self, launched_at: float, now: float) -> bool:
-        turns = self.turns
-        turns.launched_at.append(launched_at)
-        device_s = now - max(turns.launched_at[len(turns.ended_at)], self.confirmed_at)
+        turns, began = self.turns, self.confirmed_at
+        launches, ends = turns.launched_at, turns.ended_at
+        launches.append(launched_at)
+        launched = launches[len(ends)]
+        device_s = now - (launched if launched > began else began)
         self.confirmed_at = now
-        turns.ended_at.append(now)
+        ends.append(now)
         turns.device_s.append(device_s)
-        is_slow = device_s >= self._slow_s
-        return now < self._until and is_slow == (self._depth == 1)
+        return now < self._until and (device_s >= self._slow_s) == self._is_single

@@ -135,11 +135,24 @@ def encode_plan(plan: StepPlan, sequence: int = 0) -> bytes:
         | (HAS_POOLED if plan.pooled is not None else 0)
     )
     head = PLAN_HEAD.pack(
-        *(PLAN, flags, kind_of_shape(shape), sequence, plan.step_no, plan.epoch),
-        *(plan.draft_floor, 0.0 if trained is None else trained.worth),
-        *(len(plan.rows), len(plan.block_ids), plan.shared_blocks),
-        *(len(plan.admitted), len(plan.released), len(plan.appended), len(plan.forced), len(plan.placed)),
-        *((0, 0) if states is None else (len(states.rows), states.num_loads)),
+        PLAN,
+        flags,
+        kind_of_shape(shape),
+        sequence,
+        plan.step_no,
+        plan.epoch,
+        plan.draft_floor,
+        0.0 if trained is None else trained.worth,
+        len(plan.rows),
+        len(plan.block_ids),
+        plan.shared_blocks,
+        len(plan.admitted),
+        len(plan.released),
+        len(plan.appended),
+        len(plan.forced),
+        len(plan.placed),
+        0 if states is None else len(states.rows),
+        0 if states is None else states.num_loads,
         *sizes_of_shape(shape),
         *draw_of(plan),
     )
@@ -195,8 +208,14 @@ def _updates(plan: StepPlan) -> bytes:
 def _admission(admission: Admission) -> tuple[bytes, bytes, bytes]:
     params = admission.row_params.to_bytes()
     head = ADMISSION.pack(
-        *(admission.request_id, admission.row, admission.num_prompt, admission.limit, admission.num_computed),
-        *(admission.adapter, len(admission.tokens), len(params)),
+        admission.request_id,
+        admission.row,
+        admission.num_prompt,
+        admission.limit,
+        admission.num_computed,
+        admission.adapter,
+        len(admission.tokens),
+        len(params),
     )
     return head, _column(admission.tokens, INT32), params
 

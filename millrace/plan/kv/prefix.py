@@ -68,6 +68,8 @@ class PrefixIndex:
         self._expected: list[tuple[Request, int, int]] = []
         """Requests with the range of their blocks that belongs in `_pending` but is not hashed yet. Hashing a long
         prompt takes time and is not needed before the next request is matched."""
+        self._compared: dict[bytes, list[bytes]] = {}
+        """By hash of a block: tokens of those after it, found for a request of the same step."""
         self._roots: dict[bytes, bytes] = {}
         self.query_tokens = 0
         self.hit_tokens = 0
@@ -288,6 +290,10 @@ class PrefixIndex:
             if pending.get(digest) == request.id:
                 del pending[digest]
 
+    def begin_admitting(self) -> None:
+        """Requests of one step are admitted next."""
+        self._compared.clear()
+
     def note_divergence(self, request: Request, match: Match) -> None:
         """Note which cached blocks follow the match, for the question where the prompt differs from the one with which
         most tokens agree."""
@@ -296,7 +302,10 @@ class PrefixIndex:
         match = match.whole or match
         num_matched, blocks = match.num_columns, match.blocks[0]
         parent, before = self.parent_of(request, num_matched), blocks[-1] if blocks else 0
-        cached = self._pool.named.tokens_of_children(before, parent, CHILDREN_COMPARED)
+        cached = self._compared.get(parent)
+        if cached is None:
+            cached = self._pool.named.tokens_of_children(before, parent, CHILDREN_COMPARED)
+            self._compared[parent] = cached
         if cached:
             start, size = num_matched * self.block_size, self.block_size
             request.diagnostics.divergence = Divergence(bytes(request.history), start, size, cached)

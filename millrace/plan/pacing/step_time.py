@@ -95,12 +95,15 @@ class StepTimeModel:
 
     def observe_repeated(self, last: StepPlan, seconds: Sequence[float]) -> None:
         """The same for steps that decoded the same rows one after the other; `last` is the last one."""
-        parts, before = step_parts(last), len(seconds)
-        num_rows, last_context = len(last.rows), parts[CONTEXT]
+        parts, num_after, num_rows = step_parts(last), len(seconds), len(last.rows)
+        last_context, until = parts[CONTEXT], self._until_due(is_mixed=False)
         for one in seconds:
-            before -= 1
-            if self._is_telling(last, False, one):
-                parts[CONTEXT] = last_context - num_rows * before
+            num_after -= 1
+            if self._num_seen >= NUM_FIRST and last.epoch == self._epoch and self._unobserved_s + one < until:
+                self._num_seen += 1  # As `_is_telling` does, in a fraction of its time.
+                self._unobserved_s += one
+            elif self._is_telling(last, False, one):
+                parts[CONTEXT], until = last_context - num_rows * num_after, self._until_due(is_mixed=False)
                 self._observe_parts(parts, one)
 
     def _is_telling(self, plan: StepPlan, is_mixed: bool, seconds: float) -> bool:
@@ -109,11 +112,15 @@ class StepTimeModel:
         repeats, self._epoch = plan.repeats(self._epoch), plan.epoch
         self._unobserved_s += seconds
         if self._num_seen > NUM_FIRST:
-            is_due = self._unobserved_s >= OBSERVE_S * (1 if is_mixed != self._was_mixed else 2)
+            is_due = self._unobserved_s >= self._until_due(is_mixed=is_mixed)
             if not is_due or (repeats and self._num_seen % OBSERVE_EVERY):
                 return False
         self._unobserved_s, self._was_mixed = 0.0, is_mixed
         return seconds > 0
+
+    def _until_due(self, *, is_mixed: bool) -> float:
+        """Time of unobserved steps after which one of this kind is observed."""
+        return OBSERVE_S * (1 if is_mixed != self._was_mixed else 2)
 
     def _observe_parts(self, parts: Floats, seconds: float) -> None:
         self.most_prompt_tokens = max(self.most_prompt_tokens, int(parts[1]))
@@ -151,13 +158,13 @@ class StepTimeModel:
         self._num_outliers = 0
         gain = spread / variance
         self._factors = np.maximum(self._factors + gain * surprise, 0.0)
-        self._covariance -= np.outer(gain, spread)
+        self._covariance -= gain[:, None] * spread
         sizes = np.maximum(self._factors, SMALLEST)
         self._diagonal += (DRIFT * sizes) ** 2
         excess = self._diagonal / (self._widest * sizes * sizes)
         if excess.max() > 1:
             shrink = 1 / np.sqrt(np.maximum(excess, 1.0))
-            self._covariance *= np.outer(shrink, shrink)
+            self._covariance *= shrink[:, None] * shrink
         self._publish()
 
     def _is_new_speed(self, *, is_slower: bool) -> bool:
@@ -180,6 +187,8 @@ def step_parts(plan: StepPlan) -> Floats:
     num_rows = len(plan.rows)
     starts, counts = plan.starts.astype(np.float64), plan.counts
     is_prompt = (counts > 1) | ~plan.samples
+    if plan.draft_places is None and not is_prompt.any():
+        return np.array([1.0, 0.0, num_rows, num_rows + float(starts.sum()), 0.0])
     num_prompt = float(counts[is_prompt].sum())
     pairs = float((counts * (starts + counts / 2))[is_prompt].sum())
     num_decode = num_rows - int(is_prompt.sum())

@@ -92,7 +92,8 @@ class PaddedShapes:
         if shape is None:
             return ((self._exact(sizes), None),)
         # Compiling the kernels of a split shape now would take far longer than the split saves.
-        split = table.split(shape, _max_of(sizes.starts)) if self._splits else None
+        may_split = self._splits and table.may_split(shape)
+        split = table.split(shape, _max_of(sizes.starts)) if may_split else None
         return ((shape, None),) if split is None else ((split, split), (shape, None))
 
     def _exact(self, sizes: StepSizes, long_from: int = 0) -> StepShape:

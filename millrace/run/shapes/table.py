@@ -158,9 +158,13 @@ class ShapeTable:
         padding = -(-(shape.tokens - tokens) // self._queries_per_tile)
         return shape if tiles + padding <= self.tiles(shape) else None
 
+    def may_split(self, shape: StepShape) -> bool:
+        """False if a mixed shape has no split KV whatever the context."""
+        return shape.rows == self._sizes.prompt_only_rows
+
     def split(self, shape: StepShape, context: int) -> StepShape | None:
         """The same mixed shape with split KV, if it has one. `context`: most computed tokens of a row."""
-        if context < self._sizes.split_context or shape.rows != self._sizes.prompt_only_rows:
+        if context < self._sizes.split_context or not self.may_split(shape):
             return None
         return self._split.get(shape.tokens) if shape is self._prompt_only.get(shape.tokens) else None
 
