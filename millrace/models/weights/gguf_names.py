@@ -14,7 +14,9 @@ from millrace.sources.gguf.model import GgufModel
 _GLOBAL = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
+    "output.bias": "lm_head.bias",
 }
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -69,6 +71,7 @@ _TABLES = {
         "attn_sinks": "self_attn.sinks",
         "ffn_gate_inp": "mlp.router",
     },
+    "seed_oss": _LAYER | {"post_attention_norm": "post_attention_layernorm"},
     "deepseek_v2": _LATENT_LAYER,
     "deepseek_v3": _LATENT_LAYER,
 }
@@ -81,7 +84,9 @@ _UNUSED = re.compile(
 """Rope factors are in the config; scales are applied with their weight; input scales are hints for 4-bit kernels."""
 _BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>[a-z_]+)(\.(?P<expert>\d+))?\.(?P<kind>weight|bias)")
 _EXPERT_PARTS = ("ffn_gate", "ffn_up", "ffn_down")
-_PERMUTED_TYPES = ("llama", "mistral", "mixtral", "smollm3")
+_PERMUTED_TYPES = ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoe", "arcee", "olmo")
+_WITH_OFFSET = ("gemma", "nemotron")
+"""Beginnings of the model types whose files hold 1 + w for the weights of norms."""
 
 
 def pieces_by_name(model: GgufModel, config: dict[str, Any]) -> dict[str, GgufPiece]:
@@ -99,10 +104,10 @@ def pieces_by_name(model: GgufModel, config: dict[str, Any]) -> dict[str, GgufPi
 
 def _pieces_of(model: GgufModel, config: dict[str, Any], tensor: str) -> Iterator[tuple[str, GgufPiece]]:
     kind_of_model = str(config["model_type"])
-    is_gemma = kind_of_model.startswith("gemma")
+    has_offset = kind_of_model.startswith(_WITH_OFFSET)
     whole = whole_piece(model, tensor)
     if tensor in _GLOBAL:
-        yield _GLOBAL[tensor], replace(whole, minus_one=is_gemma and tensor == "output_norm.weight")
+        yield _GLOBAL[tensor], replace(whole, minus_one=has_offset and tensor == "output_norm.weight")
         return
     match = _BLOCK.fullmatch(tensor)
     table = _TABLES.get(kind_of_model, _LAYER)
@@ -121,7 +126,7 @@ def _pieces_of(model: GgufModel, config: dict[str, Any], tensor: str) -> Iterato
         yield from _keys_and_values(model, config, prefix, tensor, whole)
     elif part in table and match["expert"] is None:
         name = f"{prefix}.{table[part]}" + ("" if part in _WITHOUT_KIND else f".{kind}")
-        minus_one = is_gemma and part.endswith("norm")
+        minus_one = has_offset and part.endswith("norm") and kind == "weight"
         yield name, replace(whole, minus_one=minus_one, permuted_heads=_heads(config, part))
     else:
         raise _unknown(model, config, tensor)
