@@ -253,6 +253,9 @@ def _latent_attention(spec: ModelSpec, prefix: str) -> LatentLayout:
 def _gated_delta(spec: ModelSpec, prefix: str) -> RecurrentLayout:
     own = _recurrent(spec)
     rows = {"in_proj_qkvz": own.num_projected("gated_delta") - 2 * own.heads, "in_proj_ba": 2 * own.heads}
+    if not own.by_group:
+        rows = {"in_proj_qkv": own.conv_channels, "in_proj_z": own.value_size}
+        rows |= {"in_proj_b": own.heads, "in_proj_a": own.heads}
     return _recurrent_layout(spec, own, prefix + "linear_attn.", rows, norm_size=own.value_dim)
 
 

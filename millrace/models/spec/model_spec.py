@@ -105,6 +105,8 @@ class RecurrentSpec:
     norm_eps: float
     conv_bias: bool = False
     linear_bias: bool = False
+    by_group: bool = True
+    """Of gated delta nets: the projection gives queries, keys, values and gates of one group after another."""
     time_step_limit: tuple[float, float] = (0.0, float("inf"))
     """Mamba2: time steps are limited to this range."""
 

@@ -196,8 +196,9 @@ class Shard:
         assert own is not None
         keys, values = _scaled(self.recurrent_groups, own.key_dim), _scaled(heads, own.value_dim)
         if mixer.skip is None:
-            inputs = self._delta_rows(own)
             channels = _cut_of(keys, _shifted(keys, own.key_size), _shifted(values, 2 * own.key_size))
+            plain = [channels, Cut(rows=values), Cut(rows=heads), Cut(rows=heads)]
+            inputs = self._delta_rows(own) if own.by_group else plain
         else:  # Mamba2: gates, values, keys, queries, times
             mixed = (values, *(_shifted(keys, own.value_size + at) for at in (0, own.key_size)))
             after = own.value_size + own.conv_channels
