@@ -257,6 +257,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         attention_bias=True,
         mlp_bias=True,
     ),
+    "nemotron_h": _sized(
+        "NemotronH",
+        layers_block_type=["mamba", "mlp", "mamba", "attention", "mlp", "mamba"],
+        mamba_num_heads=6,
+        mamba_head_dim=10,
+        n_groups=3,
+        ssm_state_size=12,
+        time_step_min=0.4,
+        mlp_bias=True,
+        use_bias=True,
+    ),
     "lfm2": _sized("Lfm2", head_dim=8, full_attn_idxs=[1], conv_bias=True, block_multiple_of=8),
     "lfm2_moe": _sized(
         "Lfm2Moe",
@@ -289,7 +300,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _OFFSET = ("Gemma", "Nemotron", "Qwen3_5")
 """Families whose norms have weights of 1 + w."""
-HYBRIDS = tuple(case for case in CASES if case.startswith(("qwen3_next", "granite_hybrid", "bamba", "lfm2", "qwen3_5")))
+HYBRIDS = tuple(
+    case
+    for case in CASES
+    if case.startswith(("qwen3_next", "granite_hybrid", "bamba", "lfm2", "qwen3_5", "nemotron_h"))
+)
 """Cases with recurrent layers."""
 
 
@@ -307,7 +322,8 @@ def make_reference(case: str, seed: int = 0, **changes: Any) -> Any:
         model = getattr(transformers, name)(config).float().eval()
         for parameter_name, parameter in model.named_parameters():
             is_norm = parameter_name.endswith(("norm.weight", "layer_norm.weight"))
-            centre = 1.0 if is_norm and not any(name in kind for name in _OFFSET) else 0.0
+            has_offset = any(name in kind for name in _OFFSET) and kind != "NemotronH"
+            centre = 1.0 if is_norm and not has_offset else 0.0
             torch.nn.init.normal_(parameter, centre, 0.3 if is_norm else 0.15)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith(("correction_bias", "expert_bias")):

@@ -9,6 +9,7 @@ from millrace.models.spec.expert_families import GRANITE_EXPERTS, GRANITE_SHARED
 from millrace.models.spec.family import Family, WeightNames, no_windows
 from millrace.models.spec.hybrids import bamba, granite_hybrid, lfm2, qwen3_5, qwen3_next
 from millrace.models.spec.latent import deepseek_v2, deepseek_v3
+from millrace.models.spec.nemotron_h import block_names, nemotron_h
 
 _LATENT_DEFAULTS: Mapping[str, Any] = {
     "kv_lora_rank": 512,
@@ -142,5 +143,23 @@ MIXER_FAMILIES: tuple[Family, ...] = (
             "max_position_embeddings": 32768,
             "partial_rotary_factor": 0.25,
         },
+    ),
+    Family(
+        name="nemotron_h",
+        model_types=("nemotron_h",),
+        architectures=("NemotronHForCausalLM",),
+        traits=nemotron_h,
+        windows=no_windows,
+        defaults={
+            "num_hidden_layers": 1,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 4096,
+        },
+        own_renames=block_names,
+        renames=(
+            (r"^(?:backbone|model)\.embeddings\.", "model.embed_tokens."),
+            (r"^(?:backbone|model)\.norm_f\.", "model.norm."),
+        ),
     ),
 )

@@ -131,7 +131,7 @@ class Shard:
             pairs = [(pair, self.expert_inner) for pair in layer.mlp.experts]
             pairs += [] if layer.mlp.shared is None else [(layer.mlp.shared, self.shared_inner)]
         else:
-            pairs = [(layer.mlp, self.inner)]
+            pairs = [] if layer.mlp is None else [(layer.mlp, self.inner)]
         for (gate_up, down), inner in pairs:
             cut = Cut(rows=inner)
             if len(gate_up.parts) == 1 and self.whole.gated_mlp:  # gates, then ups
@@ -259,6 +259,12 @@ def shard_of(spec: ModelSpec, rank: int, size: int) -> Shard:
         raise ConfigError(
             f"{_SETTING} is {size}, but recurrent layers of the model have {spec.recurrent.heads} heads. Set"
             f" --tensor-parallel {spec.recurrent.heads} or less.",
+            param=_SETTING,
+        )
+    if spec.recurrent is not None and spec.recurrent.norm_by_group and size > spec.recurrent.groups:
+        raise ConfigError(
+            f"{_SETTING} is {size}, but recurrent layers of the model have norms over {spec.recurrent.groups} groups of"
+            f" heads, which are not split. Set --tensor-parallel {spec.recurrent.groups} or less.",
             param=_SETTING,
         )
     out_dim = spec.head_dim if spec.latent is None else spec.latent.value_dim
