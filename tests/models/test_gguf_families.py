@@ -48,6 +48,8 @@ ARCHES = {
     "Gemma": gguf.MODEL_ARCH.GEMMA,
     "Ernie4_5": gguf.MODEL_ARCH.ERNIE4_5,
     "SeedOss": gguf.MODEL_ARCH.SEED_OSS,
+    "Lfm2": gguf.MODEL_ARCH.LFM2,
+    "Lfm2Moe": gguf.MODEL_ARCH.LFM2MOE,
 }
 PERMUTED = ("Granite", "GraniteMoe", "Arcee", "Olmo")
 """Files hold queries and keys for rotation of neighbouring dimensions."""
@@ -61,6 +63,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "phi3_longrope": {
         "rope_parameters": CASES["phi3_longrope"][1]["rope_parameters"] | {"attention_factor": PHI3_SCALE}
     },
+    "lfm2_moe": {"routed_scaling_factor": 1.0},
     "cohere2": {"sliding_window_pattern": 4, "num_hidden_layers": 5},
     "deepseek_v2_groups": {"attention_bias": False, **_EQUAL},
     "deepseek_v3": {**_EQUAL, "routed_scaling_factor": 1.7},
@@ -91,6 +94,10 @@ def converted(model: Any, kind: str, split_latents: bool, mxfp4: bool) -> dict[s
             if kind in PERMUTED and f".{part}." in name:
                 pairs = array.reshape(heads, 2, -1, *array.shape[1:])
                 array = pairs.swapaxes(1, 2).reshape(array.shape)
+        if kind.startswith("Lfm2"):
+            name = name.replace("model.norm.", "model.embedding_norm.")
+            name = name.replace("mlp.gate.e_score_correction_bias", "feed_forward.expert_bias.bias")
+            array = array.squeeze(1) if name.endswith(".conv.conv.weight") else array
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         found[name + ".weight" if name.endswith("sinks") else name] = array
     found |= {name: np.stack(parts) for name, parts in experts.items()}
@@ -102,12 +109,14 @@ def converted(model: Any, kind: str, split_latents: bool, mxfp4: bool) -> dict[s
     return renamed
 
 
-def add_metadata(writer: gguf.GGUFWriter, config: Any, split_latents: bool) -> None:
-    rope = config.rope_parameters
+def add_metadata(writer: gguf.GGUFWriter, model: Any, split_latents: bool) -> None:
+    config = model.config
+    rope, is_lfm2 = config.rope_parameters, config.model_type.startswith("lfm2")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    inner = model.get_submodule("model.layers.0.feed_forward.w1").out_features if is_lfm2 else config.intermediate_size
+    writer.add_feed_forward_length(inner)
     writer.add_head_count(config.num_attention_heads)
     add_norms_and_scales(writer, config)
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -117,7 +126,8 @@ def add_metadata(writer: gguf.GGUFWriter, config: Any, split_latents: bool) -> N
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if config.model_type.startswith("deepseek"):
         return add_latents(writer, config, split_latents)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    kv_heads = [config.num_key_value_heads * (kind != "conv") for kind in config.layer_types or ()] if is_lfm2 else []
+    writer.add_head_count_kv(kv_heads or config.num_key_value_heads)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_value_length(head_dim)
@@ -139,7 +149,11 @@ def add_metadata(writer: gguf.GGUFWriter, config: Any, split_latents: bool) -> N
 
 def add_norms_and_scales(writer: gguf.GGUFWriter, config: Any) -> None:
     layer = [getattr(config, key, None) for key in ("layer_norm_eps", "norm_epsilon", "norm_eps")]
-    if eps := next(filter(None, layer), None) or (config.model_type == "olmo" and 1e-5):
+    is_rms = config.model_type.startswith("lfm2")
+    if is_rms:
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    elif eps := next(filter(None, layer), None) or (config.model_type == "olmo" and 1e-5):
         writer.add_layer_norm_eps(eps)
     else:
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -151,6 +165,11 @@ def add_norms_and_scales(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "granitemoe":
         writer.add_expert_count(config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type == "lfm2_moe":
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if config.model_type.startswith("cohere"):
         writer.add_logit_scale(config.logit_scale)
     if config.model_type == "olmo":
@@ -203,7 +222,7 @@ def write(
     """The file of a case; its model. `factors`: by name, that a tensor's numbers were divided by."""
     model, kind = make_reference(case, **CHANGES.get(case, {})), CASES[case][0]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHES[kind]])
-    add_metadata(writer, model.config, split_latents)
+    add_metadata(writer, model, split_latents)
     for name, array in converted(model, kind, split_latents, mxfp4).items():
         if factors and name in factors:
             own = np.array(factors[name], dtype=np.float32)
@@ -231,7 +250,7 @@ def logits(path: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         ("deepseek_v3", True), ("deepseek_v3", False), ("granite", True), ("granite_moe", True),
         ("cohere", True), ("cohere2", True), ("starcoder2", True), ("stablelm", True), ("stablelm_parallel", True),
         ("phi", True), ("nemotron", True), ("arcee", True), ("olmo", True), ("gemma", True), ("ernie4_5", True),
-        ("seed_oss", True),
+        ("seed_oss", True), ("lfm2", True), ("lfm2_moe", True),
     ],
 )  # fmt: skip
 def test_a_file_gives_its_models_spec_and_logits(case: str, split_latents: bool, tmp_path: Path) -> None:

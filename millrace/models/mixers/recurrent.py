@@ -193,7 +193,7 @@ class Mamba2:
     def finish(self, out: Tensor, gate: Tensor) -> Tensor:
         gated = out.flatten(1) * functional.silu(gate)
         if self.spec.norm_by_group:
-            groups = gated.unflatten(1, (self.spec.groups, -1))
+            groups = gated.view(len(gated), self.spec.groups, -1)
             scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.spec.norm_eps)
             return (groups * scale).flatten(1) * self.norm
         return gated * torch.rsqrt(self.means(gated.square())[0] + self.spec.norm_eps) * self.norm

@@ -25,9 +25,15 @@ _NEUTRAL: dict[str, float] = {
 
 
 def common(
-    meta: Metadata, model_type: str, architecture: str, rotary_share: float = 1.0, allowed: Sequence[str] = ()
+    meta: Metadata,
+    model_type: str,
+    architecture: str,
+    rotary_share: float = 1.0,
+    allowed: Sequence[str] = (),
+    num_kv_heads: int | None = None,
 ) -> dict[str, Any]:
-    """`rotary_share`: of a head's dimensions. `allowed`: of the parameters in _NEUTRAL."""
+    """`rotary_share`: of a head's dimensions. `allowed`: of the parameters in _NEUTRAL. `num_kv_heads`: where the file
+    says them for each layer."""
     hidden, heads = meta.whole("embedding_length"), meta.whole("attention.head_count")
     head_dim = meta.whole("attention.key_length", hidden // heads)
     rotary_dim = int(head_dim * rotary_share)
@@ -36,11 +42,16 @@ def common(
         raise meta.fail("expert_weights_scale", f"is {meta.get('expert_weights_scale')}; only 1 is supported")
     if meta.whole("expert_shared_count", 0, minimum=0):
         raise meta.fail("expert_shared_count", "is not 0; shared experts are not supported")
-    return {**described(meta, model_type, architecture, rotary_dim, allowed), "head_dim": head_dim}
+    return {**described(meta, model_type, architecture, rotary_dim, allowed, num_kv_heads), "head_dim": head_dim}
 
 
 def described(
-    meta: Metadata, model_type: str, architecture: str, rotary_dim: int, allowed: Sequence[str] = ()
+    meta: Metadata,
+    model_type: str,
+    architecture: str,
+    rotary_dim: int,
+    allowed: Sequence[str] = (),
+    num_kv_heads: int | None = None,
 ) -> dict[str, Any]:
     """What every family has, whatever its attention."""
     _refuse_unsupported(meta, allowed)
@@ -51,7 +62,7 @@ def described(
         "hidden_size": hidden,
         "num_hidden_layers": _num_layers(meta),
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.whole("attention.head_count_kv", heads),
+        "num_key_value_heads": num_kv_heads or meta.whole("attention.head_count_kv", heads),
         "max_position_embeddings": meta.whole("context_length"),
         "rms_norm_eps": meta.number(EPS if meta.get(LAYER_EPS) is None else LAYER_EPS),
         "vocab_size": _vocab_size(meta),

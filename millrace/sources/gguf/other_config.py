@@ -135,6 +135,35 @@ def _seed_oss(meta: Metadata) -> dict[str, Any]:
     }
 
 
+def _lfm2(meta: Metadata) -> dict[str, Any]:
+    """Layers without KV heads are convolutions."""
+    kv_heads = meta.get("attention.head_count_kv")
+    if not isinstance(kv_heads, list) or not any(kv_heads):
+        raise meta.fail("attention.head_count_kv", f"is {kv_heads!r}; it must say which layers have attention")
+    config = common(meta, "lfm2", "Lfm2ForCausalLM", num_kv_heads=max(kv_heads))
+    return config | {
+        "norm_eps": config["rms_norm_eps"],
+        "intermediate_size": meta.whole("feed_forward_length"),
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": ["full_attention" if count else "conv" for count in kv_heads],
+        "conv_L_cache": meta.whole("shortconv.l_cache"),
+        "conv_bias": has_bias(meta, "shortconv.conv"),
+    }
+
+
+def _lfm2_moe(meta: Metadata) -> dict[str, Any]:
+    return _lfm2(meta) | {
+        "model_type": "lfm2_moe",
+        "architectures": ["Lfm2MoeForCausalLM"],
+        "num_dense_layers": meta.whole("leading_dense_block_count", 0, minimum=0),
+        "num_experts": meta.whole("expert_count"),
+        "num_experts_per_tok": meta.whole("expert_used_count"),
+        "moe_intermediate_size": meta.whole("expert_feed_forward_length"),
+        "use_expert_bias": True,
+        "norm_topk_prob": True,
+    }
+
+
 ARCHITECTURES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "granite": _granite,
     "granitemoe": _granite_moe,
@@ -149,4 +178,6 @@ ARCHITECTURES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "gemma": _gemma,
     "ernie4_5": _ernie,
     "seed_oss": _seed_oss,
+    "lfm2": _lfm2,
+    "lfm2moe": _lfm2_moe,
 }
