@@ -153,6 +153,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm_parallel": _sized("StableLm", head_dim=8, use_parallel_residual=True, partial_rotary_factor=0.5),
     "nemotron": _sized("Nemotron", attention_bias=True, mlp_bias=True),
     "arcee": _sized("Arcee", attention_bias=True, mlp_bias=True),
+    "hunyuan": _sized(
+        "HunYuanDenseV1", rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 7.0, "factor": 1.0}
+    ),
     "olmo": _sized("Olmo", head_dim=8, clip_qkv=0.6, pad_token_id=0, eos_token_id=2),
     "qwen2_moe": _sized(
         "Qwen2Moe",

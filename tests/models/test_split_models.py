@@ -48,6 +48,7 @@ FAMILIES = (
         "stablelm",
         "arcee",
         "olmo",
+        "hunyuan",
     ),
     *("deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"),
     *("qwen3_next", "qwen3_next_dense", "granite_hybrid", "granite_hybrid_rope", "granite_hybrid_moe"),

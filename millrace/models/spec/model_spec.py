@@ -190,6 +190,7 @@ class ModelSpec:
     qk_norm: bool = False
     qk_norm_span: Literal["head", "projection"] = "head"
     """What a norm of queries, or of keys, takes together: each head, or all heads of the layer."""
+    qk_norm_after_rope: bool = False
     attention_sinks: bool = False
     """True if each head of a layer has a score that takes its share of the softmax without a value."""
     rotates_neighbours: bool = False
