@@ -157,7 +157,7 @@ class DecoderBuilder:
             mixer=MIXERS[spec.mixer](self, MixerSite(spec, layout.mixer, kv_group, kv_index)),
             mixer_out_norm=self.optional_hidden_norm(layout.mixer_out_norm),
             mlp_norm=self.optional_hidden_norm(layout.mlp_norm),
-            mlp=self._mlp(ops, layout.mlp),
+            mlp=None if layout.mlp is None else self._mlp(ops, layout.mlp),
             mlp_out_norm=self.optional_hidden_norm(layout.mlp_out_norm),
         )
 

@@ -186,7 +186,7 @@ class DecoderLayer:
     mixer: Mixer
     mixer_out_norm: Tensor | None
     mlp_norm: Tensor | None
-    mlp: Mlp
+    mlp: Mlp | None
     mlp_out_norm: Tensor | None
 
     @property

@@ -77,7 +77,7 @@ class OpProgram:
         self.layers, self.ops = layers, ops
         self._final_norm, self._angles, self._eps = final_norm, angles, eps
         self._is_parallel = is_parallel
-        parts = (part for layer in layers for part in (layer.mixer, layer.mlp))
+        parts = (part for layer in layers for part in (layer.mixer, layer.mlp) if part is not None)
         self._splits_decode = use_decode_kernels and any(part.has_decode_kernel for part in parts)
 
     def __call__(self, residual: Tensor, batch: ForwardBatch, kv: Sequence[Tensor]) -> Tensor:
@@ -107,13 +107,12 @@ class OpProgram:
                 layer.mixer.write(hidden, step)
                 return residual[:0]
             out = Branch(layer.mixer.out, layer.mixer_out_norm, spans, addends)
-            mlp = Branch(layer.mlp, layer.mlp_out_norm, spans, addends)
-            if beside is None:
+            after = out if layer.mlp is None else Branch(layer.mlp, layer.mlp_out_norm, spans, addends)
+            if beside is not None:
+                residual, after = residual + self._result(after, beside), out
+            elif layer.mlp is not None:
                 takes_fp8 = self._takes_fp8(layer.mlp, adapts_all)
                 hidden, residual = self._add(out, hidden, residual, layer.mlp_norm, takes_fp8)
-                after = mlp
-            else:
-                residual, after = residual + self._result(mlp, beside), out
             if index + 1 < len(layers):
                 following = layers[index + 1]
                 takes_fp8 = self._takes_fp8(following.mixer, is_adapted)

@@ -47,4 +47,4 @@ def quantised_matrices(layout: ModelLayout) -> Iterator[Matrix]:
     for layer in layout.layers:
         yield from layer.mixer.matrices()
         mlp = layer.mlp
-        yield from (mlp.shared or ()) if isinstance(mlp, MoeLayout) else mlp
+        yield from (mlp.shared or ()) if isinstance(mlp, MoeLayout) else (mlp or ())

@@ -153,6 +153,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm_parallel": _sized("StableLm", head_dim=8, use_parallel_residual=True, partial_rotary_factor=0.5),
     "nemotron": _sized("Nemotron", attention_bias=True, mlp_bias=True),
     "arcee": _sized("Arcee", attention_bias=True, mlp_bias=True),
+    "hunyuan": _sized(
+        "HunYuanDenseV1", rope_parameters={"rope_type": "dynamic", "rope_theta": 100.0, "alpha": 7.0, "factor": 1.0}
+    ),
     "olmo": _sized("Olmo", head_dim=8, clip_qkv=0.6, pad_token_id=0, eos_token_id=2),
     "qwen2_moe": _sized(
         "Qwen2Moe",
@@ -168,6 +171,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Dots1", **_EXPERTS, sliding_window=6, max_window_layers=2, n_group=4, topk_group=2, norm_topk_prob=True
     ),
     "glm4_moe": _sized("Glm4Moe", **_EXPERTS, use_qk_norm=True, attention_bias=True),
+    "minimax_moe": _sized("MiniMaxM2", num_local_experts=5, num_experts_per_tok=2, rotary_dim=8),
     "glm4": _sized("Glm4", pad_token_id=0),
     "phi3": _sized("Phi3", sliding_window=6, pad_token_id=0, bos_token_id=1, eos_token_id=2),
     "phi3_longrope": _sized(
@@ -230,6 +234,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss_plain": _sized("GptOss", num_local_experts=4, num_experts_per_tok=4, attention_bias=False, head_dim=20),
     "qwen3_next": _sized("Qwen3Next", **_DELTA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
     "qwen3_next_dense": _sized("Qwen3Next", **_DELTA, num_experts=0, tie_word_embeddings=True),
+    "qwen3_5": _sized(
+        "Qwen3_5Text", **{key: value for key, value in _DELTA.items() if key != "shared_expert_intermediate_size"}
+    ),
+    "qwen3_5_moe": _sized(
+        "Qwen3_5MoeText", **_DELTA, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, attention_bias=True
+    ),
     "granite_hybrid": _sized("GraniteMoeHybrid", **_MAMBA),
     "granite_hybrid_rope": _sized(
         "GraniteMoeHybrid",
@@ -249,6 +259,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"mamba_d_state": 12, "mamba_n_groups": 2, "attn_layer_indices": [1], "head_dim": 8},
         attention_bias=True,
         mlp_bias=True,
+    ),
+    "nemotron_h": _sized(
+        "NemotronH",
+        layers_block_type=["mamba", "mlp", "mamba", "attention", "mlp", "mamba"],
+        mamba_num_heads=6,
+        mamba_head_dim=10,
+        n_groups=3,
+        ssm_state_size=12,
+        time_step_min=0.4,
+        mlp_bias=True,
+        use_bias=True,
     ),
     "lfm2": _sized("Lfm2", head_dim=8, full_attn_idxs=[1], conv_bias=True, block_multiple_of=8),
     "lfm2_moe": _sized(
@@ -280,7 +301,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3", **_LATENT, n_group=2, topk_group=1, rope_interleave=False, norm_topk_prob=False
     ),
 }
-HYBRIDS = tuple(case for case in CASES if case.startswith(("qwen3_next", "granite_hybrid", "bamba", "lfm2")))
+_OFFSET = ("Gemma", "Nemotron", "Qwen3_5")
+"""Families whose norms have weights of 1 + w."""
+HYBRIDS = tuple(
+    case
+    for case in CASES
+    if case.startswith(("qwen3_next", "granite_hybrid", "bamba", "lfm2", "qwen3_5", "nemotron_h"))
+)
 """Cases with recurrent layers."""
 
 
@@ -290,7 +317,7 @@ def make_reference(case: str, seed: int = 0, **changes: Any) -> Any:
 
     kind, values = CASES[case]
     config = getattr(transformers, f"{kind}Config")(**(values | changes))
-    name = "Gemma3ForCausalLM" if kind == "Gemma3Text" else f"{kind}ForCausalLM"
+    name = f"{kind.removesuffix('Text')}ForCausalLM"
     config.architectures = [name]
     config._attn_implementation = "eager"
     with torch.random.fork_rng():
@@ -298,7 +325,8 @@ def make_reference(case: str, seed: int = 0, **changes: Any) -> Any:
         model = getattr(transformers, name)(config).float().eval()
         for parameter_name, parameter in model.named_parameters():
             is_norm = parameter_name.endswith(("norm.weight", "layer_norm.weight"))
-            centre = 1.0 if is_norm and "Gemma" not in kind and kind != "Nemotron" else 0.0
+            has_offset = any(name in kind for name in _OFFSET) and kind != "NemotronH"
+            centre = 1.0 if is_norm and not has_offset else 0.0
             torch.nn.init.normal_(parameter, centre, 0.3 if is_norm else 0.15)
         for buffer_name, buffer in model.named_buffers():
             if buffer_name.endswith(("correction_bias", "expert_bias")):

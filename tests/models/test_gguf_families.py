@@ -35,7 +35,24 @@ ARCHES = {
     "GptOss": gguf.MODEL_ARCH.GPT_OSS,
     "DeepseekV2": gguf.MODEL_ARCH.DEEPSEEK2,
     "DeepseekV3": gguf.MODEL_ARCH.DEEPSEEK2,
+    "Granite": gguf.MODEL_ARCH.GRANITE,
+    "GraniteMoe": gguf.MODEL_ARCH.GRANITE_MOE,
+    "Cohere": gguf.MODEL_ARCH.COMMAND_R,
+    "Cohere2": gguf.MODEL_ARCH.COHERE2,
+    "Starcoder2": gguf.MODEL_ARCH.STARCODER2,
+    "StableLm": gguf.MODEL_ARCH.STABLELM,
+    "Phi": gguf.MODEL_ARCH.PHI2,
+    "Nemotron": gguf.MODEL_ARCH.NEMOTRON,
+    "Arcee": gguf.MODEL_ARCH.ARCEE,
+    "Olmo": gguf.MODEL_ARCH.OLMO,
+    "Gemma": gguf.MODEL_ARCH.GEMMA,
+    "Ernie4_5": gguf.MODEL_ARCH.ERNIE4_5,
+    "SeedOss": gguf.MODEL_ARCH.SEED_OSS,
+    "Lfm2": gguf.MODEL_ARCH.LFM2,
+    "Lfm2Moe": gguf.MODEL_ARCH.LFM2MOE,
 }
+PERMUTED = ("Granite", "GraniteMoe", "Arcee", "Olmo")
+"""Files hold queries and keys for rotation of neighbouring dimensions."""
 _YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32}
 _EQUAL = {"rope_parameters": {**_YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}
 PHI3_SCALE = 1.03125
@@ -46,6 +63,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "phi3_longrope": {
         "rope_parameters": CASES["phi3_longrope"][1]["rope_parameters"] | {"attention_factor": PHI3_SCALE}
     },
+    "lfm2_moe": {"routed_scaling_factor": 1.0},
+    "cohere2": {"sliding_window_pattern": 4, "num_hidden_layers": 5},
     "deepseek_v2_groups": {"attention_bias": False, **_EQUAL},
     "deepseek_v3": {**_EQUAL, "routed_scaling_factor": 1.7},
 }
@@ -69,6 +88,16 @@ def converted(model: Any, kind: str, split_latents: bool, mxfp4: bool) -> dict[s
             found[name.replace("kv_b_proj", "k_b_proj")] = keys.swapaxes(1, 2)
             found[name.replace("kv_b_proj", "v_b_proj")] = values
             continue
+        if kind in ("Nemotron", "Gemma") and name.endswith("norm.weight"):
+            array = array + 1
+        for part, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
+            if kind in PERMUTED and f".{part}." in name:
+                pairs = array.reshape(heads, 2, -1, *array.shape[1:])
+                array = pairs.swapaxes(1, 2).reshape(array.shape)
+        if kind.startswith("Lfm2"):
+            name = name.replace("model.norm.", "model.embedding_norm.")
+            name = name.replace("mlp.gate.e_score_correction_bias", "feed_forward.expert_bias.bias")
+            array = array.squeeze(1) if name.endswith(".conv.conv.weight") else array
         name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         found[name + ".weight" if name.endswith("sinks") else name] = array
     found |= {name: np.stack(parts) for name, parts in experts.items()}
@@ -80,14 +109,16 @@ def converted(model: Any, kind: str, split_latents: bool, mxfp4: bool) -> dict[s
     return renamed
 
 
-def add_metadata(writer: gguf.GGUFWriter, config: Any, split_latents: bool) -> None:
-    rope = config.rope_parameters
+def add_metadata(writer: gguf.GGUFWriter, model: Any, split_latents: bool) -> None:
+    config = model.config
+    rope, is_lfm2 = config.rope_parameters, config.model_type.startswith("lfm2")
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    inner = model.get_submodule("model.layers.0.feed_forward.w1").out_features if is_lfm2 else config.intermediate_size
+    writer.add_feed_forward_length(inner)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    add_norms_and_scales(writer, config)
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
@@ -95,10 +126,12 @@ def add_metadata(writer: gguf.GGUFWriter, config: Any, split_latents: bool) -> N
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if config.model_type.startswith("deepseek"):
         return add_latents(writer, config, split_latents)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_rope_dimension_count(int(config.head_dim * rope.get("partial_rotary_factor", 1.0)))
+    kv_heads = [config.num_key_value_heads * (kind != "conv") for kind in config.layer_types or ()] if is_lfm2 else []
+    writer.add_head_count_kv(kv_heads or config.num_key_value_heads)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_rope_dimension_count(int(head_dim * rope.get("partial_rotary_factor", 1.0)))
     if config.model_type == "phi3":
         writer.add_sliding_window(config.sliding_window or 0)
         writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
@@ -112,6 +145,37 @@ def add_metadata(writer: gguf.GGUFWriter, config: Any, split_latents: bool) -> N
         writer.add_expert_feed_forward_length(config.intermediate_size)
         writer.add_expert_count(config.num_local_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
+
+
+def add_norms_and_scales(writer: gguf.GGUFWriter, config: Any) -> None:
+    layer = [getattr(config, key, None) for key in ("layer_norm_eps", "norm_epsilon", "norm_eps")]
+    is_rms = config.model_type.startswith("lfm2")
+    if is_rms:
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    elif eps := next(filter(None, layer), None) or (config.model_type == "olmo" and 1e-5):
+        writer.add_layer_norm_eps(eps)
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if config.model_type.startswith("granite"):
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+    if config.model_type == "granitemoe":
+        writer.add_expert_count(config.num_local_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if config.model_type == "lfm2_moe":
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if config.model_type.startswith("cohere"):
+        writer.add_logit_scale(config.logit_scale)
+    if config.model_type == "olmo":
+        writer.add_clamp_kqv(config.clip_qkv)
+    if config.model_type in ("cohere2", "starcoder2"):
+        writer.add_sliding_window(config.sliding_window)
 
 
 def add_latents(writer: gguf.GGUFWriter, config: Any, split_latents: bool) -> None:
@@ -158,7 +222,7 @@ def write(
     """The file of a case; its model. `factors`: by name, that a tensor's numbers were divided by."""
     model, kind = make_reference(case, **CHANGES.get(case, {})), CASES[case][0]
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[ARCHES[kind]])
-    add_metadata(writer, model.config, split_latents)
+    add_metadata(writer, model, split_latents)
     for name, array in converted(model, kind, split_latents, mxfp4).items():
         if factors and name in factors:
             own = np.array(factors[name], dtype=np.float32)
@@ -183,7 +247,10 @@ def logits(path: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     [
         ("olmo2", True), ("glm4", True), ("phi3", True), ("phi3_longrope", True),
         ("gpt_oss", True), ("deepseek_v2", False), ("deepseek_v2_groups", True),
-        ("deepseek_v3", True), ("deepseek_v3", False),
+        ("deepseek_v3", True), ("deepseek_v3", False), ("granite", True), ("granite_moe", True),
+        ("cohere", True), ("cohere2", True), ("starcoder2", True), ("stablelm", True), ("stablelm_parallel", True),
+        ("phi", True), ("nemotron", True), ("arcee", True), ("olmo", True), ("gemma", True), ("ernie4_5", True),
+        ("seed_oss", True), ("lfm2", True), ("lfm2_moe", True),
     ],
 )  # fmt: skip
 def test_a_file_gives_its_models_spec_and_logits(case: str, split_latents: bool, tmp_path: Path) -> None:

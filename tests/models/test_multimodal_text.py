@@ -52,6 +52,14 @@ QWEN_VISION = {
 }
 MROPE = {"rope_type": "default", "rope_theta": 100.0, "mrope_section": [1, 1, 2]}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "partial_rotary_factor": 0.5,
+}
 CASES: dict[str, dict[str, Any]] = {
     "Mistral3": {"text_config": TEXT | {"model_type": "mistral"}, "vision_config": VISION | {"model_type": "pixtral"}},
     "Llava": {
@@ -70,6 +78,7 @@ CASES: dict[str, dict[str, Any]] = {
     "Idefics3": {"text_config": TEXT | {"model_type": "llama"}, "vision_config": VISION},
     "Qwen2_5_VL": {"text_config": TEXT | {"rope_parameters": MROPE}, "vision_config": QWEN_VISION},
     "Qwen3VL": {"text_config": TEXT | {"rope_parameters": MROPE}, "vision_config": QWEN_VISION},
+    "Qwen3_5": {"text_config": TEXT | DELTA | {"rope_parameters": MROPE}, "vision_config": QWEN_VISION},
     "Qwen3VLMoe": {"text_config": TEXT | EXPERTS | {"rope_parameters": MROPE}, "vision_config": QWEN_VISION},
 }
 
@@ -84,7 +93,7 @@ def saved(kind: str, path: Path, **changes: Any) -> Any:
         torch.manual_seed(0)
         model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float().eval()
         for name, parameter in model.named_parameters():
-            is_norm = name.endswith("norm.weight") and kind != "Gemma3"
+            is_norm = name.endswith("norm.weight") and kind not in ("Gemma3", "Qwen3_5")
             torch.nn.init.normal_(parameter, 1.0 if is_norm else 0.0, 0.3 if "norm" in name else 0.15)
     model.save_pretrained(path)
     return model

@@ -27,7 +27,7 @@ from millrace.sources.resolve import resolve_model
 CPU = torch.device("cpu")
 OTHERS = (
     *("moe", "mixtral", "gpt_oss", "olmo", "exaone4", "ernie4_5", "dots1", "glm", "deepseek"),
-    *("cohere", "starcoder2", "gpt_neox", "stablelm", "nemotron", "arcee"),
+    *("cohere", "starcoder2", "gpt_neox", "stablelm", "nemotron", "arcee", "hunyuan"),
 )
 DENSE = [case for case in CASES if case not in HYBRIDS and not any(word in case for word in OTHERS) and case != "phi"]
 

@@ -48,10 +48,11 @@ FAMILIES = (
         "stablelm",
         "arcee",
         "olmo",
+        "hunyuan",
     ),
     *("deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"),
     *("qwen3_next", "qwen3_next_dense", "granite_hybrid", "granite_hybrid_rope", "granite_hybrid_moe"),
-    *("granite_moe_shared", "bamba", "lfm2", "lfm2_moe"),
+    *("granite_moe_shared", "bamba", "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "nemotron_h"),
 )
 TOKENS = random.Random(3).choices(range(VOCAB), k=19)
 SMOL: dict[str, Any] = {

@@ -99,8 +99,8 @@ def test_a_name_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_config_of_no_family_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="gpt_neox"):
-        make(tmp_path, model_type="gpt_neox")
+    with pytest.raises(ModelError, match="gptj"):
+        make(tmp_path, model_type="gptj")
 
 
 def test_weights_do_not_depend_on_the_chunks_they_are_made_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

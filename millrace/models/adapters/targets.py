@@ -27,7 +27,7 @@ class TargetLinear:
 @dataclass(frozen=True, slots=True)
 class AdapterTargets:
     linears: tuple[TargetLinear | None, ...]
-    """By `layer * NUM_KINDS + kind`; None where a layer has experts."""
+    """By `layer * NUM_KINDS + kind`; None where a layer has experts, or nothing of this kind."""
 
     def places(self) -> dict[str, tuple[int, int]]:
         """Module name -> (linear, part)."""
@@ -45,7 +45,7 @@ def targets_of(spec: ModelSpec) -> AdapterTargets:
 
     linears: list[TargetLinear | None] = []
     for layer in layout_of(spec).layers:
-        mlp = (None, None) if isinstance(layer.mlp, MoeLayout) else layer.mlp
+        mlp = (None, None) if layer.mlp is None or isinstance(layer.mlp, MoeLayout) else layer.mlp
         mixer = (layer.mixer.qkv, layer.mixer.out) if isinstance(layer.mixer, AttentionLayout) else (None, None)
         linears += [None if matrix is None else _target(matrix) for matrix in (*mixer, *mlp)]
     return AdapterTargets(tuple(linears))

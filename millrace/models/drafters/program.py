@@ -134,6 +134,7 @@ class EagleDrafter:
                 return None
             x = layer.mixer.out(layer.mixer.mix(x, step))
             x, residual = ops.add_norm(x, residual, layer.mlp_norm, self._eps)
+            assert layer.mlp is not None
             residual = residual + _dense(layer.mlp(x))
         return self._states(residual)
 

@@ -17,6 +17,7 @@ from millrace.models.spec.layout import AttentionLayout
 from millrace.models.spec.rope import inverse_frequencies
 from millrace.ops.attention import AttentionRows
 from millrace.ops.attention.qkv import PrepareQkv
+from millrace.ops.elementwise.norm import rms_norm
 from millrace.ops.elementwise.rope import rope, rope_angles
 from millrace.ops.kv.cache import format_of
 from millrace.ops.linear.dense import Linear
@@ -37,6 +38,25 @@ class ProjectionNorms:
         q, k, v = torch.split(qkv, [queries, keys, qkv.shape[1] - queries - keys], dim=1)
         normed = (self.rms_norm(x.contiguous(), weight, self.eps) for x, weight in ((q, self.q_norm), (k, self.k_norm)))
         return torch.cat([*normed, v], dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class RotatedNorms:
+    """Norms of single heads that follow the rotation."""
+
+    q_norm: Tensor
+    k_norm: Tensor
+    heads: tuple[int, int]
+    """Of queries and of keys."""
+    eps: float
+
+    def __call__(self, qkv: Tensor, angles: Tensor | None) -> Tensor:
+        every = qkv.view(len(qkv), -1, len(self.q_norm)).float()
+        q, k, v = torch.split(every, [*self.heads, every.shape[1] - sum(self.heads)], dim=1)
+        if angles is not None:
+            q, k = rope(q, angles), rope(k, angles)
+        normed = (rms_norm(x, weight, self.eps) for x, weight in ((q, self.q_norm), (k, self.k_norm)))
+        return torch.cat([*normed, v], dim=1).flatten(1).to(qkv.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +98,8 @@ class AttentionMixer:
     order: Tensor | None = None
     """int64: the order of the projection's outputs in which rotated dimensions are paired as the ops pair them. Scores
     do not change, since queries and keys have the same."""
+    rotated_norms: RotatedNorms | None = None
+    """They take the rotation from `prepare_qkv`."""
     clip: float | None = None
     """What queries, keys and values are limited to."""
     sinks: Tensor | None = None
@@ -139,6 +161,8 @@ class AttentionMixer:
         """The queries, after keys and values have been written."""
         batch, rope = step.batch, self.rope
         angles = None if rope is None else step.angles[rope]
+        if self.rotated_norms is not None:
+            qkv, angles = self.rotated_norms(qkv, angles), None
         return self.prepare_qkv(qkv, angles, step.kv[self.kv_index], batch.block_ids[self.kv_group], batch.offsets)
 
 
@@ -153,6 +177,10 @@ def build_attention(builder: MixerBuilder, site: MixerSite) -> AttentionMixer:
             whole = SplitProjectionNorms(q_norm, k_norm, builder.means, builder.counts_keys, spec.norm_eps)
         else:
             whole = ProjectionNorms(q_norm, k_norm, builder.choose("rms_norm").make(), spec.norm_eps)
+        q_norm = k_norm = None
+    rotated = None
+    if spec.qk_norm_after_rope and q_norm is not None and k_norm is not None:
+        rotated = RotatedNorms(q_norm, k_norm, (spec.num_heads, spec.num_kv_heads), spec.norm_eps)
         q_norm = k_norm = None
     order = _order(builder, site) if spec.rotates_neighbours or spec.qkv_by_group else None
     key_shift = _key_shift(builder, site, layout, order)
@@ -175,6 +203,7 @@ def build_attention(builder: MixerBuilder, site: MixerSite) -> AttentionMixer:
         projection_norms=whole,
         key_shift=key_shift,
         order=order,
+        rotated_norms=rotated,
         clip=spec.qkv_clip,
         sinks=None if layout.sinks is None else builder.vector(layout.sinks),
     )

@@ -126,9 +126,12 @@ class GatedDelta:
     """float32 [value_dim]"""
 
     def split(self, x: Tensor) -> Projected:
-        """The projection gives for each group a query, a key, and values and gates of its heads; after all groups it
-        gives for each of them betas and times of its heads."""
+        """The projection gives what is convolved, gates, betas and times; or for each group a query, a key, and values
+        and gates of its heads, and after all groups for each of them betas and times of its heads."""
         own = self.spec
+        if not own.by_group:
+            mixed, gate, beta, time = torch.split(x, [own.conv_channels, own.value_size, own.heads, own.heads], 1)
+            return Projected(mixed, gate, time, beta)
         shared, groups, wide = own.heads // own.groups, own.groups, own.conv_channels + own.value_size
         values = shared * own.value_dim
         parts = x[:, :wide].reshape(-1, groups, wide // groups)
@@ -189,6 +192,10 @@ class Mamba2:
 
     def finish(self, out: Tensor, gate: Tensor) -> Tensor:
         gated = out.flatten(1) * functional.silu(gate)
+        if self.spec.norm_by_group:
+            groups = gated.view(len(gated), self.spec.groups, -1)
+            scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.spec.norm_eps)
+            return (groups * scale).flatten(1) * self.norm
         return gated * torch.rsqrt(self.means(gated.square())[0] + self.spec.norm_eps) * self.norm
 
 

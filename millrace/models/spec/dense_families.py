@@ -121,7 +121,20 @@ def _cwm_windows(c: ConfigReader, num_layers: int) -> Windows:
     return by_type(c, num_layers, lambda layer: layer % 4 != 0)
 
 
+def _hunyuan(c: ConfigReader) -> dict[str, Any]:
+    return {**attention_bias(c), "qk_norm": True, "qk_norm_after_rope": True}
+
+
 DENSE_FAMILIES: tuple[Family, ...] = (
+    Family(
+        name="hunyuan",
+        model_types=("hunyuan_v1_dense",),
+        architectures=("HunYuanDenseV1ForCausalLM",),
+        traits=_hunyuan,
+        windows=no_windows,
+        defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
+        renames=((r"\.query_layernorm\.", ".q_norm."), (r"\.key_layernorm\.", ".k_norm.")),
+    ),
     Family(
         name="phi3",
         model_types=("phi3",),

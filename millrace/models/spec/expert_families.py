@@ -19,6 +19,8 @@ from millrace.models.spec.family import (
 )
 from millrace.models.spec.latent import sigmoid_routing, sparse_layers
 from millrace.models.spec.model_spec import LayerSpec
+from millrace.models.spec.rope import ROPE_KEYS, read_rope
+from millrace.ops.base.routing import Routing
 
 _SHARED = WeightNames(shared_expert="mlp.shared_experts", router_bias="mlp.gate.e_score_correction_bias")
 
@@ -93,7 +95,45 @@ def _granite_moe(c: ConfigReader) -> dict[str, Any]:
     }
 
 
+def _minimax_m2(c: ConfigReader) -> dict[str, Any]:
+    """Older configs say how many dimensions are rotated."""
+    experts, head_dim = c.whole("num_local_experts", c.whole("num_experts", 256)), c.whole("head_dim")
+    entries = {key: c.get(key) for key in ROPE_KEYS}
+    if c.has("rotary_dim"):
+        entries["partial_rotary_factor"] = c.whole("rotary_dim") / head_dim
+    moe = experts_of(c, experts, c.whole("intermediate_size"), renormalise=True)
+    return {
+        "qk_norm": c.flag("use_qk_norm", True),
+        "qk_norm_span": "projection",
+        "ropes": (read_rope(entries, head_dim, 5_000_000.0, "full_attention"),),
+        "moe": replace(moe, routing=Routing("sigmoid")),
+        "layers": tuple(LayerSpec(is_moe=True) for _ in range(c.whole("num_hidden_layers"))),
+    }
+
+
 EXPERT_FAMILIES: tuple[Family, ...] = (
+    Family(
+        name="minimax_m2",
+        model_types=("minimax_m2",),
+        architectures=("MiniMaxM2ForCausalLM",),
+        traits=_minimax_m2,
+        windows=no_windows,
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 196608,
+            "num_experts_per_tok": 8,
+        },
+        theta=5_000_000.0,
+        names=_SHARED,
+        renames=(
+            (r"\.block_sparse_moe\.", ".mlp."),
+            (r"\.mlp\.e_score_correction_bias$", ".mlp.gate.e_score_correction_bias"),
+            (r"(\.experts\.\d+\.)w1\.", r"\1gate_proj."),
+            (r"(\.experts\.\d+\.)w3\.", r"\1up_proj."),
+            (r"(\.experts\.\d+\.)w2\.", r"\1down_proj."),
+        ),
+    ),
     Family(
         name="qwen2_moe",
         model_types=("qwen2_moe",),

@@ -386,7 +386,10 @@ def _close_names(architectures: Sequence[object], kind: object) -> str:
 
 def renames_of(config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
     family = family_of(config)
-    return () if family is None else family.renames
+    if family is None:
+        return ()
+    own = () if family.own_renames is None else family.own_renames(ConfigReader(config, family.defaults))
+    return (*own, *family.renames)
 
 
 def renamed(name: str, renames: tuple[tuple[str, str], ...]) -> str:

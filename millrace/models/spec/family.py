@@ -52,6 +52,8 @@ class Family:
     renames: tuple[tuple[str, str], ...] = ()
     """Regular expressions over the names of a checkpoint's tensors, each with what replaces it, applied in order: for
     modules that `names` has no field for."""
+    own_renames: Callable[[ConfigReader], tuple[tuple[str, str], ...]] | None = None
+    """More of them, before those, that depend on the config."""
 
 
 def no_windows(c: ConfigReader, num_layers: int) -> Windows:

@@ -16,7 +16,14 @@ _KINDS = {"linear_attention": True, "mamba": True, "conv": True, "full_attention
 """By name in `layer_types`: True for recurrent layers."""
 
 
-def qwen3_next(c: ConfigReader) -> dict[str, Any]:
+def qwen3_5(c: ConfigReader) -> dict[str, Any]:
+    """As Qwen3-Next, with plain projections, and without experts in some models."""
+    if not c.flag("attn_output_gate", True):
+        raise c.fail("attn_output_gate", "is false, which is not supported")
+    return qwen3_next(c, by_group=False)
+
+
+def qwen3_next(c: ConfigReader, by_group: bool = True) -> dict[str, Any]:
     """Gated delta nets, gated attention in every fourth layer, experts with a shared one."""
     num_layers, experts = c.whole("num_hidden_layers"), c.whole("num_experts", 512, minimum=0)
     interval = c.whole("full_attention_interval", 4)
@@ -47,6 +54,7 @@ def qwen3_next(c: ConfigReader) -> dict[str, Any]:
                 value_dim=c.whole("linear_value_head_dim", 128),
                 conv_width=c.whole("linear_conv_kernel_dim", 4, minimum=2),
                 norm_eps=c.positive("rms_norm_eps", 1e-6),
+                by_group=by_group,
             ),
             "linear_num_key_heads",
         ),

@@ -155,8 +155,8 @@ class LayerLayout:
     mixer: MixerLayout
     mixer_out_norm: NormLayout | None
     mlp_norm: NormLayout | None
-    mlp: tuple[Matrix, Matrix] | MoeLayout
-    """(gate_up, down), or a mixture of experts."""
+    mlp: tuple[Matrix, Matrix] | MoeLayout | None
+    """(gate_up, down), or a mixture of experts; None in a layer without one."""
     mlp_out_norm: NormLayout | None
 
 
@@ -201,9 +201,9 @@ def _layer(spec: ModelSpec, names: WeightNames, index: int, layer: LayerSpec) ->
         input_norm=norm(names.input_norm, spec.input_norms),
         mixer=MIXER_LAYOUTS[layer.mixer](spec, prefix),
         mixer_out_norm=norm(names.attention_out_norm, spec.sandwich_norms),
-        mlp_norm=norm(names.mlp_norm, spec.input_norms and not spec.one_norm),
-        mlp=_moe(spec, names, prefix) if layer.is_moe else _mlp(spec, names, prefix),
-        mlp_out_norm=norm(names.mlp_out_norm, spec.sandwich_norms),
+        mlp_norm=norm(names.mlp_norm, spec.input_norms and not spec.one_norm and layer.has_mlp),
+        mlp=(_moe if layer.is_moe else _mlp)(spec, names, prefix) if layer.has_mlp else None,
+        mlp_out_norm=norm(names.mlp_out_norm, spec.sandwich_norms and layer.has_mlp),
     )
 
 
@@ -253,6 +253,9 @@ def _latent_attention(spec: ModelSpec, prefix: str) -> LatentLayout:
 def _gated_delta(spec: ModelSpec, prefix: str) -> RecurrentLayout:
     own = _recurrent(spec)
     rows = {"in_proj_qkvz": own.num_projected("gated_delta") - 2 * own.heads, "in_proj_ba": 2 * own.heads}
+    if not own.by_group:
+        rows = {"in_proj_qkv": own.conv_channels, "in_proj_z": own.value_size}
+        rows |= {"in_proj_b": own.heads, "in_proj_a": own.heads}
     return _recurrent_layout(spec, own, prefix + "linear_attn.", rows, norm_size=own.value_dim)
 
 
@@ -364,7 +367,7 @@ def matrices_of(layer: LayerLayout) -> Iterator[Matrix]:
         if layer.mlp.shared_gate is not None:
             yield layer.mlp.shared_gate
     else:
-        yield from layer.mlp
+        yield from layer.mlp or ()
 
 
 def norms_of(layer: LayerLayout) -> Iterator[TensorSpec]:

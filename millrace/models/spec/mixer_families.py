@@ -7,8 +7,9 @@ from typing import Any
 
 from millrace.models.spec.expert_families import GRANITE_EXPERTS, GRANITE_SHARED
 from millrace.models.spec.family import Family, WeightNames, no_windows
-from millrace.models.spec.hybrids import bamba, granite_hybrid, lfm2, qwen3_next
+from millrace.models.spec.hybrids import bamba, granite_hybrid, lfm2, qwen3_5, qwen3_next
 from millrace.models.spec.latent import deepseek_v2, deepseek_v3
+from millrace.models.spec.nemotron_h import block_names, nemotron_h
 
 _LATENT_DEFAULTS: Mapping[str, Any] = {
     "kv_lora_rank": 512,
@@ -126,5 +127,39 @@ MIXER_FAMILIES: tuple[Family, ...] = (
         theta=1_000_000.0,
         names=WeightNames(router_bias="mlp.gate.e_score_correction_bias"),
         renames=_LFM2_RENAMES,
+    ),
+    Family(
+        name="qwen3_5",
+        model_types=("qwen3_5_text", "qwen3_5_moe_text"),
+        architectures=("Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+        traits=qwen3_5,
+        windows=no_windows,
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "intermediate_size": 12288,
+            "num_experts": 0,
+            "num_experts_per_tok": 8,
+            "max_position_embeddings": 32768,
+            "partial_rotary_factor": 0.25,
+        },
+    ),
+    Family(
+        name="nemotron_h",
+        model_types=("nemotron_h",),
+        architectures=("NemotronHForCausalLM",),
+        traits=nemotron_h,
+        windows=no_windows,
+        defaults={
+            "num_hidden_layers": 1,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 4096,
+        },
+        own_renames=block_names,
+        renames=(
+            (r"^(?:backbone|model)\.embeddings\.", "model.embed_tokens."),
+            (r"^(?:backbone|model)\.norm_f\.", "model.norm."),
+        ),
     ),
 )

@@ -105,6 +105,10 @@ class RecurrentSpec:
     norm_eps: float
     conv_bias: bool = False
     linear_bias: bool = False
+    norm_by_group: bool = False
+    """Of Mamba2: norms take the heads of each group together, not all heads."""
+    by_group: bool = True
+    """Of gated delta nets: the projection gives queries, keys, values and gates of one group after another."""
     time_step_limit: tuple[float, float] = (0.0, float("inf"))
     """Mamba2: time steps are limited to this range."""
 
@@ -148,6 +152,7 @@ class LayerSpec:
     """Index into ModelSpec.ropes; None: no rotation."""
     is_moe: bool = False
     mixer: MixerKind = "attention"
+    has_mlp: bool = True
 
     @property
     def is_recurrent(self) -> bool:
@@ -185,6 +190,7 @@ class ModelSpec:
     qk_norm: bool = False
     qk_norm_span: Literal["head", "projection"] = "head"
     """What a norm of queries, or of keys, takes together: each head, or all heads of the layer."""
+    qk_norm_after_rope: bool = False
     attention_sinks: bool = False
     """True if each head of a layer has a score that takes its share of the softmax without a value."""
     rotates_neighbours: bool = False
@@ -276,7 +282,7 @@ class ModelSpec:
         """Number of layer weights that one token is multiplied with: of the experts, only the chosen ones."""
         chosen = 0 if self.moe is None else self.moe.inner_size * self.moe.top_k + self.moe.shared_size
         dense = self.inner_size * (2 + self.gated_mlp) / 3
-        inner = sum(chosen if layer.is_moe else dense for layer in self.layers)
+        inner = sum(chosen if layer.is_moe else dense for layer in self.layers if layer.has_mlp)
         attention = self.num_attention * self._attention_parameters
         return attention + self._recurrent_parameters + round(3 * self.hidden_size * inner)
 
@@ -303,7 +309,9 @@ class ModelSpec:
         """Number of all weights, embedding and norms included."""
         hidden, gates = self.hidden_size, self._gate_size
         per_norm = hidden * (self.norm_weight + self.norm_bias)
-        norms = per_norm * (self.num_layers * (2 * (self.input_norms + self.sandwich_norms) - self.one_norm) + 1)
+        branches = sum(1 + layer.has_mlp for layer in self.layers)
+        each = self.input_norms + self.sandwich_norms
+        norms = per_norm * (branches * each - self.num_layers * self.one_norm + 1)
         per_layer = self._attention_parameters + (sum(self.qk_norm_sizes) if self.qk_norm else 0)
         per_layer += (hidden if self.out_bias else 0) + (self.num_heads if self.attention_sinks else 0)
         inputs = self.q_size + 2 * self.kv_size + gates
@@ -318,7 +326,7 @@ class ModelSpec:
         if self.moe is not None and self.moe.has_bias:
             sparse += self.moe.num_experts * (2 * self.moe.inner_size + hidden + 1)
         sparse += self.moe.num_experts if self.moe is not None and self.moe.routing.scores == "sigmoid" else 0
-        mlps = sum(sparse if layer.is_moe else dense for layer in self.layers)
+        mlps = sum(sparse if layer.is_moe else dense for layer in self.layers if layer.has_mlp)
         embeddings = self.vocab_size * (hidden * (1 if self.tied_head else 2) + self.head_bias)
         return self.num_attention * per_layer + self._recurrent_parameters + norms + mlps + embeddings
 

@@ -43,6 +43,8 @@ def read_rope(config: Mapping[str, Any], head_dim: int, default_theta: float, la
             "partial_rotary_factor", f"gives {rotary_dim} rotated dimensions of {head_dim}; it must be an even number"
         )
     kind = reader.get("rope_type") or reader.get("type") or "default"
+    if kind == "dynamic" and reader.has("alpha") and rotary_dim > 2:  # Another base, whatever the length of the text.
+        theta *= reader.positive("alpha") ** (rotary_dim / (rotary_dim - 2))
     base = RopeSpec(rotary_dim, theta)
     if kind in ("default", "mrope", "dynamic"):
         # The three positions of mrope are equal in texts.

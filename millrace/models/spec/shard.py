@@ -131,7 +131,7 @@ class Shard:
             pairs = [(pair, self.expert_inner) for pair in layer.mlp.experts]
             pairs += [] if layer.mlp.shared is None else [(layer.mlp.shared, self.shared_inner)]
         else:
-            pairs = [(layer.mlp, self.inner)]
+            pairs = [] if layer.mlp is None else [(layer.mlp, self.inner)]
         for (gate_up, down), inner in pairs:
             cut = Cut(rows=inner)
             if len(gate_up.parts) == 1 and self.whole.gated_mlp:  # gates, then ups
@@ -196,8 +196,9 @@ class Shard:
         assert own is not None
         keys, values = _scaled(self.recurrent_groups, own.key_dim), _scaled(heads, own.value_dim)
         if mixer.skip is None:
-            inputs = self._delta_rows(own)
             channels = _cut_of(keys, _shifted(keys, own.key_size), _shifted(values, 2 * own.key_size))
+            plain = [channels, Cut(rows=values), Cut(rows=heads), Cut(rows=heads)]
+            inputs = self._delta_rows(own) if own.by_group else plain
         else:  # Mamba2: gates, values, keys, queries, times
             mixed = (values, *(_shifted(keys, own.value_size + at) for at in (0, own.key_size)))
             after = own.value_size + own.conv_channels
@@ -258,6 +259,12 @@ def shard_of(spec: ModelSpec, rank: int, size: int) -> Shard:
         raise ConfigError(
             f"{_SETTING} is {size}, but recurrent layers of the model have {spec.recurrent.heads} heads. Set"
             f" --tensor-parallel {spec.recurrent.heads} or less.",
+            param=_SETTING,
+        )
+    if spec.recurrent is not None and spec.recurrent.norm_by_group and size > spec.recurrent.groups:
+        raise ConfigError(
+            f"{_SETTING} is {size}, but recurrent layers of the model have norms over {spec.recurrent.groups} groups of"
+            f" heads, which are not split. Set --tensor-parallel {spec.recurrent.groups} or less.",
             param=_SETTING,
         )
     out_dim = spec.head_dim if spec.latent is None else spec.latent.value_dim

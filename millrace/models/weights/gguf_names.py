@@ -14,7 +14,10 @@ from millrace.sources.gguf.model import GgufModel
 _GLOBAL = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
+    "token_embd_norm.weight": "model.norm.weight",
+    "output_norm.bias": "model.norm.bias",
     "output.weight": "lm_head.weight",
+    "output.bias": "lm_head.bias",
 }
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -47,6 +50,7 @@ _LATENT_LAYER = _LAYER | {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
     "exp_probs_b": "mlp.gate.e_score_correction_bias",
 }
+_LFM2_LAYER = _LAYER | {f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")}
 _TABLES = {
     "gemma2": _GEMMA_LAYER,
     "gemma3_text": _GEMMA_LAYER,
@@ -69,6 +73,9 @@ _TABLES = {
         "attn_sinks": "self_attn.sinks",
         "ffn_gate_inp": "mlp.router",
     },
+    "seed_oss": _LAYER | {"post_attention_norm": "post_attention_layernorm"},
+    "lfm2": _LFM2_LAYER,
+    "lfm2_moe": _LFM2_LAYER | {"exp_probs_b": "mlp.gate.e_score_correction_bias"},
     "deepseek_v2": _LATENT_LAYER,
     "deepseek_v3": _LATENT_LAYER,
 }
@@ -79,9 +86,13 @@ _UNUSED = re.compile(
     r"rope_(freqs|factors_long|factors_short)\.weight|blk\.\d+\.(attn_rot_embd|rope_freqs)\.weight|.+\.(input_scale|scale)"
 )
 """Rope factors are in the config; scales are applied with their weight; input scales are hints for 4-bit kernels."""
-_BLOCK = re.compile(r"blk\.(?P<layer>\d+)\.(?P<part>[a-z_]+)(\.(?P<expert>\d+))?\.(?P<kind>weight|bias)")
+_BLOCK = re.compile(
+    r"blk\.(?P<layer>\d+)\.(?P<part>(?:shortconv\.)?[a-z_]+)(\.(?P<expert>\d+))?\.(?P<kind>weight|bias)"
+)
 _EXPERT_PARTS = ("ffn_gate", "ffn_up", "ffn_down")
-_PERMUTED_TYPES = ("llama", "mistral", "mixtral", "smollm3")
+_PERMUTED_TYPES = ("llama", "mistral", "mixtral", "smollm3", "granite", "granitemoe", "arcee", "olmo")
+_WITH_OFFSET = ("gemma", "nemotron")
+"""Beginnings of the model types whose files hold 1 + w for the weights of norms."""
 
 
 def pieces_by_name(model: GgufModel, config: dict[str, Any]) -> dict[str, GgufPiece]:
@@ -99,10 +110,10 @@ def pieces_by_name(model: GgufModel, config: dict[str, Any]) -> dict[str, GgufPi
 
 def _pieces_of(model: GgufModel, config: dict[str, Any], tensor: str) -> Iterator[tuple[str, GgufPiece]]:
     kind_of_model = str(config["model_type"])
-    is_gemma = kind_of_model.startswith("gemma")
+    has_offset = kind_of_model.startswith(_WITH_OFFSET)
     whole = whole_piece(model, tensor)
     if tensor in _GLOBAL:
-        yield _GLOBAL[tensor], replace(whole, minus_one=is_gemma and tensor == "output_norm.weight")
+        yield _GLOBAL[tensor], replace(whole, minus_one=has_offset and tensor == "output_norm.weight")
         return
     match = _BLOCK.fullmatch(tensor)
     table = _TABLES.get(kind_of_model, _LAYER)
@@ -121,7 +132,9 @@ def _pieces_of(model: GgufModel, config: dict[str, Any], tensor: str) -> Iterato
         yield from _keys_and_values(model, config, prefix, tensor, whole)
     elif part in table and match["expert"] is None:
         name = f"{prefix}.{table[part]}" + ("" if part in _WITHOUT_KIND else f".{kind}")
-        minus_one = is_gemma and part.endswith("norm")
+        if part == "shortconv.conv" and kind == "weight":
+            whole = replace(whole, shape=(whole.num_rows, 1, whole.shape[-1]))
+        minus_one = has_offset and part.endswith("norm") and kind == "weight"
         yield name, replace(whole, minus_one=minus_one, permuted_heads=_heads(config, part))
     else:
         raise _unknown(model, config, tensor)

@@ -42,6 +42,8 @@ def placing_objection(spec: ModelSpec, *, has_drafter: bool) -> str:
         return "the model's cache holds latents, which are not copied to other positions yet"
     if spec.kv_groups.num_groups > 1 or spec.kv_groups.windows != (None,):
         return "the model has layers with a window, whose blocks are not copied to other positions yet"
+    if spec.qk_norm_after_rope:
+        return "the model norms keys after their rotation, which cannot be turned on then"
     if has_drafter:
         return "a drafter that is a model reads every token; remove it, or use --speculate ngram"
     return ""

@@ -7,27 +7,17 @@ from typing import Any
 
 from millrace.errors import ModelError
 from millrace.sources.encoders.families import instead_of
-from millrace.sources.gguf import encoder_config
+from millrace.sources.gguf import encoder_config, other_config
+from millrace.sources.gguf.common import common, described, has_bias
 from millrace.sources.gguf.metadata import Metadata
 from millrace.sources.gguf.model import GgufModel
-from millrace.sources.gguf.rope import long_rope, rope_scaling
+from millrace.sources.gguf.rope import long_rope
 
-MAX_LAYERS = 1024
 GEMMA2_27B_LAYERS, GEMMA3_27B_LAYERS = 46, 62
 SMOLLM3_ROPE_INTERVAL = 4
 GLM4_ROTARY_SHARE = 0.5
 SOFTMAX, SIGMOID = 1, 2
 """Values of `expert_gating_func`."""
-
-_NEUTRAL: dict[str, float] = {
-    "logit_scale": 1.0,
-    "residual_scale": 1.0,
-    "embedding_scale": 1.0,
-    "attention.clamp_kqv": 0.0,
-    "attention.temperature_scale": 0.0,
-    "attention.max_alibi_bias": 0.0,
-}
-"""Parameters that no supported family uses, with the value that has no effect. Other values are refused."""
 
 
 def config_from_gguf(model: GgufModel) -> dict[str, Any]:
@@ -43,99 +33,15 @@ def config_from_gguf(model: GgufModel) -> dict[str, Any]:
     return translate(Metadata(model, str(arch)))
 
 
-# --- all families ---
-
-
-def _common(meta: Metadata, model_type: str, architecture: str, rotary_share: float = 1.0) -> dict[str, Any]:
-    """`rotary_share`: of a head's dimensions."""
-    hidden, heads = meta.whole("embedding_length"), meta.whole("attention.head_count")
-    head_dim = meta.whole("attention.key_length", hidden // heads)
-    rotary_dim = int(head_dim * rotary_share)
-    _check_head(meta, hidden, heads, head_dim, rotary_dim)
-    if meta.number("expert_weights_scale", 1.0) not in (0.0, 1.0):
-        raise meta.fail("expert_weights_scale", f"is {meta.get('expert_weights_scale')}; only 1 is supported")
-    if meta.whole("expert_shared_count", 0, minimum=0):
-        raise meta.fail("expert_shared_count", "is not 0; shared experts are not supported")
-    return {**_described(meta, model_type, architecture, rotary_dim), "head_dim": head_dim}
-
-
-def _described(meta: Metadata, model_type: str, architecture: str, rotary_dim: int) -> dict[str, Any]:
-    """What every family has, whatever its attention."""
-    _refuse_unsupported(meta)
-    hidden, heads = meta.whole("embedding_length"), meta.whole("attention.head_count")
-    return {
-        "model_type": model_type,
-        "architectures": [architecture],
-        "hidden_size": hidden,
-        "num_hidden_layers": _num_layers(meta),
-        "num_attention_heads": heads,
-        "num_key_value_heads": meta.whole("attention.head_count_kv", heads),
-        "max_position_embeddings": meta.whole("context_length"),
-        "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
-        "vocab_size": _vocab_size(meta),
-        "tie_word_embeddings": "output.weight" not in meta.model,
-        "rope_theta": meta.number("rope.freq_base", 10000.0),
-        "rope_scaling": rope_scaling(meta, rotary_dim),
-        "hidden_act": "silu",
-        **_special_tokens(meta),
-    }
-
-
-def _refuse_unsupported(meta: Metadata) -> None:
-    for key, neutral in _NEUTRAL.items():
-        if meta.number(key, neutral) != neutral:
-            raise meta.fail(key, f"is {meta.get(key)}; only {neutral:g} is supported")
-    if meta.whole("nextn_predict_layers", 0, minimum=0):
-        raise meta.fail("nextn_predict_layers", "is not 0; layers that predict several tokens are not supported")
-
-
-def _num_layers(meta: Metadata) -> int:
-    count = meta.whole("block_count")
-    if count > MAX_LAYERS:
-        raise meta.fail("block_count", f"is {count}, above the limit of {MAX_LAYERS}")
-    return count
-
-
-def _check_head(meta: Metadata, hidden: int, heads: int, head_dim: int, rotary_dim: int) -> None:
-    if head_dim < 1:
-        raise meta.fail("attention.head_count", f"is {heads}, above embedding_length {hidden}")
-    if meta.whole("attention.value_length", head_dim) != head_dim:
-        found = meta.get("attention.value_length")
-        raise meta.fail("attention.value_length", f"is {found} and the head size is {head_dim}; they must be equal")
-    if meta.whole("rope.dimension_count", rotary_dim) != rotary_dim:
-        found = meta.get("rope.dimension_count")
-        raise meta.fail("rope.dimension_count", f"is {found}; heads of {head_dim} rotate {rotary_dim} dimensions")
-
-
-def _vocab_size(meta: Metadata) -> int:
-    if "token_embd.weight" not in meta.model:
-        raise ModelError(
-            f"{meta.model.path} has no tensor 'token_embd.weight', so it is not a complete language model."
-        )
-    return meta.model.tensor("token_embd.weight").shape[0]
-
-
-def _special_tokens(meta: Metadata) -> dict[str, Any]:
-    ends = [meta.token_id(name) for name in ("eos", "eot", "eom")]
-    unique = list(dict.fromkeys(token for token in ends if token is not None))
-    found: dict[str, Any] = {"bos_token_id": meta.token_id("bos"), "pad_token_id": meta.token_id("padding")}
-    found["eos_token_id"] = unique[0] if len(unique) == 1 else unique or None
-    return found
-
-
-def _has_bias(meta: Metadata, part: str) -> bool:
-    return f"blk.0.{part}.bias" in meta.model
-
-
 # --- one short function per architecture ---
 
 
 def _llama(meta: Metadata) -> dict[str, Any]:
     """Llama, Mistral, SmolLM and Mixtral: experts and sliding windows tell them apart."""
-    config = _common(meta, "llama", "LlamaForCausalLM")
+    config = common(meta, "llama", "LlamaForCausalLM")
     config["intermediate_size"] = meta.whole("feed_forward_length")
-    config["attention_bias"] = _has_bias(meta, "attn_q") or _has_bias(meta, "attn_qkv")
-    config["mlp_bias"] = _has_bias(meta, "ffn_gate")
+    config["attention_bias"] = has_bias(meta, "attn_q") or has_bias(meta, "attn_qkv")
+    config["mlp_bias"] = has_bias(meta, "ffn_gate")
     window = meta.whole("attention.sliding_window", 0, minimum=0)
     experts = meta.whole("expert_count", 0, minimum=0)
     if experts:
@@ -147,12 +53,12 @@ def _llama(meta: Metadata) -> dict[str, Any]:
 
 
 def _smollm3(meta: Metadata) -> dict[str, Any]:
-    config = _common(meta, "smollm3", "SmolLM3ForCausalLM")
+    config = common(meta, "smollm3", "SmolLM3ForCausalLM")
     layers = range(1, config["num_hidden_layers"] + 1)
     return config | {
         "intermediate_size": meta.whole("feed_forward_length"),
-        "attention_bias": _has_bias(meta, "attn_q"),
-        "mlp_bias": _has_bias(meta, "ffn_gate"),
+        "attention_bias": has_bias(meta, "attn_q"),
+        "mlp_bias": has_bias(meta, "ffn_gate"),
         "no_rope_layer_interval": SMOLLM3_ROPE_INTERVAL,
         "no_rope_layers": [int(layer % SMOLLM3_ROPE_INTERVAL != 0) for layer in layers],
         "layer_types": ["full_attention" for _ in layers],
@@ -161,18 +67,18 @@ def _smollm3(meta: Metadata) -> dict[str, Any]:
 
 
 def _qwen2(meta: Metadata) -> dict[str, Any]:
-    config = _common(meta, "qwen2", "Qwen2ForCausalLM")
+    config = common(meta, "qwen2", "Qwen2ForCausalLM")
     return config | {"intermediate_size": meta.whole("feed_forward_length"), "use_sliding_window": False}
 
 
 def _qwen3(meta: Metadata) -> dict[str, Any]:
-    config = _common(meta, "qwen3", "Qwen3ForCausalLM")
-    config |= {"attention_bias": _has_bias(meta, "attn_q"), "use_sliding_window": False}
+    config = common(meta, "qwen3", "Qwen3ForCausalLM")
+    config |= {"attention_bias": has_bias(meta, "attn_q"), "use_sliding_window": False}
     return config | {"intermediate_size": meta.whole("feed_forward_length")}
 
 
 def _qwen3_moe(meta: Metadata) -> dict[str, Any]:
-    config = _common(meta, "qwen3_moe", "Qwen3MoeForCausalLM")
+    config = common(meta, "qwen3_moe", "Qwen3MoeForCausalLM")
     used, dense = meta.whole("expert_used_count"), meta.whole("feed_forward_length", 0, minimum=0)
     per_expert = meta.whole("expert_feed_forward_length", dense // used if dense else None)
     return config | {
@@ -184,13 +90,13 @@ def _qwen3_moe(meta: Metadata) -> dict[str, Any]:
         "norm_topk_prob": True,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        "attention_bias": _has_bias(meta, "attn_q"),
+        "attention_bias": has_bias(meta, "attn_q"),
         "use_sliding_window": False,
     }
 
 
 def _gemma2(meta: Metadata) -> dict[str, Any]:
-    config = _common(meta, "gemma2", "Gemma2ForCausalLM")
+    config = common(meta, "gemma2", "Gemma2ForCausalLM")
     return config | {
         **_gemma_shared(meta, config, GEMMA2_27B_LAYERS),
         **_windows(meta, config["num_hidden_layers"], meta.whole("attention.sliding_window", 4096), period=2),
@@ -200,7 +106,7 @@ def _gemma2(meta: Metadata) -> dict[str, Any]:
 
 
 def _gemma3(meta: Metadata) -> dict[str, Any]:
-    config = _common(meta, "gemma3_text", "Gemma3ForCausalLM")
+    config = common(meta, "gemma3_text", "Gemma3ForCausalLM")
     window = meta.whole("attention.sliding_window", 0, minimum=0)
     return config | {
         **_gemma_shared(meta, config, GEMMA3_27B_LAYERS),
@@ -242,20 +148,20 @@ def _windows(meta: Metadata, num_layers: int, window: int, period: int) -> dict[
 def _olmo2(meta: Metadata) -> dict[str, Any]:
     if meta.whole("attention.sliding_window", 0, minimum=0):
         raise meta.fail("attention.sliding_window", "is not 0: the model is an OLMo 3, which is not supported")
-    config = _common(meta, "olmo2", "Olmo2ForCausalLM")
+    config = common(meta, "olmo2", "Olmo2ForCausalLM")
     return config | {
         "intermediate_size": meta.whole("feed_forward_length"),
-        "attention_bias": _has_bias(meta, "attn_q"),
+        "attention_bias": has_bias(meta, "attn_q"),
     }
 
 
 def _glm4(meta: Metadata) -> dict[str, Any]:
     if meta.get("rope.dimension_sections"):
         raise meta.fail("rope.dimension_sections", "is set: the model is for images, whose order of heads is another")
-    config = _common(meta, "glm4", "Glm4ForCausalLM", rotary_share=GLM4_ROTARY_SHARE)
+    config = common(meta, "glm4", "Glm4ForCausalLM", rotary_share=GLM4_ROTARY_SHARE)
     return config | {
         "intermediate_size": meta.whole("feed_forward_length"),
-        "attention_bias": _has_bias(meta, "attn_q") or _has_bias(meta, "attn_qkv"),
+        "attention_bias": has_bias(meta, "attn_q") or has_bias(meta, "attn_qkv"),
         "partial_rotary_factor": GLM4_ROTARY_SHARE,
     }
 
@@ -264,7 +170,7 @@ def _phi3(meta: Metadata) -> dict[str, Any]:
     hidden, heads, context = meta.whole("embedding_length"), meta.whole("attention.head_count"), "context_length"
     head_dim = meta.whole("attention.key_length", hidden // heads)
     share = meta.whole("rope.dimension_count", head_dim) / head_dim
-    config = _common(meta, "phi3", "Phi3ForCausalLM", rotary_share=share)
+    config = common(meta, "phi3", "Phi3ForCausalLM", rotary_share=share)
     return config | {
         "intermediate_size": meta.whole("feed_forward_length"),
         "partial_rotary_factor": share,
@@ -275,7 +181,7 @@ def _phi3(meta: Metadata) -> dict[str, Any]:
 
 
 def _gpt_oss(meta: Metadata) -> dict[str, Any]:
-    config = _common(meta, "gpt_oss", "GptOssForCausalLM")
+    config = common(meta, "gpt_oss", "GptOssForCausalLM")
     if config["rope_scaling"] and config["rope_scaling"]["rope_type"] == "yarn":
         # All models of the family have it; no key says so.
         config["rope_scaling"]["truncate"] = False
@@ -284,7 +190,7 @@ def _gpt_oss(meta: Metadata) -> dict[str, Any]:
         "intermediate_size": meta.whole("expert_feed_forward_length"),
         "num_local_experts": meta.whole("expert_count"),
         "num_experts_per_tok": meta.whole("expert_used_count"),
-        "attention_bias": _has_bias(meta, "attn_q"),
+        "attention_bias": has_bias(meta, "attn_q"),
     }
 
 
@@ -293,7 +199,7 @@ def _deepseek2(meta: Metadata) -> dict[str, Any]:
     rotary_dim = meta.whole("rope.dimension_count")
     is_v3 = meta.whole("expert_gating_func", SOFTMAX) == SIGMOID
     name = "V3" if is_v3 else "V2"
-    config = _described(meta, f"deepseek_{name.lower()}", f"Deepseek{name}ForCausalLM", rotary_dim)
+    config = described(meta, f"deepseek_{name.lower()}", f"Deepseek{name}ForCausalLM", rotary_dim)
     used, groups = meta.whole("expert_used_count"), meta.whole("expert_group_count", 1, minimum=0) or 1
     config |= {
         "num_key_value_heads": config["num_attention_heads"],
@@ -313,7 +219,7 @@ def _deepseek2(meta: Metadata) -> dict[str, Any]:
         "norm_topk_prob": bool(meta.get("expert_weights_norm")),
         "n_group": groups,
         "topk_group": (meta.whole("expert_group_used_count", 0, minimum=0) or groups) if groups > 1 else 1,
-        "attention_bias": _has_bias(meta, "attn_kv_a_mqa"),
+        "attention_bias": has_bias(meta, "attn_kv_a_mqa"),
     }
     if not is_v3:
         config["topk_method"] = "greedy" if groups == 1 else "group_limited_greedy"
@@ -347,6 +253,7 @@ ARCHITECTURES: dict[str, Callable[[Metadata], dict[str, Any]]] = {
     "glm4": _glm4,
     "gpt-oss": _gpt_oss,
     "deepseek2": _deepseek2,
+    **other_config.ARCHITECTURES,
     "bert": encoder_config.bert,
     "nomic-bert": encoder_config.nomic_bert,
     "jina-bert-v2": encoder_config.jina_bert,
