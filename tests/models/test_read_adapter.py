@@ -76,7 +76,7 @@ def cut(folder: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Change, str]] = {
-    "DoRA": (config(use_dora=True), r"DoRA, which scales .* Train it without use_dora, or merge it"),
+    "DoRA": (config(use_dora=True), r"DoRA, which scales .* Train it without use_dora, or merge it .*`millrace merge`"),
     "PiSSA": (config(init_lora_weights="pissa_niter_4"), "changes the base's weights too.*weight_conversion"),
     "OLoRA": (config(init_lora_weights="olora"), "changes the base's weights too"),
     "LoftQ": (config(init_lora_weights="loftq"), "changes the base's weights too"),

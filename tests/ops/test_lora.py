@@ -133,6 +133,19 @@ def test_a_captured_product_serves_other_adapters() -> None:
     torch.testing.assert_close(out.double(), wanted, rtol=1e-2, atol=0.06)
 
 
+@pytest.mark.parametrize("tokens", [2, 9, 40])
+def test_tokens_of_one_adapter_need_not_be_neighbours(tokens: int) -> None:
+    """By turns or one adapter after the other: the same bits."""
+    table, op = mixed_table(torch.float32), NativeAddLora()
+    x, out = torch.randn(tokens, INPUTS), torch.randn(tokens, sum(SIZES))
+    slots = torch.arange(tokens, dtype=torch.int32) % 5
+    order = slots.argsort(stable=True)
+    sorted_out = out[order].clone()
+    op(x, slots, table, out)
+    op(x[order].clone(), slots[order].clone(), table, sorted_out)
+    assert torch.equal(out[order], sorted_out)
+
+
 def test_a_token_does_not_depend_on_its_neighbours() -> None:
     table, op = mixed_table(torch.float32), NativeAddLora()
     x, out = torch.randn(len(SLOTS), INPUTS), torch.randn(len(SLOTS), sum(SIZES))

@@ -11,7 +11,7 @@ import torch
 import transformers
 from helpers.adapter_files import greedy
 from helpers.drafter_files import layer_config
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from training.test_train_drafter import Silent
 
 from millrace.config import load_config
@@ -86,6 +86,27 @@ def test_merged_weights_are_pefts(model: Path, trained: tuple[Path, AdapterRepor
         merge(str(tmp_path / "base"), trained[0], tmp_path / "merged", Silent())
     with pytest.raises(ConfigError, match="is random; an adapter is merged into the unquantised checkpoint"):
         merge(f"random:{model}", trained[0], tmp_path / "other", Silent())
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_dora_is_merged_as_peft_merges_it(use_rslora: bool, model: Path, tmp_path: Path) -> None:
+    saved = base(model)
+    saved.save_pretrained(tmp_path / "base")
+    targets = ["q_proj", "v_proj", "down_proj"]
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=targets, use_dora=True, use_rslora=use_rslora)
+    tuned = get_peft_model(base(model), config)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weight in tuned.named_parameters():
+            if "lora_" in name:
+                weight.copy_(weight + 0.2 * torch.randn_like(weight))
+    tuned.save_pretrained(tmp_path / "dora")
+    merge(str(tmp_path / "base"), tmp_path / "dora", tmp_path / "merged", Silent())
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    wanted = tuned.merge_and_unload().state_dict()
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=1e-6)
 
 
 def test_a_resumed_training_ends_with_the_same_adapter(model: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from millrace.plan.shapes.choice import ShapeChoice
 from millrace.plan.shapes.declared import StepSizes
 from millrace.plan.shapes.heads import DueRows
 from millrace.plan.step import ALL_LINEARS, QKV_ALONE, Admission, StepPlan
+from millrace.run.device.kv_pool import untouched_zeros
 from millrace.run.protocol import AnyRunner
 from millrace.run.ranks.slot_fills import TakesAdapters
 
@@ -112,7 +113,8 @@ def random_adapter(slots: AdapterSlots, targets: str, seed: int) -> Adapter:
         sizes = zip(linear.out_sizes, is_left_out, strict=True)
         linears[index] = pack([None if is_out else part(linear.in_features, size) for size, is_out in sizes])
     data, joined = join(linears, is_pinned=slots.device.type == "cuda")
-    return Adapter(data, joined, RANK, f"{seed:02x}", "", Path())
+    adapter = Adapter(data, joined, RANK, f"{seed:02x}", "", Path())
+    return adapter if data.is_pinned() else adapter.on(untouched_zeros(data.shape, data.dtype).copy_(data))
 
 
 def fill(runner: TakesAdapters, slot: int, adapter: Adapter) -> None:

@@ -34,6 +34,7 @@ _REFUSED_VALUES: tuple[tuple[str, Any, str], ...] = (
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of the values of `init_lora_weights` that change the base's weights too, when it is trained and loaded."""
 MERGE = "merge it into its model with PEFT's merge_and_unload"
+_MERGE_DORA = "merge it into its model with `millrace merge`"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class AdapterConfig:
     uses_rslora: bool
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
+    uses_dora: bool = False
 
     def rank_of(self, module: str) -> int:
         return int(_by_pattern(self.rank_pattern, module, self.rank))
@@ -57,7 +59,7 @@ class AdapterConfig:
         return alpha / (math.sqrt(rank) if self.uses_rslora else rank)
 
 
-def read_config(folder: Path) -> AdapterConfig:
+def read_config(folder: Path, *, allows_dora: bool = False) -> AdapterConfig:
     """Raises AdapterError with the field that is missing or not supported."""
     path = folder / CONFIG_FILE
     if not folder.is_dir():
@@ -74,7 +76,7 @@ def read_config(folder: Path) -> AdapterConfig:
         raise AdapterError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(values, dict):
         raise AdapterError(f"{path} holds no JSON object.")
-    _check_supported(path, values)
+    _check_supported(path, values, allows_dora)
     _check_weights_file(folder)
     return AdapterConfig(
         folder=folder,
@@ -89,18 +91,22 @@ def read_config(folder: Path) -> AdapterConfig:
             name: _number(path, "alpha_pattern", value)
             for name, value in _pattern(path, values, "alpha_pattern").items()
         },
+        uses_dora=bool(values.get("use_dora", False)),
     )
 
 
-def _check_supported(path: Path, values: dict[str, Any]) -> None:
+def _check_supported(path: Path, values: dict[str, Any], allows_dora: bool) -> None:
     kind = values.get("peft_type")
     if kind != "LORA":
         raise AdapterError(f"{path}: peft_type is {kind!r}; only LORA is supported.")
     for field, off, what in _REFUSED_VALUES:
         value = values.get(field, off)
+        if field == "use_dora" and allows_dora:
+            continue
         if value != off and value not in (None, False, [], {}):
             raise AdapterError(
-                f"{path}: the adapter has {what}, which is not supported. Train it without {field}, or {MERGE}."
+                f"{path}: the adapter has {what}, which is not supported. Train it without {field}, or"
+                f" {_MERGE_DORA if field == 'use_dora' else MERGE}."
             )
     init = values.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_CHANGES_BASE):

@@ -4,6 +4,7 @@ sees it. Without torch: a small process does it beside the engine."""
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,13 +19,14 @@ from millrace.models.adapters.config import CONFIG_FILE, MERGE, WEIGHTS_FILE, Ad
 from millrace.models.adapters.targets import AdapterTargets
 
 _KEY = re.compile(r"(?P<module>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
+_MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?")
 _WRAPPERS = frozenset({"base_model", "model", "language_model", "module", "_orig_mod"})
 """Names of modules around a model's layers, which depend on the class that was trained and on the version of the
 library: with a head or without, beside a vision tower or alone, compiled or distributed."""
 _TARGETS = "Train it with the linears of attention and MLP as target_modules"
 _WHOLE = "If it was not trained (PEFT saves a resized one too), save the adapter with save_embedding_layers=False; else"
 _OTHERS = (
-    ("lora_magnitude_vector", "DoRA's magnitudes", "Train it without use_dora, or"),
+    ("lora_magnitude_vector", "DoRA's magnitudes, but no use_dora", "Save it again with PEFT, or"),
     ("lora_embedding", "LoRA matrices of an embedding", f"{_TARGETS}, or"),
     ("modules_to_save", "whole modules (modules_to_save)", "Train it without them, or"),
     ("embed_tokens", "an embedding", _WHOLE),
@@ -84,6 +86,8 @@ class Limits:
     max_bytes: int
     keeps_bfloat16: bool = False
     """Files in bfloat16 stay so where the model is in float32, which halves what a step reads."""
+    allows_dora: bool = False
+    """For whoever applies `read_magnitudes` too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ class _Part:
 
 def read_files(folder: Path, targets: AdapterTargets, dtype: str, limits: Limits) -> tuple[Packed, np.ndarray]:
     """Raises AdapterError with the file, the tensor and the remedy. Nothing of the adapter is kept then."""
-    config = read_config(folder)
+    config = read_config(folder, allows_dora=limits.allows_dora)
     path = folder / WEIGHTS_FILE
     try:
         digest = hashlib.blake2b((folder / CONFIG_FILE).read_bytes(), digest_size=32)  # Half of SHA-256's time.
@@ -117,6 +121,8 @@ def read_files(folder: Path, targets: AdapterTargets, dtype: str, limits: Limits
         raise AdapterError(f"{path} cannot be read as safetensors: {error}") from error
     digest.update(data)
     del data
+    if config.uses_dora:
+        tensors = {key: one for key, one in tensors.items() if _MAGNITUDE.fullmatch(key) is None}
     reading = _Reading(path, tensors, config, targets, limits.max_rank)
     found = reading.parts()
     linears, num_numbers = _placed(found)
@@ -137,6 +143,34 @@ def read_files(folder: Path, targets: AdapterTargets, dtype: str, limits: Limits
         raise reading.not_finite(dtype)
     rank = max(max(linear.ranks) for linear in linears)
     return Packed(linears, num_numbers, rank, digest.hexdigest(), config.base_model, dtype), numbers
+
+
+def read_magnitudes(folder: Path, targets: AdapterTargets) -> dict[str, np.ndarray]:
+    """DoRA's lengths of the rows of each changed weight, float32 [outputs], by the name of the target's module; empty
+    for an adapter without DoRA. `read_files` has accepted the adapter."""
+    if not read_config(folder, allows_dora=True).uses_dora:
+        return {}
+    path, places = folder / WEIGHTS_FILE, targets.places()
+    known = {_inner(module): module for module in places}
+    tensors = dict(deserialize(path.read_bytes()))  # type: ignore[no-untyped-call]
+    found = {}
+    for key, tensor in tensors.items():
+        if (match := _MAGNITUDE.fullmatch(key)) is None:
+            continue
+        module = known.get(_inner(match["module"].removeprefix("base_model.model.")))
+        if module is None:
+            raise AdapterError(f"{path}: {key} is for a module that this model does not have.")
+        index, part = places[module]
+        linear = targets.linears[index]
+        assert linear is not None
+        kind, size = tensor["dtype"], linear.out_sizes[part]
+        if kind not in _FLOATS or math.prod(tensor["shape"]) != size:
+            raise AdapterError(f"{path}: {key} has {kind} {tuple(tensor['shape'])}; it must be {size} floats.")
+        values = np.frombuffer(tensor["data"], _FLOATS[kind])
+        found[module] = _converted(values, "float32", is_bfloat16=kind == "BF16")
+        if not _is_finite(found[module], "float32"):
+            raise AdapterError(f"{path}: {key} has values that are NaN or infinite. The file is damaged.")
+    return found
 
 
 def _placed(found: Mapping[int, list[_Part | None]]) -> tuple[tuple[PackedLinear, ...], int]:

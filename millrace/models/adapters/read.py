@@ -45,10 +45,17 @@ class Adapter:
 
 
 def read_adapter(
-    folder: Path, targets: AdapterTargets, dtype: torch.dtype, *, max_rank: int, max_bytes: int
+    folder: Path,
+    targets: AdapterTargets,
+    dtype: torch.dtype,
+    *,
+    max_rank: int,
+    max_bytes: int,
+    allows_dora: bool = False,
 ) -> Adapter:
     """Raises AdapterError with the file, the tensor and the remedy. Nothing of the adapter is kept then."""
-    packed, numbers = read_files(folder, targets, name_of(dtype), Limits(max_rank, max_bytes))
+    limits = Limits(max_rank, max_bytes, allows_dora=allows_dora)
+    packed, numbers = read_files(folder, targets, name_of(dtype), limits)
     data = torch.from_numpy(numbers)
     return unpacked(packed, data if data.dtype == dtype else data.view(dtype), folder)
 

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from millrace.errors import ConfigError
+from millrace.errors import AdapterError, ConfigError
 from millrace.models.adapters.config import MAX_RANK
+from millrace.models.adapters.files import read_magnitudes
 from millrace.models.adapters.read import read_adapter
 from millrace.models.adapters.targets import targets_of
 from millrace.models.load import is_quantised
@@ -28,7 +29,8 @@ _INDEX = "model.safetensors.index.json"
 
 
 def merge(source: str, adapter: Path, output: Path, report: Reporter, *, offline: bool = False) -> int:
-    """W + scale · B A for each target, computed in float32 and stored in the model's own type. Returns the bytes."""
+    """W + scale · B A for each target, with DoRA each row brought to its length; computed in float32 and stored in the
+    model's own type. Returns the bytes."""
     files = resolve_model(source, offline=offline)
     if files.kind != "safetensors" or is_quantised(files):
         raise ConfigError(
@@ -47,7 +49,7 @@ def merge(source: str, adapter: Path, output: Path, report: Reporter, *, offline
         tensor = weights.get(name)
         product = added.pop(name, None)
         if product is not None:
-            tensor = (tensor.float() + product()).to(tensor.dtype)
+            tensor = product.added_to(tensor.float()).to(tensor.dtype)
         writer.add(name, tensor.contiguous())
         report.advance(1)
     assert not added, f"targets without weights: {sorted(added)}"
@@ -58,25 +60,35 @@ def merge(source: str, adapter: Path, output: Path, report: Reporter, *, offline
 
 
 class _Product:
-    def __init__(self, a: Tensor, b: Tensor, scale: float) -> None:
-        self._a, self._b, self._scale = a, b, scale
+    def __init__(self, a: Tensor, b: Tensor, scale: float, lengths: Tensor | None) -> None:
+        """`lengths`: DoRA's, of the rows of the result."""
+        self._a, self._b, self._scale, self._lengths = a, b, scale, lengths
 
-    def __call__(self) -> Tensor:
-        """[outputs, inputs]"""
-        return (self._b.t() @ self._a) * self._scale
+    def added_to(self, weight: Tensor) -> Tensor:
+        """`weight`: [outputs, inputs]"""
+        total = weight + (self._b.t() @ self._a) * self._scale
+        if self._lengths is None:
+            return total
+        scales: Tensor = self._lengths / torch.linalg.vector_norm(total, dim=1)
+        return total * scales[:, None]
 
 
 def _products(config: dict[str, object], folder: Path) -> dict[str, _Product]:
     """By name of the weight."""
     targets = targets_of(spec_from_config(config))
-    adapter = read_adapter(folder, targets, torch.float32, max_rank=MAX_RANK, max_bytes=MAX_ADAPTER_BYTES)
-    found = {}
+    limits = {"max_rank": MAX_RANK, "max_bytes": MAX_ADAPTER_BYTES}
+    adapter = read_adapter(folder, targets, torch.float32, **limits, allows_dora=True)
+    lengths, found = read_magnitudes(folder, targets), {}
     for index, lora in adapter.linears.items():
         linear = targets.linears[index]
         assert linear is not None
         ends = torch.tensor(linear.out_sizes).cumsum(0).tolist()
         for _, end, a, b, scale in lora.parts(linear.in_features, linear.out_sizes):
-            found[f"{linear.modules[ends.index(end)]}.weight"] = _Product(a, b, scale)
+            module = linear.modules[ends.index(end)]
+            own = lengths.get(module)
+            if own is None and lengths:
+                raise AdapterError(f"{folder}: use_dora is true, but {module} has no lora_magnitude_vector.")
+            found[f"{module}.weight"] = _Product(a, b, scale, None if own is None else torch.from_numpy(own.copy()))
     return found
 
 

@@ -2,25 +2,29 @@
 //
 // A slot holds, for each part of the outputs that its adapter changes, A [rank, k] and B [rank, outputs]; the parts
 // follow one another. Matrices are float32, or bfloat16 where the lowest bit of their address is set, whatever the type of
-// the inputs: in a model in float32, adapters that were saved in bfloat16 are read in half the bytes. Neighbouring tokens with one adapter are a run, which reads the matrices once for several tokens.
+// the inputs: in a model in float32, adapters that were saved in bfloat16 are read in half the bytes. Tokens with one
+// adapter, wherever they stand, are runs, which read the matrices once for several tokens.
 // Sums are in float32 over the inputs in a fixed order, so a token's result depends on no other.
 #include "kernels.h"
 #include "pool.h"
 #include "vec.h"
 
 #include <algorithm>
+#include <numeric>
 #include <vector>
 
 namespace {
 
 constexpr int64_t WORK_TO_SHARE = 1 << 15;  // products of a call, below which waking a thread does not pay off
-constexpr int64_t MAX_RUN = 32;             // tokens of a run
+constexpr int64_t MIN_RUN = 8, MAX_RUN = 32;  // the longest run has between so many tokens
 constexpr int64_t TASKS_PER_THREAD = 2;
 // Tokens, rows of A, and vectors of outputs that are computed at once: with fewer, each sum waits for its last product.
 constexpr int JOINT = 4;
 constexpr int64_t PANEL = JOINT * LANES;  // outputs that are computed at once
 constexpr int64_t MIN_TO_COPY = 8;        // tokens for which copying a panel of B pays off
 constexpr int64_t MAX_RANK = 256;         // of adapters, for copied panels
+// Up to so many tokens wait for the matrices rather than for products, so what is read next is requested ahead.
+constexpr int FEW = 2;
 
 inline float to_float(float x) { return x; }
 
@@ -64,17 +68,22 @@ struct Call {
     int64_t parts, k;
 };
 
-// low[i][j] = scale * A[j] · x[i], for COUNT tokens and ROWS rows of A.
+// low[i][j] = scale * A[j] · x[tokens[i]], for COUNT tokens and ROWS rows of A.
 template <typename T, typename W, int COUNT, int ROWS>
-void shrink_rows(const T* x, int64_t x_stride, const W* a, int64_t k, float scale, float* low, int64_t low_stride) {
+void shrink_rows(const T* x, int64_t x_stride, const int32_t* tokens, const W* a, int64_t k, float scale, float* low,
+                 int64_t low_stride) {
+    const T* rows[COUNT];
+#pragma GCC unroll 4
+    for (int i = 0; i < COUNT; i++) rows[i] = x + tokens[i] * x_stride;
     int64_t whole = k / LANES * LANES;
     vf sums[ROWS][COUNT] = {};
     for (int64_t at = 0; at < whole; at += LANES) {
         vf inputs[COUNT];
 #pragma GCC unroll 4
-        for (int i = 0; i < COUNT; i++) inputs[i] = load(x + i * x_stride + at);
+        for (int i = 0; i < COUNT; i++) inputs[i] = load(rows[i] + at);
 #pragma GCC unroll 4
         for (int j = 0; j < ROWS; j++) {
+            if (COUNT <= FEW) __builtin_prefetch(a + (j + ROWS) * k + at);
             vf weight = load(a + j * k + at);
 #pragma GCC unroll 4
             for (int i = 0; i < COUNT; i++) sums[j][i] = fma(inputs[i], weight, sums[j][i]);
@@ -85,25 +94,25 @@ void shrink_rows(const T* x, int64_t x_stride, const W* a, int64_t k, float scal
 #pragma GCC unroll 4
         for (int i = 0; i < COUNT; i++) {
             float sum = sum_of(sums[j][i]);
-            for (int64_t at = whole; at < k; at++) sum += to_float(x[i * x_stride + at]) * to_float(a[j * k + at]);
+            for (int64_t at = whole; at < k; at++) sum += to_float(rows[i][at]) * to_float(a[j * k + at]);
             low[i * low_stride + j] = sum * scale;
         }
     }
 }
 
 template <typename T, typename W, int COUNT>
-void shrink(const T* x, int64_t x_stride, const W* a, int64_t rank, int64_t k, float scale, float* low,
-            int64_t low_stride) {
+void shrink(const T* x, int64_t x_stride, const int32_t* tokens, const W* a, int64_t rank, int64_t k, float scale,
+            float* low, int64_t low_stride) {
     int64_t r = 0;
     for (; r + JOINT <= rank; r += JOINT)
-        shrink_rows<T, W, COUNT, JOINT>(x, x_stride, a + r * k, k, scale, low + r, low_stride);
-    for (; r < rank; r++) shrink_rows<T, W, COUNT, 1>(x, x_stride, a + r * k, k, scale, low + r, low_stride);
+        shrink_rows<T, W, COUNT, JOINT>(x, x_stride, tokens, a + r * k, k, scale, low + r, low_stride);
+    for (; r < rank; r++) shrink_rows<T, W, COUNT, 1>(x, x_stride, tokens, a + r * k, k, scale, low + r, low_stride);
 }
 
-// out[i] += low[i] B, for COUNT tokens and VECTORS vectors of outputs.
+// out[tokens[i]] += low[i] B, for COUNT tokens and VECTORS vectors of outputs.
 template <typename T, typename B, int COUNT, int VECTORS>
-void expand_vectors(T* out, int64_t out_stride, const B* b, int64_t b_stride, int64_t rank, const float* low,
-                    int64_t low_stride) {
+void expand_vectors(T* out, int64_t out_stride, const int32_t* tokens, const B* b, int64_t b_stride, int64_t rank,
+                    const float* low, int64_t low_stride) {
     vf sums[VECTORS][COUNT] = {};
     for (int64_t r = 0; r < rank; r++) {
         vf factors[COUNT];
@@ -111,6 +120,7 @@ void expand_vectors(T* out, int64_t out_stride, const B* b, int64_t b_stride, in
         for (int i = 0; i < COUNT; i++) factors[i] = splat(low[i * low_stride + r]);
 #pragma GCC unroll 4
         for (int j = 0; j < VECTORS; j++) {
+            if (COUNT <= FEW) __builtin_prefetch(b + r * b_stride + PANEL + j * LANES);
             vf weight = load(b + r * b_stride + j * LANES);
 #pragma GCC unroll 4
             for (int i = 0; i < COUNT; i++) sums[j][i] = fma(weight, factors[i], sums[j][i]);
@@ -120,7 +130,7 @@ void expand_vectors(T* out, int64_t out_stride, const B* b, int64_t b_stride, in
     for (int j = 0; j < VECTORS; j++) {
 #pragma GCC unroll 4
         for (int i = 0; i < COUNT; i++) {
-            T* place = out + i * out_stride + j * LANES;
+            T* place = out + tokens[i] * out_stride + j * LANES;
             store(place, load(place) + sums[j][i]);
         }
     }
@@ -139,7 +149,7 @@ void in_groups(int64_t tokens, F f) {
     }
 }
 
-// Neighbouring tokens with one adapter.
+// Tokens with one adapter: `count` in the order of tokens by adapter, from `first` on.
 struct Run {
     int64_t first, count;
 };
@@ -158,40 +168,42 @@ struct Product {
     const Call& call;
     const T* x;
     T* out;
-    float* low;  // [tokens][low_stride]: by token the ranks of all parts
+    const int32_t* order;  // tokens by adapter
+    float* low;            // [tokens][low_stride]: in that order, the ranks of all parts
     int64_t low_stride;
 
-    const int32_t* ranks(const Run& run) const { return call.ranks + call.slots[run.first] * call.parts; }
+    int64_t slot(const Run& run) const { return call.slots[order[run.first]]; }
+    const int32_t* ranks(const Run& run) const { return call.ranks + slot(run) * call.parts; }
 
     // Piece `piece` of `pieces` of the rows of A.
     void shrink_run(const Run& run, int64_t piece, int64_t pieces) const {
-        typed(call.a[call.slots[run.first]], [&](const auto* a) { shrink_with(a, run, piece, pieces); });
+        typed(call.a[slot(run)], [&](const auto* a) { shrink_with(a, run, piece, pieces); });
     }
 
     // Piece `piece` of `pieces` of the outputs.
     void expand_run(const Run& run, int64_t piece, int64_t pieces) const {
-        typed(call.b[call.slots[run.first]], [&](const auto* b) { expand_with(b, run, piece, pieces); });
+        typed(call.b[slot(run)], [&](const auto* b) { expand_with(b, run, piece, pieces); });
     }
 
   private:
     template <typename W>
     void shrink_with(const W* all, const Run& run, int64_t piece, int64_t pieces) const {
-        int64_t slot = call.slots[run.first], total = 0;
+        int64_t total = 0;
         for (int64_t part = 0; part < call.parts; part++) total += ranks(run)[part];
         int64_t units = (total + JOINT - 1) / JOINT;
         int64_t from = units * piece / pieces * JOINT, to = units * (piece + 1) / pieces * JOINT;
         int64_t first = 0;
         for (int64_t part = 0; part < call.parts; part++) {
             int64_t last = first + ranks(run)[part], begin = std::max(first, from), end = std::min(last, to);
-            float scale = call.scales[slot * call.parts + part];
+            float scale = call.scales[slot(run) * call.parts + part];
             // A few rows of A at a time, for all tokens.
             for (; begin < end; begin += JOINT) {
                 int64_t rows = std::min<int64_t>(JOINT, end - begin);
                 const W* a = all + begin * call.k;
-                in_groups(run.count, [&]<int COUNT>(int64_t token) {
-                    token += run.first;
-                    shrink<T, W, COUNT>(x + token * call.x_stride, call.x_stride, a, rows, call.k, scale,
-                                     low + token * low_stride + begin, low_stride);
+                in_groups(run.count, [&]<int COUNT>(int64_t at) {
+                    at += run.first;
+                    shrink<T, W, COUNT>(x, call.x_stride, order + at, a, rows, call.k, scale,
+                                        low + at * low_stride + begin, low_stride);
                 });
             }
             first = last;
@@ -229,20 +241,23 @@ struct Product {
     template <typename B>
     void expand_from(const Run& run, const B* b, int64_t b_stride, int64_t rank, int64_t rank_at, int64_t output,
                      int64_t count) const {
-        in_groups(run.count, [&]<int COUNT>(int64_t token) {
-            token += run.first;
-            T* place = out + token * call.out_stride + output;
-            const float* own = low + token * low_stride + rank_at;
+        in_groups(run.count, [&]<int COUNT>(int64_t first) {
+            first += run.first;
+            const int32_t* tokens = order + first;
+            T* place = out + output;
+            const float* own = low + first * low_stride + rank_at;
             if (count == PANEL)
-                return expand_vectors<T, B, COUNT, JOINT>(place, call.out_stride, b, b_stride, rank, own, low_stride);
+                return expand_vectors<T, B, COUNT, JOINT>(place, call.out_stride, tokens, b, b_stride, rank, own,
+                                                          low_stride);
             int64_t at = 0;
             for (; at + LANES <= count; at += LANES)
-                expand_vectors<T, B, COUNT, 1>(place + at, call.out_stride, b + at, b_stride, rank, own, low_stride);
+                expand_vectors<T, B, COUNT, 1>(place + at, call.out_stride, tokens, b + at, b_stride, rank, own,
+                                               low_stride);
             for (; at < count; at++) {
                 for (int64_t i = 0; i < COUNT; i++) {
                     float sum = 0;
                     for (int64_t r = 0; r < rank; r++) sum += to_float(b[r * b_stride + at]) * own[i * low_stride + r];
-                    T* target = place + i * call.out_stride + at;
+                    T* target = place + tokens[i] * call.out_stride + at;
                     put(target, to_float(*target) + sum);
                 }
             }
@@ -250,16 +265,28 @@ struct Product {
     }
 };
 
+// The tokens by adapter, each adapter's in their own order.
+const int32_t* by_slot(const int32_t* slots, int64_t tokens) {
+    static thread_local std::vector<int32_t> order;
+    order.resize(tokens);
+    std::iota(order.begin(), order.end(), 0);
+    if (!std::is_sorted(slots, slots + tokens))
+        std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return slots[a] < slots[b]; });
+    return order.data();
+}
+
 template <typename T>
 void add_all(const Call& call, const T* x, T* out, int64_t tokens) {
     // As long as they can be, if there are enough for all threads.
     int64_t num_tasks = TASKS_PER_THREAD * pool::threads();
-    int64_t longest = std::clamp((tokens / num_tasks + JOINT - 1) / JOINT * JOINT, (int64_t)JOINT, MAX_RUN);
+    int64_t longest = std::clamp((tokens / num_tasks + JOINT - 1) / JOINT * JOINT, MIN_RUN, MAX_RUN);
+    const int32_t* order = by_slot(call.slots, tokens);
     std::vector<Run> runs;
     int64_t work = 0, widest = 0;
     for (int64_t first = 0, last = 0; first < tokens; first = last) {
-        while (last < tokens && last - first < longest && call.slots[last] == call.slots[first]) last++;
-        const int32_t* ranks = call.ranks + call.slots[first] * call.parts;
+        int32_t slot = call.slots[order[first]];
+        while (last < tokens && last - first < longest && call.slots[order[last]] == slot) last++;
+        const int32_t* ranks = call.ranks + slot * call.parts;
         int64_t width = 0;
         for (int64_t part = 0; part < call.parts; part++) {
             width += ranks[part];
@@ -271,7 +298,7 @@ void add_all(const Call& call, const T* x, T* out, int64_t tokens) {
     if (runs.empty()) return;
     static thread_local std::vector<float> memory;
     if ((int64_t)memory.size() < tokens * widest) memory.resize(tokens * widest);
-    Product<T> product{call, x, out, memory.data(), widest};
+    Product<T> product{call, x, out, order, memory.data(), widest};
     int64_t count = runs.size(), pieces = (num_tasks + count - 1) / count;
     if (work < WORK_TO_SHARE || pieces == 1) {
         pool::for_each(count, work >= WORK_TO_SHARE, [&](int64_t index) {
