@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from millrace.terminal.parser import UsageError
 
 if TYPE_CHECKING:
+    from millrace.faults.gateway_drill import DrillResult
     from millrace.faults.kills import KillResult
     from millrace.faults.leak_check import IdleReadings
 
@@ -41,9 +42,9 @@ _SMALL_POOL = ("--kv-tokens", "4096", "--max-context", "512")
 _SERVER_OPTIONS: dict[str, tuple[str, ...]] = {
     "disconnects": (*_SMALL_POOL, "--max-running", "64"),
     "fuzz": _SMALL_POOL,
-    "kill-engine": (*_SMALL_POOL, "--fronts", "2"),
-    "kill-front": (*_SMALL_POOL, "--fronts", "2"),
-    "kill-rank": (*_SMALL_POOL, "--device", "cpu", "--tensor-parallel", "2"),
+    "kill-engine": (*_SMALL_POOL, "--deterministic", "--fronts", "2"),
+    "kill-front": (*_SMALL_POOL, "--deterministic", "--fronts", "2"),
+    "kill-rank": (*_SMALL_POOL, "--deterministic", "--device", "cpu", "--tensor-parallel", "2"),
     "overload": (
         *(*_SMALL_POOL, "--max-running", "16", "--max-waiting", "256"),
         *("--ttft-interactive-s", "2", "--ttft-standard-s", "10", "--ttft-batch-s", "10"),
@@ -110,24 +111,37 @@ async def _with_server(args: argparse.Namespace) -> int:
 
 async def _gateway(args: argparse.Namespace) -> int:
     from millrace.bench.local_server import cancel_on_sigterm
-    from millrace.faults.gateway_drill import KINDS, drill
-    from millrace.terminal.table import print_table
+    from millrace.faults.gateway_drill import KINDS, DrillResult, drill
 
     cancel_on_sigterm()
     kinds = ("kill",) if args.kills else KINDS
     seconds = args.seconds if args.seconds is not None else 0.0 if args.kills else DEFAULT_S
-    result = await drill(seconds, args.clients or 32, args.seed, kinds, args.kills, _say_progress)
+    result = DrillResult()
+    try:
+        await drill(seconds, args.clients or 32, args.seed, kinds, args.kills, _say_progress, result)
+    except asyncio.CancelledError:
+        _print_drill(result, "Ended early. ")
+        raise
+    return _report(args, [_print_drill(result, "") if not args.json else _drilled(result)], result.failures())
+
+
+def _print_drill(result: DrillResult, before: str) -> str:
+    from millrace.terminal.table import print_table
+
+    text = before + _drilled(result)
+    print(text)
+    print_table(result.table(), right=(1, 2, 3))
+    print_table(result.bars(), right=(1, 2))
+    return text
+
+
+def _drilled(result: DrillResult) -> str:
     faults = ", ".join(f"{count} × {kind}" for kind, count in result.num_faults.items() if count)
-    text = (
+    return (
         f"{sum(result.num_faults.values())} faults ({faults}). Streams: {result.num_right} right,"
         f" {len(result.wrong)} lost or wrong, {result.num_refused} refused, {result.num_cut} sent again because their"
         f" gateway was killed. Longest gap {result.longest_gap_s:.1f} s."
     )
-    if not args.json:
-        print(text)
-        print_table(result.table(), right=(1, 2, 3))
-        print_table(result.bars(), right=(1, 2))
-    return _report(args, [text], result.failures())
 
 
 def _say_progress(text: str) -> None:
@@ -165,7 +179,7 @@ async def _fuzz(args: argparse.Namespace, url: str, pid: int, say: Say) -> list[
 
 
 async def _kill(args: argparse.Namespace, url: str, pid: int, say: Say) -> list[str]:
-    from millrace.faults.kills import BURST, PARTS, REST_S, kill_repeatedly, shortest_s
+    from millrace.faults.kills import BURST, PARTS, REST_S, KillResult, kill_repeatedly, shortest_s
 
     part = PARTS[args.what]
     if args.kills > BURST and part != "front":
@@ -174,17 +188,28 @@ async def _kill(args: argparse.Namespace, url: str, pid: int, say: Say) -> list[
             f"{args.kills} kills in bursts of {BURST}, with {REST_S:g} s of serving between them: {at_least:.0f} min,"
             " and the starts of the engines."
         )
-    result = await kill_repeatedly(url, pid, part, args.seconds, args.kills, args.clients or 32, _say_progress)
-    times = sorted(result.recovery_s)
-    say(
-        f"{result.kills} kills of the {part}. Streams: {result.failed} ended with an error event,"
-        f" {result.refused} got an error status, {result.cut} cut off, {result.completed} completed."
-        f" Recovery: {times[len(times) // 2]:.1f} s (median), {times[-1]:.1f} s (worst)."
-    )
+    result = KillResult(part)
+    try:
+        await kill_repeatedly(url, pid, part, args.seconds, args.kills, args.clients or 32, _say_progress, result)
+    except asyncio.CancelledError:
+        if result.recovery_s:
+            print(f"Ended early. {_killed(result)}")
+        raise
+    say(_killed(result))
     lost = result.cut + result.failed + result.refused
     if not args.json:
         _print_kills(result, lost)
-    return [f"{lost} streams did not go on with the next engine"] if part != "front" and lost else []
+    failures = [f"{lost} streams did not go on with the next engine"] if part != "front" and lost else []
+    return failures + ([f"{result.wrong} streams had other tokens than without kills"] if result.wrong else [])
+
+
+def _killed(result: KillResult) -> str:
+    times = sorted(result.recovery_s)
+    return (
+        f"{result.kills} kills of the {result.part}. Streams: {result.failed} ended with an error event,"
+        f" {result.refused} got an error status, {result.cut} cut off, {result.wrong} wrong, {result.completed}"
+        f" completed and right. Recovery: {times[len(times) // 2]:.1f} s (median), {times[-1]:.1f} s (worst)."
+    )
 
 
 def _print_kills(result: KillResult, lost: int) -> None:
@@ -195,7 +220,8 @@ def _print_kills(result: KillResult, lost: int) -> None:
     print_table(
         [
             (f"{result.kills} kills of the {result.part}", "seen", "bar", ""),
-            ("streams completed", str(result.completed), "", ""),
+            ("streams completed and right", str(result.completed), "", ""),
+            ("streams with wrong tokens", str(result.wrong), "0", "MISSED" if result.wrong else "held"),
             ("streams lost", str(lost), "" if result.part == "front" else "0", held),
             ("longest until it is ready again", f"{worst:.1f} s", f"{RECOVERY_LIMIT_S:g} s", "held"),
         ],

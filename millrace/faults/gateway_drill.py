@@ -162,10 +162,12 @@ async def drill(
     kinds: tuple[str, ...] = KINDS,
     num_kills: int = 0,
     progress: Callable[[str], None] = lambda text: None,
+    result: DrillResult | None = None,
 ) -> DrillResult:
     """At least one fault of each kind, until `seconds` have passed and there were `num_kills` kills of replicas. One
-    replica or gateway fails at a time. Cancelled, it ends its processes first."""
-    result, draw = DrillResult(), random.Random(seed)
+    replica or gateway fails at a time. Cancelled, it ends its processes first. `result`: is filled, for a caller that
+    may be cancelled."""
+    result, draw = DrillResult() if result is None else result, random.Random(seed)
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="millrace-drill-")))
         (folder / "keys.toml").write_text(_KEYS.format(digest=DIGEST_PREFIX + digest_of(_KEY).hex()), encoding="utf-8")

@@ -1,8 +1,10 @@
-"""Kills processes of a running server repeatedly: it must recover, and streams must go on with the next engine."""
+"""Kills processes of a running server repeatedly: it must recover, and streams must go on with the next engine, to the
+same text."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -50,6 +52,8 @@ class KillResult:
     """Requests answered with an error status: their engine was killed before the first token."""
     cut: int = 0
     """Answers that the end of the connection, or STREAM_LIMIT_S, cut off."""
+    wrong: int = 0
+    """Whole answers with another text than before the first kill."""
     recovery_s: list[float] = field(default_factory=list)
     """From each kill until the server was ready again."""
 
@@ -68,15 +72,19 @@ async def kill_repeatedly(
     num_kills: int = 0,
     num_streams: int = 32,
     progress: Callable[[str], None] = lambda text: None,
+    result: KillResult | None = None,
 ) -> KillResult:
     """Kill this many times, or at least once and until the time is over. After every BURST kills of an engine the
-    server serves for a while before the next one."""
-    address, result, pace = Address.of(url), KillResult(part), Pace(num_kills, progress)
+    server serves for a while before the next one. `result`: is filled, for a caller that may be cancelled. The server
+    is deterministic: each answer is compared with that of the same stream before the first kill."""
+    address, pace = Address.of(url), Pace(num_kills, progress)
+    result = KillResult(part) if result is None else result
+    texts = await asyncio.gather(*(text_once(address, number) for number in range(num_streams)))
     end = time.monotonic() + seconds
     while result.kills < num_kills if num_kills else time.monotonic() < end or result.kills == 0:
         if part != "front" and result.kills and result.kills % BURST == 0:
             await asyncio.sleep(REST_S)
-        streams = [asyncio.create_task(stream_once(address, result)) for _ in range(num_streams)]
+        streams = [asyncio.create_task(stream_once(address, result, number, text)) for number, text in enumerate(texts)]
         await asyncio.sleep(BEFORE_KILL_S)
         os.kill(child_of(pid, part), signal.SIGKILL)
         result.kills += 1
@@ -97,10 +105,16 @@ def child_of(pid: int, part: Part) -> int:
     raise BenchError(f"Server {pid} has no {part} process to kill. Start it with --fronts 2.")
 
 
-async def stream_once(address: Address, result: KillResult) -> None:
+async def text_once(address: Address, number: int) -> str:
+    status, body = await exchange(address, _request(address, number), STREAM_LIMIT_S)
+    if status != 200 or b'"error":' in body[-2000:]:
+        raise BenchError(f"The server answered {status} before anything was killed: {body[-300:]!r}")
+    return _text_of(body)
+
+
+async def stream_once(address: Address, result: KillResult, number: int, expected: str) -> None:
     try:
-        data = completion(address, max_tokens=200, ignore_eos=True)
-        status, body = await exchange(address, data, STREAM_LIMIT_S)
+        status, body = await exchange(address, _request(address, number), STREAM_LIMIT_S)
     except (OSError, asyncio.IncompleteReadError):  # TimeoutError is an OSError.
         result.cut += 1
         return
@@ -110,8 +124,20 @@ async def stream_once(address: Address, result: KillResult) -> None:
         result.refused += 1
     elif b'"error":' in body[-2000:]:
         result.failed += 1
+    elif _text_of(body) != expected:
+        result.wrong += 1
     else:
         result.completed += 1
+
+
+def _request(address: Address, number: int) -> bytes:
+    prompt = f"Story {number}. Once upon a time"
+    return completion(address, prompt=prompt, max_tokens=200, ignore_eos=True, temperature=0)
+
+
+def _text_of(body: bytes) -> str:
+    lines = (line[6:] for line in body.splitlines() if line.startswith(b"data: {"))
+    return "".join(choice["text"] for line in lines for choice in json.loads(line).get("choices", ()))
 
 
 def await_recovery(url: str, pid: int, part: Part) -> float:

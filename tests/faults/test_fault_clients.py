@@ -14,11 +14,12 @@ from millrace.supervise.engine_supervisor import MAX_RESTARTS, STABLE_S
 pytestmark = pytest.mark.live
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-EVENT = b'e\r\ndata: {"x":1}\n\r\n'
+EVENT = b'2d\r\ndata: {"choices":[{"text":"ab"}],"more":123}\n\r\n'
 ANSWERS = {
     "completed": CHUNKED + EVENT + b"0\r\n\r\n",
     "failed": CHUNKED + EVENT + b'16\r\ndata: {"error": {"a"}}\n\r\n0\r\n\r\n',
     "refused": b'HTTP/1.1 503 Unavailable\r\nContent-Length: 13\r\n\r\n{"error": {}}',
+    "wrong": CHUNKED + EVENT + EVENT + b"0\r\n\r\n",
     "cut": CHUNKED + EVENT + b"ff\r\nda",
 }
 
@@ -36,7 +37,7 @@ def test_an_answer_is_counted_when_it_ends_although_the_connection_stays_open(ou
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server, asyncio.timeout(LIMIT_S):
             port = server.sockets[0].getsockname()[1]
             # One client: the public entry starts many, and kills a process.
-            await kills.stream_once(Address("127.0.0.1", port, "m"), result)
+            await kills.stream_once(Address("127.0.0.1", port, "m"), result, 0, "ab")
             server.close()
         return result
 
@@ -52,9 +53,14 @@ def test_a_number_of_kills_takes_as_long_as_it_takes(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(kills.os, "kill", lambda pid, signal: killed.append(pid))
     monkeypatch.setattr(kills, "BEFORE_KILL_S", 0.0)
 
-    async def streamed(address: Address, result: kills.KillResult) -> None:
+    async def streamed(address: Address, result: kills.KillResult, number: int, text: str) -> None:
+        assert text == f"text {number}"
         result.completed += 1
 
+    async def text(address: Address, number: int) -> str:
+        return f"text {number}"
+
+    monkeypatch.setattr(kills, "text_once", text)
     monkeypatch.setattr(kills, "stream_once", streamed)
     monkeypatch.setattr(kills.Address, "of", lambda url: Address("127.0.0.1", 1, "m"))
     result = asyncio.run(kills.kill_repeatedly("http://x", 1, "rank", 0.0, num_kills=3, num_streams=2))
@@ -80,3 +86,39 @@ def test_a_number_of_kills_takes_as_long_as_it_takes(monkeypatch: pytest.MonkeyP
     rests.clear()
     assert asyncio.run(kills.kill_repeatedly("http://x", 1, "front", 0.0, num_kills=21, num_streams=1)).kills == 21
     assert rests == []
+
+
+def test_a_drill_that_is_ended_early_has_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kills, "_child", lambda pid, part: 4000)
+    monkeypatch.setattr(kills, "await_recovery", lambda url, pid, part: 0.5)
+    monkeypatch.setattr(kills.os, "kill", lambda pid, signal: None)
+    monkeypatch.setattr(kills, "BEFORE_KILL_S", 0.0)
+    monkeypatch.setattr(kills.Address, "of", lambda url: Address("127.0.0.1", 1, "m"))
+    result, is_second = kills.KillResult("front"), asyncio.Event()
+
+    async def text(address: Address, number: int) -> str:
+        return ""
+
+    async def streamed(address: Address, result: kills.KillResult, number: int, text: str) -> None:
+        if result.kills:
+            is_second.set()
+            await asyncio.Event().wait()
+        result.completed += 1
+
+    monkeypatch.setattr(kills, "text_once", text)
+    monkeypatch.setattr(kills, "stream_once", streamed)
+
+    async def run() -> None:
+        drill = asyncio.create_task(
+            kills.kill_repeatedly("http://x", 1, "front", 0.0, num_kills=3, num_streams=2, result=result)
+        )
+        async with asyncio.timeout(LIMIT_S):
+            while not result.recovery_s:
+                await asyncio.sleep(0)
+            await is_second.wait()
+        drill.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await drill
+
+    asyncio.run(run())
+    assert (result.completed, result.recovery_s) == (2, [0.5])

@@ -100,14 +100,9 @@ def needle_recall(asked: Asked) -> Findings:
             lengths = [length for length in LENGTHS if length + 64 <= llm.max_context]
             by_length = recall_by_length(llm, asked, lengths, limit)
         rows += [one.row(model, length) for length, one in by_length.items()]
-        lines.append(Line(model, list(by_length), [one.percent for one in by_length.values()]))
-        shortest, longest = min(by_length), max(by_length)
-        left = [f"{length:,}" for length in lengths if length not in by_length]
-        said.append(
-            f"{model} finds {by_length[shortest].percent:.0f}% of the numbers in {shortest:,} tokens and"
-            f" {by_length[longest].percent:.0f}% in {longest:,}."
-            + (f" Too long for the time limit: {', '.join(left)}." if left else "")
-        )
+        shares = [one.percent for one in by_length.values()]
+        lines.append(Line(model, list(by_length), shares, dots=len(shares) == 1))
+        said.append(f"{model} finds {_said(by_length, lengths)}")
     depths = (f"found at {100 * depth:.0f}%" for depth in DEPTHS)
     return Findings(
         ("model", "length", "prompt tokens", *depths, "found %"),
@@ -115,6 +110,14 @@ def needle_recall(asked: Asked) -> Findings:
         [plot("Recall by length", lines, "tokens", "%", log_x=True)],
         " ".join(said) + " KV cache: the device's default format.",
     )
+
+
+def _said(by_length: dict[int, Recall], lengths: Sequence[int]) -> str:
+    shares = {length: one.percent for length, one in by_length.items()}
+    ends = dict.fromkeys((min(shares), max(shares)))
+    left = [f"{length:,}" for length in lengths if length not in shares]
+    found = " and ".join(f"{shares[length]:.0f}% of the numbers in {length:,} tokens" for length in ends)
+    return f"{found}." + (f" Too long for the time limit: {', '.join(left)}." if left else "")
 
 
 def recall_by_length(llm: LLM, asked: Asked, lengths: Sequence[int], limit: TimeLimit) -> dict[int, Recall]:

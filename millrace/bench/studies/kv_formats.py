@@ -18,10 +18,10 @@ from millrace.load.svg import Line, plot
 from millrace.simulate.studies.findings import Findings
 
 FORMATS: tuple[KvDtype, ...] = ("full", "packed", "float16", "fp8", "int8", "int4")
-CONTEXT, ROWS, SHORT, LONG = 1024, 4, 4, 20
+CONTEXT, ROWS, SHORT, LONG = 1024, 2, 4, 20
 """Of the timed steps: tokens before each row, rows, and tokens of both answers."""
-KV_TOKENS = 8192
-WINDOW, WINDOWS, NEEDLE_LENGTHS = 512, 4, (512,)
+KV_TOKENS = 4096
+WINDOW, WINDOWS, NEEDLE_LENGTHS = 512, 2, (512,)
 GIB = 1 << 30
 
 
@@ -107,7 +107,7 @@ STUDIES = {
         "What does each format of the KV cache save, and what does it lose?",
         f"The same model with each format that the machine has, in turns. Steps decode {ROWS} rows behind {CONTEXT:,}"
         " tokens each; `--samples` rounds, or as many as `--minutes` allow, medians. Perplexity of the text of"
-        f" `millrace bench` in windows of {WINDOW:,} tokens. Needles: numbers found in texts of"
+        f" `millrace bench` in {WINDOWS} windows of {WINDOW:,} tokens. Needles: numbers found in texts of"
         f" {' and '.join(map(str, NEEDLE_LENGTHS))} tokens, at three depths, `--samples` of each.",
         "smollm2-135m-instruct",
         2,
