@@ -297,6 +297,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": _sized(
         "DeepseekV3", **_LATENT | {"q_lora_rank": 24}, n_group=4, topk_group=2, rope_parameters=_LATENT_YARN
     ),
+    "glm4_moe_lite": _sized(
+        "Glm4MoeLite",
+        **{key: value for key, value in _LATENT.items() if key not in ("head_dim", "first_k_dense_replace")}
+        | {"q_lora_rank": 24},
+    ),
     "deepseek_v3_halves": _sized(
         "DeepseekV3", **_LATENT, n_group=2, topk_group=1, rope_interleave=False, norm_topk_prob=False
     ),

@@ -50,7 +50,7 @@ FAMILIES = (
         "olmo",
         "hunyuan",
     ),
-    *("deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves"),
+    *("deepseek_v2_groups", "deepseek_v3", "deepseek_v3_halves", "glm4_moe_lite"),
     *("qwen3_next", "qwen3_next_dense", "granite_hybrid", "granite_hybrid_rope", "granite_hybrid_moe"),
     *("granite_moe_shared", "bamba", "lfm2", "lfm2_moe", "qwen3_5", "qwen3_5_moe", "nemotron_h"),
 )

@@ -36,6 +36,15 @@ def deepseek_v3(c: ConfigReader) -> dict[str, Any]:
     return {**attention, **sparse_layers(c, sigmoid_routing(c, 2.5), renormalise=c.flag("norm_topk_prob", True))}
 
 
+def glm4_moe_lite(c: ConfigReader) -> dict[str, Any]:
+    """As DeepSeek V3; newer configs name the kind of each layer's MLP."""
+    kinds, first = c.get("mlp_layer_types"), c.whole("first_k_dense_replace", minimum=0)
+    num_layers = c.whole("num_hidden_layers")
+    if kinds is not None and kinds != ["dense"] * first + ["sparse"] * (num_layers - first):
+        raise c.fail("mlp_layer_types", f"is {kinds!r}; only the first {first} may be dense, and must be")
+    return deepseek_v3(c)
+
+
 def sigmoid_routing(c: ConfigReader, scale: float) -> Routing:
     """`scale`: the family's default."""
     return Routing(

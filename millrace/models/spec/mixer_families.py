@@ -8,7 +8,7 @@ from typing import Any
 from millrace.models.spec.expert_families import GRANITE_EXPERTS, GRANITE_SHARED
 from millrace.models.spec.family import Family, WeightNames, no_windows
 from millrace.models.spec.hybrids import bamba, granite_hybrid, lfm2, qwen3_5, qwen3_next
-from millrace.models.spec.latent import deepseek_v2, deepseek_v3
+from millrace.models.spec.latent import deepseek_v2, deepseek_v3, glm4_moe_lite
 from millrace.models.spec.nemotron_h import block_names, nemotron_h
 
 _LATENT_DEFAULTS: Mapping[str, Any] = {
@@ -161,5 +161,29 @@ MIXER_FAMILIES: tuple[Family, ...] = (
             (r"^(?:backbone|model)\.embeddings\.", "model.embed_tokens."),
             (r"^(?:backbone|model)\.norm_f\.", "model.norm."),
         ),
+    ),
+    Family(
+        name="glm4_moe_lite",
+        model_types=("glm4_moe_lite",),
+        architectures=("Glm4MoeLiteForCausalLM",),
+        traits=glm4_moe_lite,
+        windows=no_windows,
+        defaults={
+            **_LATENT_DEFAULTS,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "max_position_embeddings": 202752,
+            "rms_norm_eps": 1e-5,
+            "n_routed_experts": 64,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 1536,
+            "routed_scaling_factor": 1.8,
+            "num_experts_per_tok": 4,
+            "n_group": 1,
+            "topk_group": 1,
+        },
+        names=_LATENT_NAMES,
     ),
 )
