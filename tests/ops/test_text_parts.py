@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from millrace.ops.attention.texts import NativeTextAttention, TextSpans, attend_texts
 from millrace.ops.base.activation_kind import Activation as ActivationKind
 from millrace.ops.elementwise import biased
+from millrace.ops.registry import choose
 
 LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=4)
 
@@ -77,3 +78,11 @@ def test_layer_norm_with_a_bias(rows: int, width: int, has_bias: bool, has_offse
     expected = biased.bias_layer_norm(x.clone(), bias, weight, offset, 1e-5)
     found = biased.NativeBiasLayerNorm()(x, bias, weight, offset, 1e-5)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("op", ["text_attention", "bias_activation", "bias_layer_norm"])
+def test_without_avx512_torch_computes(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("millrace.ops.cpp.native.processor_features", lambda: frozenset({"avx2", "fma"}))
+    chosen = choose(op, torch.device("cpu"), torch.float32, head_dim=32)
+    assert chosen.version.name == "reference"
+    assert "needs AVX-512" in chosen.reason

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from millrace.ops.base.version import Shape, Version
-from millrace.ops.cpp.native import native, native_missing
+from millrace.ops.cpp.native import avx512_missing, native
 
 LANES = 16
 """Of the kernels' vectors."""
@@ -72,7 +72,7 @@ VERSIONS = (
         dtypes=(torch.float32,),
         invariant_on=("cpu",),
         fits=_fits,
-        missing=native_missing,
+        missing=avx512_missing,
     ),
     Version(
         op="text_attention",

@@ -181,6 +181,13 @@ def native_or_reason() -> Native | str:
         return f"needs the compiled kernels, which could not be cached or loaded: {error}"
 
 
+def avx512_missing(device: torch.device) -> str:
+    """As `native_missing`, for kernels that only pay off with vectors of 16 numbers."""
+    if "avx512f" not in processor_features():
+        return "needs AVX-512, without which torch is faster"
+    return native_missing(device)
+
+
 def native_notes(device: torch.device) -> tuple[str, ...]:
     """What a user should know about the kernels of this device."""
     reason = native_missing(device) if device.type == "cpu" else ""

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from millrace.ops.base.activation_kind import Activation as ActivationKind
 from millrace.ops.base.version import Version
-from millrace.ops.cpp.native import native, native_missing
+from millrace.ops.cpp.native import avx512_missing, native
 from millrace.ops.elementwise.activation import ACTIVATION_CODES, activate
 
 BiasActivation = Callable[[Tensor, Tensor | None], Tensor]
@@ -72,7 +72,7 @@ ACTIVATION_VERSIONS = (
         devices=("cpu",),
         dtypes=(torch.float32,),
         invariant_on=("cpu",),
-        missing=native_missing,
+        missing=avx512_missing,
     ),
     Version(
         op="bias_activation",
@@ -91,7 +91,7 @@ NORM_VERSIONS = (
         devices=("cpu",),
         dtypes=(torch.float32,),
         invariant_on=("cpu",),
-        missing=native_missing,
+        missing=avx512_missing,
     ),
     Version(
         op="bias_layer_norm",
