@@ -31,7 +31,7 @@ from millrace.ops.base.mesh import ONE_RANK, Mesh
 from millrace.ops.base.version import dtype_name
 from millrace.ops.linear.fp8 import fp8_missing
 from millrace.ops.linear.stored import FORMATS
-from millrace.sources.multimodal import is_multimodal
+from millrace.sources.hf_config import is_multimodal
 
 if TYPE_CHECKING:
     from millrace.models.weights import WeightSource

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from millrace.plan.pacing.step_time import StepRates, StepTimeModel
 from millrace.plan.pacing.yielding import YieldingTime
 from millrace.plan.request import BATCH
-from millrace.plan.rows import Rows
+from millrace.plan.rows.rows import Rows
 from millrace.plan.seating import Seating
 from millrace.plan.step import Int64s, StepPlan
 

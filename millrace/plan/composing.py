@@ -8,7 +8,7 @@ import numpy as np
 
 from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.planner.protocol import ChosenRows, Forced
-from millrace.plan.repeated_decode import RepeatedDecode, repeated_decode_from
+from millrace.plan.rows.repeated_decode import RepeatedDecode, repeated_decode_from
 from millrace.plan.seating import Seating
 from millrace.plan.shapes.choice import ShapeChoice
 from millrace.plan.shapes.declared import StepSizes

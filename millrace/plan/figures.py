@@ -8,12 +8,12 @@ import numpy as np
 
 from millrace.plan.drafts import DraftState
 from millrace.plan.kv.block_pool import BlockPool
-from millrace.plan.kv.checkpoints import CheckpointFigures
 from millrace.plan.kv.prefix import PrefixIndex
+from millrace.plan.kv.states.checkpoints import CheckpointFigures
 from millrace.plan.preempting import Preempting
 from millrace.plan.queue.waiting import WaitingQueue
 from millrace.plan.request import NUM_CLASSES
-from millrace.plan.rows import Rows
+from millrace.plan.rows.rows import Rows
 from millrace.plan.seating import Seating
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from millrace.plan.request import Request, end_of
-from millrace.plan.rows import Rows
+from millrace.plan.rows.rows import Rows
 from millrace.plan.step import NO_EPOCH, ONE, Bools, Ended, Int32s, Int64s, StepPlan
 
 

@@ -8,7 +8,7 @@ from millrace.plan.admitting import Admitting
 from millrace.plan.confirming import Confirming
 from millrace.plan.queue.waiting import WaitingQueue
 from millrace.plan.request import Request
-from millrace.plan.rows import Rows
+from millrace.plan.rows.rows import Rows
 from millrace.plan.seating import Seating
 from millrace.plan.step import ReleaseReason
 

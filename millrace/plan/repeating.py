@@ -8,7 +8,7 @@ from millrace.plan.confirming import Confirming
 from millrace.plan.drafts import DraftPlaces
 from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.planner.protocol import RepeatedOutcome
-from millrace.plan.repeated_decode import crossings
+from millrace.plan.rows.repeated_decode import crossings
 from millrace.plan.seating import Seating
 from millrace.plan.step import Int32s, StepPlan
 

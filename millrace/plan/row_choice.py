@@ -16,7 +16,7 @@ import numpy as np
 from millrace.plan.budget import ChunkBudget, StepBudget
 from millrace.plan.pacing.step_time import Floats
 from millrace.plan.request import BATCH, Request
-from millrace.plan.rows import Rows
+from millrace.plan.rows.rows import Rows
 from millrace.plan.step import Int64s
 
 KEPT_THROUGHPUT = 0.92

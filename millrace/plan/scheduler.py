@@ -28,7 +28,6 @@ from millrace.plan.figures import figures_of_cache, figures_of_drafts, figures_o
 from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.kv.block_hash import owner_mark
 from millrace.plan.kv.block_pool import BlockPool
-from millrace.plan.kv.checkpoints import Checkpoints
 from millrace.plan.kv.disk_tier import DiskTierSettings
 from millrace.plan.kv.eviction import EvictionSettings
 from millrace.plan.kv.groups import ONE_GROUP, KvGroups
@@ -37,6 +36,7 @@ from millrace.plan.kv.lower_tiers import LowerTiers
 from millrace.plan.kv.prefix import PrefixIndex
 from millrace.plan.kv.prefix_tree import PrefixTree
 from millrace.plan.kv.retention import Retention, RetentionSettings
+from millrace.plan.kv.states.checkpoints import Checkpoints
 from millrace.plan.kv.transfer import PrefixTransfer
 from millrace.plan.planner.journal import WatchedBlocks
 from millrace.plan.planner.protocol import (
@@ -57,7 +57,7 @@ from millrace.plan.queue.waiting import WaitingQueue
 from millrace.plan.queue.waiting_tokens import WaitingTokens
 from millrace.plan.repeating import Repeating
 from millrace.plan.request import Request, end_of
-from millrace.plan.rows import Rows
+from millrace.plan.rows.rows import Rows
 from millrace.plan.seating import Seating
 from millrace.plan.shapes.choice import ShapeChoice
 from millrace.plan.step import (

@@ -14,12 +14,12 @@ import numpy as np
 from millrace.plan.documents.placing import PlacedDocuments, Span
 from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.kv.block_pool import BlockPool
-from millrace.plan.kv.checkpoints import Checkpoints
 from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.new_blocks import Columns, NewBlocks
 from millrace.plan.kv.prefix import Match, PrefixIndex
+from millrace.plan.kv.states.checkpoints import Checkpoints
 from millrace.plan.request import Request
-from millrace.plan.rows import Rows
+from millrace.plan.rows.rows import Rows
 from millrace.plan.step import Admission, Appended, Int32s, Int64s, Release, ReleaseReason
 
 

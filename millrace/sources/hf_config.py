@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,15 @@ SETTINGS_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq", "
 """Files in which some tools write the settings instead of `quantization_config`, and their method."""
 _TEXT_TYPES = {"gemma3": "gemma3_text"}
 """Model type of a multimodal model to that of its text model."""
+TEXT_IN_PART = frozenset(
+    f"{name}ForConditionalGeneration"
+    for name in (
+        *("AyaVision", "Cohere2Vision", "Gemma3", "Idefics3", "InternVL", "Lfm2Vl", "Llama4", "Llava", "LlavaNext"),
+        *("LlavaOnevision", "Mistral3", "PerceptionLM", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5"),
+        *("Qwen3_5Moe", "SmolVLM", "VipLlava", "Voxtral"),
+    )
+)
+"""Architectures whose language model reads text as it would alone; its `model_type` says which it is."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -78,3 +88,8 @@ def flatten(config: dict[str, Any]) -> dict[str, Any]:
         if config.get(key):
             flat[key] = config[key]
     return flat
+
+
+def is_multimodal(config: Mapping[str, Any]) -> bool:
+    """True for a checkpoint that takes pictures or sounds beside text, of which the language model is loaded alone."""
+    return any(name in TEXT_IN_PART for name in config.get("architectures") or [])

@@ -6,7 +6,7 @@ import numpy as np
 
 from millrace.engine.ledger import Ledger
 from millrace.link.messages import NewRequest, pack_tokens
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.divergence import Divergence
 from millrace.plan.request import Request, end_of
 

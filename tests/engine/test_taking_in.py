@@ -9,7 +9,7 @@ from helpers.fake_runner import FakeDevice, FakeRunner, run_engine
 
 from millrace.engine.loop import TAKE_IN_S, Engine
 from millrace.link.messages import Abort, NewRequest, pack_tokens
-from millrace.params import SamplingParams
+from millrace.params.sampling import SamplingParams
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import StepPlan
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 from pathlib import Path
@@ -87,7 +88,9 @@ def saved(kind: str, path: Path, **changes: Any) -> Any:
     """A checkpoint of the whole model, with random weights."""
     import transformers
 
-    config = getattr(transformers, f"{kind}Config")(**CASES[kind] | changes)
+    config = getattr(transformers, f"{kind}Config")(
+        **copy.deepcopy(CASES[kind]) | changes
+    )  # It writes into nested dicts.
     config._attn_implementation = "eager"
     with torch.random.fork_rng():
         torch.manual_seed(0)

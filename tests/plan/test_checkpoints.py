@@ -9,7 +9,7 @@ from helpers.toy_device import ToyDevice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millrace.plan.kv.state_slots import StateSlots
+from millrace.plan.kv.states.state_slots import StateSlots
 from millrace.plan.request import Request
 from millrace.plan.scheduler import Scheduler, SchedulerSettings
 from millrace.plan.step import StepPlan

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from millrace.plan.request import Request
-from millrace.plan.rows import TAIL_BLOCKS, Rows
+from millrace.plan.rows.rows import TAIL_BLOCKS, Rows
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 4])

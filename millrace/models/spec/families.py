@@ -33,7 +33,7 @@ from millrace.models.spec.model_spec import LayerSpec, ModelSpec, RopeSpec
 from millrace.models.spec.rope import ROPE_KEYS, read_rope
 from millrace.ops.base.activation_kind import Activation
 from millrace.sources.encoders.families import instead_of
-from millrace.sources.multimodal import is_multimodal
+from millrace.sources.hf_config import is_multimodal
 
 MAX_LAYERS = 1024
 """A config with more layers is treated as damaged."""

@@ -17,7 +17,7 @@ from millrace.plan.in_flight import StepsInFlight
 from millrace.plan.kv.block_pool import BlockPool
 from millrace.plan.kv.prefix import Match, PrefixIndex
 from millrace.plan.request import Request
-from millrace.plan.rows import Rows
+from millrace.plan.rows.rows import Rows
 from millrace.plan.step import PlacedTokens
 
 NOT_LAUNCHED = -1

@@ -9,8 +9,8 @@ from typing import TypeVar
 from millrace.plan.divergence import Divergence
 from millrace.plan.kv.block_hash import block_hash, block_hashes, root_hash
 from millrace.plan.kv.block_pool import BlockPool
-from millrace.plan.kv.checkpoints import Checkpoints
 from millrace.plan.kv.groups import ONE_GROUP, KvGroups, first_visible_column
+from millrace.plan.kv.states.checkpoints import Checkpoints
 from millrace.plan.kv.tier import CacheKey, Place, Tier
 from millrace.plan.request import Request
 

@@ -13,7 +13,7 @@ from millrace.plan.kv.groups import KvGroups
 from millrace.plan.kv.prefix import Match
 from millrace.plan.queue.kv_peak import Floats, OutputLengthEstimate, kv_peak
 from millrace.plan.request import Request
-from millrace.plan.rows import Rows
+from millrace.plan.rows.rows import Rows
 
 
 class AdmissionForecast:

@@ -17,7 +17,7 @@ from millrace.config import PolicyName
 from millrace.plan.kv.prefix import PrefixIndex
 from millrace.plan.queue.learned_lengths import LearnedLengths
 from millrace.plan.request import BATCH, INTERACTIVE, Request
-from millrace.plan.rows import Rows
+from millrace.plan.rows.rows import Rows
 from millrace.plan.step import Int64s
 
 SECONDS_PER_TOKEN = 0.05

@@ -12,9 +12,9 @@ from collections import deque
 
 import numpy as np
 
-from millrace.plan.end_tokens import EndTokens
-from millrace.plan.flows import Flows
 from millrace.plan.request import Request
+from millrace.plan.rows.end_tokens import EndTokens
+from millrace.plan.rows.flows import Flows
 from millrace.plan.step import Int32s, Int64s
 
 ALWAYS = np.iinfo(np.int32).max

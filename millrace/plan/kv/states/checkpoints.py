@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from millrace.plan.kv.state_slots import StateSlots
+from millrace.plan.kv.states.state_slots import StateSlots
 from millrace.plan.request import Request
 from millrace.plan.step import StateCopies
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from millrace.plan.rows import Rows
+from millrace.plan.rows.rows import Rows
 from millrace.plan.shapes.heads import DueRows
 from millrace.plan.step import Int32s, Int64s, StepPlan
 

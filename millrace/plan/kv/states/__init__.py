@@ -1,0 +1,1 @@
+"""Slots and checkpoints of recurrent states."""
