@@ -89,7 +89,7 @@ def test_a_number_of_kills_takes_as_long_as_it_takes(monkeypatch: pytest.MonkeyP
 
 
 def test_a_drill_that_is_ended_early_has_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kills, "_child", lambda pid, part: 4000)
+    monkeypatch.setattr(kills, "child_of", lambda pid, part: 4000)
     monkeypatch.setattr(kills, "await_recovery", lambda url, pid, part: 0.5)
     monkeypatch.setattr(kills.os, "kill", lambda pid, signal: None)
     monkeypatch.setattr(kills, "BEFORE_KILL_S", 0.0)

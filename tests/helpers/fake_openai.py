@@ -57,10 +57,10 @@ class FakeServer:
 
 @contextmanager
 def running(server: FakeServer) -> Iterator[FakeServer]:
-    class Handler(Handler):
+    class OwnHandler(Handler):
         fake = server
 
-    httpd = _Server(("127.0.0.1", 0), Handler)
+    httpd = _Server(("127.0.0.1", 0), OwnHandler)
     httpd.daemon_threads = True
     server.url = f"http://127.0.0.1:{httpd.server_address[1]}"
     thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
